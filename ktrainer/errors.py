@@ -1,0 +1,105 @@
+"""Errors that say what went wrong, why, and what to do.
+
+Every error that ktrainer raises on purpose derives from `KtrainerError`, so a script can tell
+a mistake that we explain from a bug that we do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+class KtrainerError(Exception):
+    """Base of all errors that ktrainer raises on purpose. They pickle, attributes included."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickle, (type(self), self.args, self.__dict__)
+
+
+def _unpickle(kind: type[KtrainerError], args: tuple[Any, ...], state: Any) -> KtrainerError:
+    """An error with its final message, past a constructor that would make it anew."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(KtrainerError):
+    """A key, value or combination in the configuration that cannot work.
+
+    Args:
+        message: what is wrong and what to do about it.
+        path: dotted path of the key, for example `"backend.engine"`.
+        value: the offending value; shown when given.
+        known: the valid names; the nearest one is suggested.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        value: Any = None,
+        known: Iterable[str] = (),
+    ) -> None:
+        self.path = path
+        self.value = value
+        where = f"{path}: " if path else ""
+        near = nearest(str(value if value is not None else (path or "").split(".")[-1]), known)
+        hint = f" Did you mean {near!r}?" if near else ""
+        super().__init__(f"{where}{message}{hint}")
+
+
+class SetupError(KtrainerError):
+    """Something that must be installed, built or started is not there."""
+
+
+class DataError(KtrainerError):
+    """The user's data has a shape, type or length that cannot be trained on."""
+
+
+class ModelError(KtrainerError):
+    """The user's model cannot be trained in the way that the configuration asks for."""
+
+
+class WorldError(KtrainerError):
+    """A group of processes cannot work together."""
+
+
+class DeadlineExceeded(WorldError):
+    """A wait on other ranks took longer than `world.deadline`.
+
+    Args:
+        rank: the rank that waited.
+        step: its global step.
+        operation: what it waited for.
+        seconds: how long it waited.
+    """
+
+    def __init__(self, rank: int, step: int, operation: str, seconds: float) -> None:
+        self.rank, self.step, self.operation, self.seconds = rank, step, operation, seconds
+        super().__init__(
+            f"rank {rank} waited {seconds:g} s at step {step} in {operation!r} for other ranks. "
+            "One of them has stopped, died, or taken another path. If steps are really that long, "
+            "raise world.deadline."
+        )
+
+
+class PeerLost(WorldError):
+    """Another rank died while this one was communicating with it."""
+
+
+class DivergenceError(WorldError):
+    """Ranks that must agree do not: on config, model, data, weights or log keys."""
+
+
+class CheckpointError(KtrainerError):
+    """A checkpoint cannot be written, or must not be read."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` closest to `name`, or None when nothing is close."""
+    matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None

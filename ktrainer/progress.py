@@ -1,0 +1,49 @@
+"""Where a run stands: plain counters, the same on every rank, that a checkpoint can carry."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of one run.
+
+    Attributes:
+        epoch: epochs finished.
+        batch: updates done in the current epoch.
+        step: updates done in all.
+        examples: examples seen in all, summed over ranks.
+        examples_in_epoch: examples seen in the current epoch, summed over ranks.
+        elapsed: seconds spent in `fit`, over all restarts.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    examples: int = 0
+    examples_in_epoch: int = 0
+    elapsed: float = 0.0
+
+    def advance(self, examples: int) -> None:
+        """Count one update that consumed `examples` over all ranks."""
+        self.batch += 1
+        self.step += 1
+        self.examples += examples
+        self.examples_in_epoch += examples
+
+    def finish_epoch(self) -> None:
+        """Count the end of an epoch."""
+        self.epoch += 1
+        self.batch = 0
+        self.examples_in_epoch = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as a JSON-able dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        """The inverse of `to_dict`; unknown keys are ignored."""
+        return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

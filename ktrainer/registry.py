@@ -1,0 +1,218 @@
+"""Callbacks by name, for the configuration.
+
+A name is one of ours, one of Keras' own callbacks, one that a script registers with
+`@register("name")`, or an entry point of the group `ktrainer.callbacks`. An import path such as
+`my_package.callbacks.Confetti` is taken only where the `allow` list says so, because importing
+is running: nothing outside of it is imported, not even to look.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from ktrainer.errors import ConfigError, nearest
+
+
+class UnknownCallback(ConfigError):
+    """A plain name that no callback is registered under."""
+
+
+ENTRY_POINTS = "ktrainer.callbacks"
+
+_BUILT_IN = {
+    "audit": "ktrainer.callbacks.health:Audit",
+    "average_metrics": "ktrainer.callbacks.metrics:AverageMetrics",
+    "broadcast_variables": "ktrainer.callbacks.broadcast:BroadcastVariables",
+    "checkpoint": "ktrainer.checkpoint.callback:Checkpoint",
+    "csv_log": "ktrainer.callbacks.csv:CSVLog",
+    "learning_rate": "ktrainer.callbacks.lr:LearningRate",
+    "nan_stop": "ktrainer.callbacks.health:NanStop",
+    "plain_progress": "ktrainer.callbacks.progress:PlainProgress",
+    "rich_progress": "ktrainer.callbacks.progress:RichProgress",
+    "tensorboard_log": "ktrainer.callbacks.tensorboard:TensorBoardLog",
+    "throughput": "ktrainer.callbacks.throughput:Throughput",
+    "backup_and_restore": "keras.callbacks:BackupAndRestore",
+    "csv_logger": "keras.callbacks:CSVLogger",
+    "early_stopping": "keras.callbacks:EarlyStopping",
+    "model_checkpoint": "keras.callbacks:ModelCheckpoint",
+    "reduce_lr_on_plateau": "keras.callbacks:ReduceLROnPlateau",
+    "remote_monitor": "keras.callbacks:RemoteMonitor",
+    "swap_ema_weights": "keras.callbacks:SwapEMAWeights",
+    "tensorboard": "keras.callbacks:TensorBoard",
+    "terminate_on_nan": "keras.callbacks:TerminateOnNaN",
+}
+
+_registered: dict[str, Callable[..., Any]] = {}
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def register(name: str) -> Callable[[Made], Made]:
+    """Make a callback class, or a function that returns a callback, known as `name`.
+
+    Args:
+        name: what `callbacks: {...: {type: NAME}}` calls it; no dots or colons.
+
+    Raises:
+        ConfigError: if the name is taken by something else.
+    """
+    if not name or "." in name or ":" in name:
+        raise ConfigError(
+            f"{name!r} cannot name a callback: leave out dots and colons.", value=name
+        )
+
+    def keep(made: Made) -> Made:
+        taken = _registered.get(_plain(name))
+        again = taken is not None and _home(taken) == _home(made)
+        if _plain(name) in _builtin() or (taken is not None and taken is not made and not again):
+            message = f"a callback named {name!r} is there already: choose another name."
+            raise ConfigError(message, value=name)
+        _registered[_plain(name)] = made
+        return made
+
+    return keep
+
+
+def names() -> list[str]:
+    """All names that a callback's `type` may have, sorted."""
+    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+
+
+def check(spec: Any, *, allow: Iterable[str] = (), path: str = "callbacks") -> None:
+    """Refuse a specification that `build` would refuse, without importing anything.
+
+    Args:
+        spec: `{type: NAME, argument: value, ...}`, or a name alone.
+        allow: prefixes of import paths that may be imported.
+        path: the configuration key, for the error message.
+
+    Raises:
+        ConfigError: for an unknown name, or an import path that is not allowed.
+    """
+    _resolve(*_split(spec, path), tuple(allow), path)
+
+
+def build(spec: Any, *, allow: Iterable[str] = (), path: str = "callbacks") -> Any:
+    """The callback that a specification names, made with its arguments.
+
+    Args:
+        spec, allow, path: as in `check`.
+
+    Raises:
+        ConfigError: for what `check` refuses, for something that is no callback, and for
+            arguments that the callback does not take.
+    """
+    kind, arguments = _split(spec, path)
+    target = _resolve(kind, arguments, tuple(allow), path)
+    maker = target if callable(target) else _import(target, kind, tuple(allow), path)
+    try:
+        made = maker(**arguments)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(arguments) or "no arguments"
+        raise ConfigError(f"{kind!r} cannot be made with {given}: {error}", path=path) from error
+    if not callable(getattr(made, "on_train_begin", None)):
+        raise ConfigError(f"{kind!r} makes no callback but {type(made).__name__}.", path=path)
+    return made
+
+
+def _split(spec: Any, path: str) -> tuple[str, dict[str, Any]]:
+    if isinstance(spec, str):
+        return spec, {}
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("type"), str):
+        message = "a callback is given as {type: NAME, argument: value, ...}"
+        shown = spec if isinstance(spec, (bool, int, float)) else type(spec).__name__
+        raise ConfigError(f"{message}, not {shown}.", path=path, value=shown)
+    return spec["type"], {str(k): v for k, v in spec.items() if k != "type"}
+
+
+def _resolve(
+    kind: str, arguments: Mapping[str, Any], allow: tuple[str, ...], path: str
+) -> Callable[..., Any] | str | EntryPoint:
+    """What `kind` stands for: a maker, or where to import one from. Imports nothing."""
+    if "_target_" in arguments:
+        message = "_target_ is not read here: name a registered callback with 'type'."
+        raise ConfigError(message, path=f"{path}._target_")
+    if "." in kind or ":" in kind:
+        return _allowed(kind, allow, path)
+    plain = _plain(kind)
+    if plain in _registered:
+        return _registered[plain]
+    if plain in _builtin():
+        return _builtin()[plain]
+    found = {_plain(name): point for name, point in _entry_points().items()}
+    if plain in found:
+        return found[plain]
+    near = nearest(kind, names()) or nearest(plain, names())
+    hint = f" Did you mean {near!r}?" if near else f" There are {', '.join(names())}."
+    message = f"there is no callback named {kind!r}.{hint} One of your own must be registered "
+    message += "with @ktrainer.register(NAME) before the configuration is loaded."
+    raise UnknownCallback(message, path=f"{path}.type", value=kind)
+
+
+def _allowed(kind: str, allow: tuple[str, ...], path: str) -> str:
+    """The import path `module:Class`, if `allow` covers it."""
+    module, _, name = kind.partition(":") if ":" in kind else kind.rpartition(".")
+    parts = [*module.split("."), name]
+    if not all(part.isidentifier() for part in parts) or any(p.startswith("_") for p in parts):
+        message = f"unknown name {kind!r}: an import path is package.module.Class."
+        raise ConfigError(message, path=f"{path}.type", value=kind)
+    dotted = f"{module}.{name}"
+    if parts[0] in sys.stdlib_module_names or not any(_covers(prefix, dotted) for prefix in allow):
+        raise ConfigError(
+            f"unknown name {kind!r}, and nothing was imported: register it with "
+            f"@ktrainer.register(NAME), or put its package on the list 'allow'.",
+            path=f"{path}.type",
+            value=kind,
+            known=names(),
+        )
+    return f"{module}:{name}"
+
+
+def _covers(prefix: str, dotted: str) -> bool:
+    prefix = prefix.replace(":", ".").rstrip(".")
+    return bool(prefix) and (dotted == prefix or dotted.startswith(prefix + "."))
+
+
+def _import(
+    target: str | EntryPoint, kind: str, allow: tuple[str, ...], path: str
+) -> Callable[..., Any]:
+    try:
+        if isinstance(target, EntryPoint):
+            return target.load()
+        module, _, name = target.partition(":")
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        message = f"{kind!r} cannot be imported: {error}"
+        raise ConfigError(message, path=f"{path}.type", value=kind) from error
+    # An allowed module may have imported something that is not allowed, such as its own `os`.
+    home = getattr(found, "__module__", "") or ""
+    if ("." in kind or ":" in kind) and not (
+        isinstance(found, type)
+        and callable(getattr(found, "on_train_begin", None))
+        and any(_covers(prefix, f"{home}.{found.__qualname__}") for prefix in allow)
+    ):
+        message = f"{kind!r} is not a callback class of an allowed package; it was not called."
+        raise ConfigError(message, path=f"{path}.type", value=kind)
+    return found
+
+
+def _plain(name: str) -> str:
+    """Spelling that makes `EarlyStopping`, `early_stopping` and `early-stopping` one name."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _builtin() -> dict[str, str]:
+    return {_plain(name): target for name, target in _BUILT_IN.items()}
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _home(made: Callable[..., Any]) -> tuple[str, str]:
+    """Where something was defined: a notebook cell run again may define it again."""
+    return getattr(made, "__module__", ""), getattr(made, "__qualname__", repr(made))

@@ -1,0 +1,42 @@
+"""Import TensorFlow and Keras and put them in the state that the configuration asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ktrainer.errors import SetupError
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config
+
+REMEDY = 'pip install "ktrainer[cpu]" for CPUs, or pip install "ktrainer[gpu]" for NVIDIA GPUs'
+
+
+def start_tensorflow(config: Config) -> None:
+    """Seeds, determinism and precision, before any model is made.
+
+    The seed is the same on every rank: equal initial weights, and equal orders of data. What
+    must differ, such as dropout masks, is made to differ inside the step.
+
+    Raises:
+        SetupError: TensorFlow is missing, or Keras runs on something else.
+    """
+    try:
+        import tensorflow as tf
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        raise SetupError(f"TensorFlow is not installed. Install it: {REMEDY}") from None
+    import keras
+
+    if keras.backend.backend() != "tensorflow":
+        raise SetupError(
+            f"Keras runs on {keras.backend.backend()!r}; ktrainer trains on TensorFlow. Set the "
+            "environment variable KERAS_BACKEND=tensorflow before Keras is imported."
+        )
+    if config.seed is not None:
+        keras.utils.set_random_seed(config.seed)
+    if config.trainer.deterministic:
+        tf.config.experimental.enable_op_determinism()
+    if config.trainer.precision is not None:
+        keras.config.set_dtype_policy(config.trainer.precision)

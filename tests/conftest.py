@@ -1,0 +1,84 @@
+"""Fixtures for all tests: groups of real ranks, leak checks, a clean Keras, real data.
+
+The variables below must be set before TensorFlow is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ktrainer.launch.kernel import adopt_orphans
+from tests.dist.harness import Pool, Ranks, keras_state, leaks
+from tests.dist.harness.group import ROOT, one_thread
+
+os.environ.update(one_thread())
+adopt_orphans()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The groups of this session; fails the session when a rank outlives it."""
+    pool = Pool()
+    yield pool
+    left = pool.close()
+    assert not left, f"ranks still run after the pool was closed: {left}"
+
+
+@pytest.fixture
+def ranks(pool: Pool) -> Callable[..., Ranks]:
+    """`ranks(3)` is a group of three real MPI processes: `ranks(3).run(function, *args)`."""
+    return pool.ranks
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves threads, processes, ports, files or variables behind."""
+    before = leaks.take()
+    yield
+    found = leaks.wait_for_none(before)
+    assert not found, "left behind by this test:\n  " + "\n  ".join(found)
+
+
+@pytest.fixture(autouse=True)
+def clean_keras(no_leaks: None) -> Iterator[None]:
+    """Bring Keras back to its defaults after each test."""
+    yield
+    keras_state.reset()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(no_leaks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run each test in a folder of its own, where run folders go by default."""
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        yield
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path | None:
+    """The folder with real data (`mnist/`, `tinyshakespeare/`), or None where there is none.
+
+    `KTRAINER_DATA`, else `shared/data` beside the checkout. Tests make their own data without it.
+    """
+    for folder in (os.environ.get("KTRAINER_DATA"), ROOT.parent / "shared" / "data"):
+        if folder and (path := Path(folder)).is_dir():
+            return path
+    return None
+
+
+@pytest.fixture
+def within() -> Callable[..., None]:
+    """`within(5, condition)` waits until `condition()` is true, and fails after 5 seconds."""
+
+    def wait(seconds: float, condition: Callable[[], object], what: str = "condition") -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} not true within {seconds:g} s"
+            time.sleep(0.02)
+
+    return wait
