@@ -1,0 +1,132 @@
+"""What types cannot say: bounds, durations, contradictions, and callbacks' names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ktrainer import registry
+from ktrainer.config.bounds import DurationBounds, NumberBounds
+from ktrainer.config.schema import Config
+from ktrainer.config.schematree import bounds, expected, hints, schema_fields
+from ktrainer.durations import Duration
+from ktrainer.errors import ConfigError
+
+_UNITS = {"ep": "epochs ('1ep')", "ba": "updates ('500ba')", "s": "time ('10m')"}
+
+
+def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | None = None) -> None:
+    """Refuse values out of bounds and keys that contradict one another.
+
+    Args:
+        on_unknown_callback: called for a callback's name that is not registered, in place of
+            raising the error.
+
+    Raises:
+        ConfigError: for the first one found.
+    """
+    _check_bounds(config, "")
+    _check_clip(config)
+    _check_trainer(config)
+    _check_schedule(config)
+    _check_checkpoint(config)
+    for name, spec in config.callbacks.items():
+        try:
+            registry.check(spec, allow=config.allow, path=f"callbacks.{name}")
+        except registry.UnknownCallback as error:
+            if on_unknown_callback is None:
+                raise
+            on_unknown_callback(error)
+
+
+def _check_bounds(group: Any, prefix: str) -> None:
+    """Hold every number and duration below `group` to the bounds in the schema."""
+    for name, item in schema_fields(type(group)).items():
+        path, value, bound = prefix + name, getattr(group, name), bounds(item)
+        if hasattr(value, "__dataclass_fields__"):
+            _check_bounds(value, f"{path}.")
+        elif isinstance(value, list) and value and hasattr(value[0], "__dataclass_fields__"):
+            for i, entry in enumerate(value):
+                _check_bounds(entry, f"{path}[{i}].")
+        elif value is not None and isinstance(bound, DurationBounds):
+            _check_duration(path, value, bound)
+        elif value is not None and isinstance(bound, NumberBounds):
+            wanted = expected(item, hints(type(group))[name])
+            _check_number(path, value, bound, wanted)
+
+
+def _check_duration(path: str, value: str, bound: DurationBounds) -> None:
+    length = Duration.parse(value, path)
+    if length.unit not in bound.units:
+        units = " or ".join(_UNITS[u] for u in bound.units)
+        raise ConfigError(f"{value!r} must be given in {units}.", path=path, value=value)
+    if bound.positive and length.value <= 0:
+        raise ConfigError(f"{value!r} must be longer than zero.", path=path, value=value)
+
+
+def _check_number(path: str, value: float, bound: NumberBounds, wanted: str) -> None:
+    limits = []
+    if bound.at_least is not None:
+        limits.append((value >= bound.at_least, f"at least {bound.at_least:g}"))
+    if bound.above is not None:
+        limits.append((value > bound.above, f"above {bound.above:g}"))
+    if bound.at_most is not None:
+        limits.append((value <= bound.at_most, f"at most {bound.at_most}"))
+    if bound.fraction and isinstance(value, float):
+        limits.append((value <= 1, "at most 1.0, or a whole number of batches"))
+    if not math.isfinite(value) or not all(holds for holds, _ in limits):
+        words = " and ".join(text for _, text in limits)
+        raise ConfigError(f"expected {wanted}, {words}; got {value!r}.", path=path, value=value)
+
+
+def _check_clip(config: Config) -> None:
+    clip = config.trainer.clip
+    given = [name for name in hints(type(clip)) if getattr(clip, name) is not None]
+    if len(given) > 1:
+        them = " and ".join(f"{name}={getattr(clip, name)}" for name in given)
+        message = f"{them} exclude one another: keep one and set the others to null."
+        raise ConfigError(message, path="trainer.clip", value=given)
+
+
+def _check_trainer(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.deterministic and config.seed is None:
+        message = "true needs a seed, but seed is null: set seed=0, or another number."
+        raise ConfigError(message, path="trainer.deterministic", value=True)
+    if trainer.overfit_batches and trainer.limit_train_batches is not None:
+        raise ConfigError(
+            f"{trainer.overfit_batches} contradicts "
+            f"trainer.limit_train_batches={trainer.limit_train_batches}: set one of them.",
+            path="trainer.overfit_batches",
+            value=trainer.overfit_batches,
+        )
+    if trainer.steps_per_call > 1 and trainer.accumulate > 1:
+        raise ConfigError(
+            f"{trainer.steps_per_call} contradicts trainer.accumulate={trainer.accumulate}: the "
+            "parts of an update are calls of their own. Set one of them to 1.",
+            path="trainer.steps_per_call",
+            value=trainer.steps_per_call,
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    """Each phase must end after it starts, where that can be told without the data."""
+    for i, phase in enumerate(config.lr.schedule):
+        if phase.end is None:
+            continue
+        start, end = Duration.parse(phase.start), Duration.parse(phase.end)
+        if start.unit == end.unit and end.value <= start.value:
+            message = f"{phase.end!r} is not after its start {phase.start!r}."
+            raise ConfigError(message, path=f"lr.schedule[{i}].end", value=phase.end)
+
+
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.mode != "auto" and checkpoint.best is None:
+        message = f"{checkpoint.mode!r} says how to compare checkpoint.best, which is not set: "
+        message += "set checkpoint.best=val_loss, for example."
+        raise ConfigError(message, path="checkpoint.mode", value=checkpoint.mode)
+    if not checkpoint.resume.strip():
+        message = "give auto, never, or the path of a checkpoint."
+        raise ConfigError(message, path="checkpoint.resume", value=checkpoint.resume)

@@ -1,0 +1,206 @@
+"""Making the one configuration: schema < YAML < command line, strictly.
+
+    layers (file, key=value) -> choose the backend -> unknown keys -> merge onto the schema
+    -> resolve ${...} -> types -> bounds and contradictions -> frozen `Config`
+
+Nothing here starts a process or imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ktrainer.config.backends import ALIASES, BACKENDS
+from ktrainer.config.check import check
+from ktrainer.config.redact import is_secret_name, redact
+from ktrainer.config.schema import Config
+from ktrainer.config.schematree import alternatives, lookup
+from ktrainer.config.sources import read_overrides, read_source
+from ktrainer.config.strict import check_keys, translate
+from ktrainer.errors import ConfigError
+
+_ENV = re.compile(r"\$\{\s*oc\.env\s*:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
+
+
+def load_config(
+    source: Any = None,
+    overrides: Sequence[str] = (),
+    *,
+    on_unknown_callback: Callable[[ConfigError], None] | None = None,
+) -> Config:
+    """The configuration made of the schema's defaults, `source` and `overrides`, later ones first.
+
+    Args:
+        source: path of a YAML file, a nested dict, an OmegaConf `DictConfig`, a `Config`, or
+            None for the defaults alone.
+        overrides: words `key=value`, the value read as YAML: `trainer.epochs=3`,
+            `backend=data_parallel`. Naming a backend replaces the one in `source`, its keys
+            included; other keys change one thing. Their order makes no difference, but that a
+            later word wins over an earlier one for the same key.
+        on_unknown_callback: called with the error for each callback whose name nobody has
+            registered, in place of raising it; for tools that run without the user's script.
+
+    Returns:
+        The frozen configuration, checked and with all `${...}` resolved.
+
+    Raises:
+        ConfigError: for an unknown key, a wrong type or value, a required value that is not
+            set, a contradiction, or a file that cannot be read.
+    """
+    if isinstance(source, Config) and not overrides:
+        return source
+    layers = [read_source(source), _tree(read_overrides(overrides))]
+    secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
+    try:
+        config = _make(layers)
+        object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
+        check(config, on_unknown_callback)
+    except ConfigError as error:
+        raise _without_secrets(error, secrets) from None
+    return config
+
+
+def _without_secrets(error: ConfigError, secrets: Sequence[str]) -> ConfigError:
+    """`error`, or one like it that shows none of `secrets`."""
+    if redact(str(error), secrets) == str(error):
+        return error
+    clean = ConfigError(redact(str(error), secrets))
+    clean.path, clean.value = error.path, redact(error.value, secrets)
+    return clean
+
+
+def _make(layers: list[dict[str, Any]]) -> Config:
+    """The typed configuration of `layers`, its values not yet checked."""
+    name, keys = _choose_backend(layers)
+    for layer in layers:
+        check_keys({k: v for k, v in layer.items() if k != "backend"}, name)
+    check_keys({"backend": keys}, name)
+    raw = _merge_plain(*[{k: v for k, v in layer.items() if k != "backend"} for layer in layers])
+    raw["backend"] = {**keys, "name": name}
+    return _build(raw, name)
+
+
+def _tree(words: list[tuple[str, Any, str]]) -> dict[str, Any]:
+    """The nested dict of dotted keys; a later word wins, and a whole backend comes before its
+    keys."""
+    words = sorted(words, key=lambda word: word[0] not in ("backend", "backend.name"))
+    tree: dict[str, Any] = {}
+    for path, given, text in words:
+        *groups, leaf = path.split(".")
+        nested: dict[str, Any] = {leaf: _as_meant(path, given, text)}
+        for group in reversed(groups):
+            nested = {group: nested}
+        tree = _merge_plain(tree, nested)
+    return tree
+
+
+def _as_meant(path: str, value: Any, text: str) -> Any:
+    """An override's value where plain YAML would take it for something else."""
+    found = lookup(path)
+    if found and str in alternatives(found[1]) and isinstance(value, (bool, int, float)):
+        return text.strip()  # run.dir=0012 is a name, not the number 10
+    return {"name": value} if path == "backend" and not isinstance(value, dict) else value
+
+
+def _merge_plain(*trees: dict[str, Any]) -> dict[str, Any]:
+    """Nested dicts merged key by key, the last one winning."""
+    merged: dict[str, Any] = {}
+    for tree in trees:
+        for key, value in tree.items():
+            old = merged.get(key)
+            both = isinstance(old, dict) and isinstance(value, dict)
+            merged[key] = _merge_plain(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _choose_backend(layers: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The backend's name and its keys: a layer that names a backend starts it afresh."""
+    name, keys = "local", dict[str, Any]()
+    for layer in layers:
+        if "backend" not in layer:
+            continue
+        given = layer["backend"]
+        if isinstance(given, str):
+            given = {"name": given}
+        if not isinstance(given, dict):
+            known = ", ".join(BACKENDS)
+            message = f"name a backend ({known}), or give its keys with its name, not {given!r}."
+            raise ConfigError(message, path="backend", value=given)
+        if "name" in given:
+            name, keys = _backend_name(given["name"], layers), {}
+        keys = _merge_plain(keys, {k: v for k, v in given.items() if k != "name"})
+    return name, keys
+
+
+def _backend_name(given: Any, layers: list[dict[str, Any]]) -> str:
+    if isinstance(given, str) and "${" in given:
+        others = [{k: v for k, v in layer.items() if k != "backend"} for layer in layers]
+        raw = {**_merge_plain(*others), "backend": {"name": given}}
+        try:
+            given = OmegaConf.create(_merge_plain(Config().to_dict(), raw)).backend.name
+        except OmegaConfBaseException as error:
+            raise translate(error, raw, "local", path="backend.name") from None
+    if given in BACKENDS:
+        return str(given)
+    known = ", ".join(BACKENDS)
+    if given in ALIASES:
+        message = f"{given!r} is no backend here: write {ALIASES[given]}."
+        raise ConfigError(message, path="backend", value=given)
+    message = f"there is no backend {given!r}; there are {known}."
+    raise ConfigError(message, path="backend", value=given, known=BACKENDS)
+
+
+@cache
+def _schema(backend: str) -> DictConfig:
+    """The schema as OmegaConf has it, to merge onto; made once, as it takes most of the time."""
+    base = OmegaConf.structured(Config(backend=BACKENDS[backend]()))
+    OmegaConf.set_readonly(base, False)
+    return cast(DictConfig, base)
+
+
+def _build(raw: dict[str, Any], backend: str) -> Config:
+    """The typed configuration of the merged layers, `${...}` resolved."""
+    try:
+        node = cast(DictConfig, OmegaConf.merge(_schema(backend), OmegaConf.create(raw)))
+        # Merging `???` onto a default keeps the default, but it was asked to be required.
+        missing = sorted({*map(str, OmegaConf.missing_keys(node)), *_required(raw)})
+        if not missing:
+            config = cast(Config, OmegaConf.to_object(node))
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise translate(error, raw, backend) from None
+    if missing:
+        them = ", ".join(f"{key}=..." for key in missing)
+        raise ConfigError(f"a required value is not set: give {them}", path=missing[0], value="???")
+    tries = int(config.trainer.fast_dev_run)
+    callbacks = {name: spec for name, spec in config.callbacks.items() if spec is not None}
+    return replace(config, trainer=replace(config.trainer, fast_dev_run=tries), callbacks=callbacks)
+
+
+def _required(raw: Any, path: str = "") -> list[str]:
+    """Dotted paths of the values that are `???`."""
+    if isinstance(raw, dict):
+        items = [(f"{path}.{key}" if path else key, value) for key, value in raw.items()]
+    elif isinstance(raw, list):
+        items = [(f"{path}[{i}]", value) for i, value in enumerate(raw)]
+    else:
+        return [path] if raw == "???" else []
+    return [found for inner, value in items for found in _required(value, inner)]
+
+
+def _secret_values(raw: Any) -> list[str]:
+    """Values of the environment variables in `raw` whose names say that they are secret."""
+    import os
+
+    if isinstance(raw, dict):
+        return [s for value in raw.values() for s in _secret_values(value)]
+    if isinstance(raw, list):
+        return [s for value in raw for s in _secret_values(value)]
+    names = _ENV.findall(raw) if isinstance(raw, str) else []
+    return [os.environ[n] for n in names if is_secret_name(n) and os.environ.get(n)]

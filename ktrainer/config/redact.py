@@ -1,0 +1,64 @@
+"""Keeping secrets out of what is printed and saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+REDACTED = "***"
+
+_SECRET_WORDS = {
+    "password", "passwd", "pwd", "passphrase", "token", "secret", "key", "apikey",
+    "credential", "credentials", "authorization", "auth", "bearer",
+}  # fmt: skip
+_SECRET_ENDINGS = ("password", "passphrase", "secret", "token", "apikey", "accesskey", "secretkey")
+_URL_LOGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]+@")
+_URL_QUERY = re.compile(r"([?&;]([A-Za-z0-9_.~-]+)=)([^&;#\s]+)")
+# A shorter value may well be part of ordinary text, and replacing it there would garble it.
+_SHORTEST = 3
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a key or environment variable called `name` is likely to hold a secret."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name))
+    words = [w for w in re.split(r"[^a-z0-9]+", spaced.lower()) if w]
+    return bool(_SECRET_WORDS.intersection(words)) or "".join(words).endswith(_SECRET_ENDINGS)
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """`text` without the given secrets and without logins and tokens in URLs."""
+    for secret in sorted({s for s in secrets if len(s) >= _SHORTEST}, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+    text = _URL_LOGIN.sub(rf"\g<1>{REDACTED}@", text)
+    return _URL_QUERY.sub(lambda m: m[1] + REDACTED if is_secret_name(m[2]) else m[0], text)
+
+
+def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
+    """A copy of a nested structure in which secrets are replaced by `***`.
+
+    A value is a secret when its key's name says so, when it came from an environment variable
+    whose name says so (`secrets`), or when it is the login part of a URL.
+
+    Args:
+        value: nested dicts, lists and plain values.
+        secrets: texts to replace wherever they occur.
+        name: the key that holds `value`.
+    """
+    secrets = tuple(secrets)
+    if isinstance(value, dict):
+        if is_secret_name(name):
+            return {redact_text(str(k), secrets): REDACTED for k in value}
+        return {
+            redact_text(k, secrets) if isinstance(k, str) else k: redact(v, secrets, str(k))
+            for k, v in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [redact(item, secrets, name) for item in value]
+    if is_secret_name(name) and value is not None and not isinstance(value, bool):
+        return REDACTED
+    if isinstance(value, str):
+        return redact_text(value, secrets)
+    if not isinstance(value, bool) and str(value) in secrets:
+        return REDACTED
+    return value

