@@ -1,0 +1,97 @@
+"""The gradient plane: sums of tensors over ranks, from inside a compiled step.
+
+Gradients travel here and nowhere else; host messages go out of band through `World`. Two
+operations are enough for data parallelism:
+
+    reduce(gradients, weight)   sum over ranks of weight * gradient, once a step, fused
+    sum(vector)                 sum over ranks of a few numbers, in the forward pass
+
+Both are called while a step is traced, by every rank in the same order. `InOrder` chains them
+by control dependencies, so that every rank also *executes* them in that order; without it two
+ranks could each wait in a different collective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+Gradient = Any  # tf.Tensor | tf.IndexedSlices
+
+
+class InOrder:
+    """Runs collectives one after another in the order in which they were traced."""
+
+    def __init__(self) -> None:
+        self._last: list[tf.Operation] = []
+
+    def __call__(self, collective: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+        """The outputs of `collective`, which starts only after the one before has ended."""
+        if tf.executing_eagerly():
+            return collective()
+        with tf.control_dependencies(self._last):
+            outputs = collective()
+        self._last = [outputs[0].op]
+        return outputs
+
+
+class GradientPlane(ABC):
+    """Sums over ranks that a compiled step can contain.
+
+    Attributes:
+        name: the engine's name.
+        size: how many ranks are summed over.
+        seconds: time spent waiting in collectives so far.
+        error: the exception that ended the last collective.
+    """
+
+    name: str
+    size: int = 1
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    @abstractmethod
+    def reduce(
+        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+    ) -> list[Gradient]:
+        """Sum over ranks of `weight * gradient`, for each gradient.
+
+        Args:
+            gradients: tensors or IndexedSlices; the same shapes and dtypes on every rank (the
+                slices of an IndexedSlices may differ in number).
+            weight: float64 scalar, this rank's own. Where it is 0 the gradients are not looked
+                at, so that a NaN in them does no harm.
+            order: runs this step's collectives one after another.
+
+        Returns:
+            Reduced gradients of the same kinds, shapes and dtypes, bitwise equal on all ranks.
+        """
+
+    @abstractmethod
+    def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        """Sum over ranks of a tensor of the same shape and dtype on every rank."""
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        """What the plane knows of an `error` that TensorFlow raised in a step; None if nothing.
+
+        TensorFlow turns exceptions in collectives into errors of its own; this gives the
+        original back, once.
+        """
+        cause, self.error = self.error, None
+        return cause
+
+    def close(self) -> None:  # noqa: B027 - not every engine holds something
+        """Let go of communicators and buffers."""
+
+
+def weighted(gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """`weight * gradient`, which is 0 where the weight is 0, whatever the gradient."""
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def densified(gradient: Gradient) -> tf.Tensor:
+    """A dense tensor, repeated indices of an IndexedSlices summed."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

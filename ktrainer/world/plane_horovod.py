@@ -1,0 +1,109 @@
+"""The gradient plane on Horovod: NCCL on GPUs, MPI or Gloo on CPUs.
+
+Each gradient is an all-reduce of its own, started as soon as the backward pass has made it;
+Horovod's background thread fuses what is ready and runs it beside the rest of the pass. Only
+Horovod's core is used: its Keras layer averages nothing on Keras 3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.errors import PeerLost, WorldError
+from ktrainer.world.base import World
+from ktrainer.world.plane import Gradient, GradientPlane, InOrder, weighted
+
+
+class HorovodPlane(GradientPlane):
+    """Sums gradients over Horovod's ranks.
+
+    Args:
+        world: the processes; Horovod must see the same ones.
+        compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
+        sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
+            their rows are gathered from all ranks.
+    """
+
+    name = "horovod"
+
+    def __init__(
+        self, world: World, compression: str = "none", sparse_as_dense: bool = False
+    ) -> None:
+        self._hvd = initialised_horovod(world.deadline)
+        if (self._hvd.rank(), self._hvd.size()) != (world.rank, world.size):
+            raise WorldError(
+                f"Horovod sees rank {self._hvd.rank()} of {self._hvd.size()}, MPI rank "
+                f"{world.rank} of {world.size}: Horovod was built against another MPI. Build it "
+                "again with `ktrainer horovod build`, or use backend.engine=mpi."
+            )
+        self.world = world
+        self.size = self._hvd.size()
+        self._compression = getattr(self._hvd.Compression, compression)
+        self._sparse_as_dense = sparse_as_dense
+        self._named = 0
+
+    def reduce(
+        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+    ) -> list[Gradient]:
+        return [self._reduce(gradient, weight) for gradient in gradients]
+
+    def _reduce(self, gradient: Gradient, weight: tf.Tensor) -> Gradient:
+        if self._sparse_as_dense:
+            gradient = tf.convert_to_tensor(gradient)
+        if isinstance(gradient, tf.IndexedSlices):
+            name = self._name("rows")
+            # A stand-in's rows have weight 0, so they add nothing wherever they go.
+            values = weighted(gradient.values, weight)
+            wire, context = self._compression.compress(values)
+            values = self._compression.decompress(
+                self._hvd.allgather(wire, name=f"{name}.values"), context
+            )
+            indices = self._hvd.allgather(gradient.indices, name=f"{name}.indices")
+            return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        return self._hvd.allreduce(
+            weighted(gradient, weight),
+            op=self._hvd.Sum,
+            name=self._name("gradient"),
+            compression=self._compression,
+        )
+
+    def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        return self._hvd.allreduce(vector, op=self._hvd.Sum, name=self._name("forward"))
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        if "Horovod" not in str(error):
+            return None
+        return PeerLost(
+            f"rank {self.world.rank} lost a peer, or waited over {self.world.deadline:g} s for "
+            f"it, at step {self.world.step} in 'all-reduce of gradients' through Horovod"
+        )
+
+    def _name(self, kind: str) -> str:
+        """A name for one collective; Horovod pairs the ranks' tensors by it, in any order."""
+        self._named += 1
+        return f"ktrainer.{kind}.{self._named}"
+
+
+def initialised_horovod(deadline: float = 300.0) -> Any:
+    """The module `horovod.tensorflow`, initialised once.
+
+    Args:
+        deadline: seconds after which Horovod gives up a tensor that some rank did not submit.
+    """
+    import horovod.tensorflow as hvd
+
+    if not hvd.is_initialized():
+        limits = {
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(deadline / 2))),
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(deadline))),
+        }
+        added = {key: value for key, value in limits.items() if key not in os.environ}
+        os.environ.update(added)
+        hvd.init()  # reads the limits once
+        for key in added:
+            del os.environ[key]
+    return hvd

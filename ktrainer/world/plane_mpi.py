@@ -1,0 +1,237 @@
+"""The gradient plane on plain MPI: fused buckets through mpi4py, nothing compiled.
+
+Dense gradients are packed, already weighted, into buckets of at most `bucket_mb`, in the
+reverse order of the variables, which is about the order in which the backward pass finishes
+them; each bucket is one all-reduce that starts as soon as its last gradient is there.
+
+16-bit gradients, and all floats under `compression="fp16"`, cross the wire as 16 bits and are
+added up in float32: each rank sums one segment of the bucket and sends the sum to the others
+(a reduce-scatter followed by an all-gather).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from mpi4py import MPI
+
+from ktrainer.world.buffers import BufferPool, offsets
+from ktrainer.world.mpi import MpiWorld
+from ktrainer.world.plane import Gradient, GradientPlane, InOrder
+
+_HALVES = (tf.float16, tf.bfloat16)
+
+
+class MpiPlane(GradientPlane):
+    """Sums gradients over the ranks of `world`.
+
+    Args:
+        world: the processes; the plane talks through a communicator of its own.
+        bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own).
+        compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
+        sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
+            their rows are gathered from all ranks.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self,
+        world: MpiWorld,
+        bucket_mb: float = 25.0,
+        compression: str = "none",
+        sparse_as_dense: bool = False,
+    ) -> None:
+        self.world, self.size = world, world.size
+        self._comm = world.comm.Dup()
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self._fp16 = compression == "fp16"
+        self._sparse_as_dense = sparse_as_dense
+
+    def reduce(
+        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+    ) -> list[Gradient]:
+        gradients = [tf.convert_to_tensor(g) if self._sparse_as_dense else g for g in gradients]
+        reduced: list[Gradient] = list(gradients)
+        for bucket in self._buckets(gradients):
+            parts = [gradients[i] for i in bucket]
+            call = self._bucket_function(parts)
+            outputs = order(partial(_numpy_function, call, [weight, *parts], parts[0].dtype))
+            for i, output in zip(bucket, outputs, strict=True):
+                reduced[i] = tf.ensure_shape(output, gradients[i].shape)
+        for i, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                reduced[i] = self._reduce_slices(gradient, weight, order)
+        return reduced
+
+    def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        narrow = vector.dtype if vector.dtype in _HALVES else None
+        vector = tf.cast(vector, tf.float32) if narrow else vector
+        call = self._timed(self._sum_array)
+        (total,) = order(partial(_numpy_function, call, [vector], vector.dtype))
+        total = tf.ensure_shape(total, vector.shape)
+        return tf.cast(total, narrow) if narrow else total
+
+    def close(self) -> None:
+        if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._comm.Free()
+
+    def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
+        """Indices of dense gradients, grouped by dtype and size, last variable first."""
+        buckets: list[list[int]] = []
+        open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
+        for i in reversed(range(len(gradients))):
+            gradient = gradients[i]
+            if isinstance(gradient, tf.IndexedSlices):
+                continue
+            nbytes = (gradient.shape.num_elements() or 0) * gradient.dtype.size
+            bucket, filled = open_bucket.get(gradient.dtype, ([], 0))
+            if bucket and filled + nbytes > self._bucket_bytes:
+                bucket, filled = [], 0
+            if not bucket:
+                buckets.append(bucket)
+            bucket.append(i)
+            open_bucket[gradient.dtype] = (bucket, filled + nbytes)
+        return buckets
+
+    def _bucket_function(self, parts: Sequence[tf.Tensor]) -> Callable[..., list[np.ndarray]]:
+        """The host function that reduces one bucket; it owns the bucket's buffers."""
+        dtype = parts[0].dtype
+        if dtype in _HALVES or (self._fp16 and dtype.is_floating):
+            wire = dtype if dtype in _HALVES else tf.float16
+            return self._timed(partial(self._reduce_halves, np.dtype(wire.as_numpy_dtype)))
+        sizes = [part.shape.num_elements() for part in parts]
+        if None in sizes:
+            raise ValueError(f"gradients must have static shapes, got {[p.shape for p in parts]}")
+        itemsize = dtype.size
+        starts = offsets(sizes, itemsize)
+        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
+        send = BufferPool(starts[-1], numpy_dtype)
+        receive = BufferPool(starts[-1], numpy_dtype)
+        return self._timed(partial(self._reduce_bucket, send, receive, starts))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with its time added up and its exception kept for the loop."""
+
+        def timed(*arrays: np.ndarray) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arrays)
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    def _reduce_bucket(
+        self,
+        send: BufferPool,
+        receive: BufferPool,
+        starts: list[int],
+        weight: np.ndarray,
+        *parts: np.ndarray,
+    ) -> list[np.ndarray]:
+        packed, total = send.take(), receive.take()
+        scale = packed.dtype.type(weight)
+        for start, part in zip(starts, parts, strict=False):
+            target = packed[start : start + part.size]
+            if weight == 0:
+                target.fill(0)
+            else:
+                np.multiply(part.reshape(-1), scale, out=target)
+        self._wait(self._comm.Iallreduce(packed, total), "all-reduce of gradients")
+        return [
+            total[start : start + part.size].reshape(part.shape)
+            for start, part in zip(starts, parts, strict=False)
+        ]
+
+    def _reduce_halves(
+        self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
+    ) -> list[np.ndarray]:
+        sizes = [part.size for part in parts]
+        segment = -(-sum(sizes) // self.size)
+        packed = np.zeros(segment * self.size, wire)
+        if weight != 0:
+            scaled = [p.reshape(-1).astype(np.float32) * np.float32(weight) for p in parts]
+            with np.errstate(over="ignore"):  # an overflow is an inf, which loss scaling sees
+                packed[: sum(sizes)] = np.concatenate(scaled).astype(wire)
+        mine = np.empty((self.size, segment), wire)
+        self._wait(
+            self._comm.Ialltoall(packed.view(np.uint8), mine.view(np.uint8)),
+            "reduce-scatter of 16-bit gradients",
+        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            summed = mine.astype(np.float32).sum(axis=0).astype(wire)
+        total = np.empty_like(packed)
+        self._wait(
+            self._comm.Iallgather(summed.view(np.uint8), total.view(np.uint8)),
+            "all-gather of 16-bit gradients",
+        )
+        ends = np.cumsum(sizes)
+        return [
+            total[end - part.size : end].astype(part.dtype).reshape(part.shape)
+            for end, part in zip(ends, parts, strict=True)
+        ]
+
+    def _reduce_slices(
+        self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
+    ) -> tf.IndexedSlices:
+        gather = self._timed(self._gather_slices)
+        dtypes = [slices.values.dtype, slices.indices.dtype]
+        values, indices = order(
+            lambda: list(tf.numpy_function(gather, [weight, slices.values, slices.indices], dtypes))
+        )
+        values.set_shape([None, *slices.values.shape[1:]])
+        indices.set_shape([None])
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_slices(
+        self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if weight == 0:
+            values, indices = values[:0], indices[:0]
+        values = values * values.dtype.type(weight)
+        wire = values.astype(np.float16) if self._fp16 else values
+        rows = np.empty(self.size, np.int64)
+        self._wait(
+            self._comm.Iallgather(np.array([len(indices)], np.int64), rows),
+            "all-gather of row counts",
+        )
+        return (
+            self._gather_rows(wire, rows).astype(values.dtype, copy=False),
+            self._gather_rows(indices, rows),
+        )
+
+    def _gather_rows(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The rows of all ranks, ordered by rank."""
+        row_bytes = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+        gathered = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
+        lengths = rows * row_bytes
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        spec: Any = [gathered.reshape(-1).view(np.uint8), (lengths, starts), MPI.BYTE]
+        self._wait(self._comm.Iallgatherv(send, spec), "all-gather of sparse gradients")
+        return gathered
+
+    def _sum_array(self, array: np.ndarray) -> np.ndarray:
+        total = np.empty_like(array)
+        self._wait(self._comm.Iallreduce(array, total), "all-reduce in the forward pass")
+        return total
+
+    def _wait(self, request: Any, what: str) -> None:
+        self.world.wait(request, what)
+
+
+def _numpy_function(
+    call: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType
+) -> list[tf.Tensor]:
+    """`tf.numpy_function` with as many outputs as `inputs` has tensors of `dtype`."""
+    outputs = [dtype for tensor in inputs[1:]] or [dtype]
+    return list(tf.numpy_function(call, inputs, outputs, stateful=True))

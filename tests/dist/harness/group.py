@@ -1,0 +1,269 @@
+"""One group of ranks, started by one mpirun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection as mp
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
+from ktrainer.launch.watch import shared_memory_folder
+from tests.dist.harness import leaks, wire
+from tests.dist.harness.errors import Outcome, RankError, RanksTimeout
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 90.0  # mpirun and the import of mpi4py, on a machine that is busy
+FIRST_TASK_SECONDS = 60.0  # added to the first deadline: it usually imports TensorFlow
+GRACE_SECONDS = 10.0  # what the other ranks have once one has failed
+
+
+class PerRank:
+    """An argument with a value of its own for each rank: `PerRank([a, b, c])`."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = list(values)
+
+
+class Ranks:
+    """`size` processes that run what they are given, again and again.
+
+    Args:
+        size: the world size.
+        env: variables for the ranks, over those of this process.
+        mpirun: more arguments for mpirun.
+    """
+
+    def __init__(
+        self, size: int, *, env: Mapping[str, str] | None = None, mpirun: Sequence[str] = ()
+    ) -> None:
+        self.size = size
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._stack = contextlib.ExitStack()
+        memory = self._stack.enter_context(shared_memory_folder(os.environ))
+        self._log = self._folder / "output"
+        self._fresh = False
+        self._tasks = 0
+        self._connections: list[mp.Connection] = []
+        self._pids: list[int] = []
+        self._process = self._start({**memory, **(env or {})}, mpirun)
+        try:
+            self._accept()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether this group can take another task."""
+        return bool(self._connections) and self._process.poll() is None
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, deadline: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank.
+
+        Args:
+            function: defined at the top level of a module.
+            args, kwargs: anything that pickles; a `PerRank` gives each rank its own entry.
+            deadline: seconds for all ranks to return.
+
+        Returns:
+            What the ranks returned, by rank.
+
+        Raises:
+            RankError: a rank raised; the message holds its traceback.
+            RanksTimeout: a rank did not return in time or died; the group is ended.
+        """
+        outcomes = self.outcomes(function, *args, deadline=deadline, **kwargs)
+        if any(outcome.error is not None for outcome in outcomes):
+            raise RankError(function.__qualname__, outcomes, self.output())
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, deadline: float = 60.0, **kwargs: Any
+    ) -> list[Outcome]:
+        """Like `run`, for tests that expect an error: how the call ended on each rank."""
+        deadline += 0 if self._tasks else FIRST_TASK_SECONDS
+        self._tasks += 1
+        self._mark = self._log.stat().st_size
+        for rank, connection in enumerate(self._connections):
+            own_args = [_pick(value, rank) for value in args]
+            own_kwargs = {key: _pick(value, rank) for key, value in kwargs.items()}
+            connection.send_bytes(wire.pack_task(function, own_args, own_kwargs, self._fresh))
+        outcomes = self._collect(function.__qualname__, deadline)
+        # One rank may have left a collective that the others were in.
+        self._fresh = any(outcome.error is not None for outcome in outcomes)
+        return outcomes
+
+    def output(self) -> str:
+        """What the ranks have written to stdout and stderr since the last task began."""
+        with self._log.open("rb") as log:
+            log.seek(getattr(self, "_mark", 0))
+            return log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """End the processes: by asking, then by force."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        self._connections = []
+        processes = []
+        try:
+            top = psutil.Process(self._process.pid)
+            processes = [*top.children(recursive=True), top]
+        except psutil.NoSuchProcess:
+            pass
+        processes += [psutil.Process(pid) for pid in self._pids if psutil.pid_exists(pid)]
+        for process in processes:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(processes, timeout=5)
+        self._process.wait(timeout=10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()
+
+    def survivors(self) -> list[int]:
+        """Process ids of ranks that still run."""
+        alive = []
+        for pid in self._pids:
+            try:
+                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    alive.append(pid)
+            except psutil.NoSuchProcess:
+                continue
+        return alive
+
+    def _start(self, env: Mapping[str, str], mpirun: Sequence[str]) -> subprocess.Popen[bytes]:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(self._folder / "s"))
+        self._socket.listen(self.size)
+        command = mpirun_command(
+            self.size,
+            [sys.executable, "-m", "tests.dist.harness.worker", str(self._folder / "s")],
+            mpirun=find_mpirun(),
+            root=os.geteuid() == 0,
+            more=mpirun,
+        )
+        with self._log.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,  # what tests write by default goes away with the group
+                env={
+                    **os.environ,
+                    **mpi_environment(),
+                    **one_thread(),
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+                    ),
+                    **env,
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        leaks.expect_process(process.pid)
+        return process
+
+    def _accept(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        found: dict[int, tuple[mp.Connection, int]] = {}
+        self._socket.settimeout(0.2)
+        while len(found) < self.size:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RanksTimeout(
+                    f"{self.size} ranks did not start within {START_SECONDS:g} s "
+                    f"(mpirun: {self._process.poll()}):\n{self.output()}"
+                )
+            try:
+                peer, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            peer.setblocking(True)
+            connection = mp.Connection(peer.detach())
+            leaks.expect_file(connection.fileno())
+            rank, pid = connection.recv()
+            found[rank] = connection, pid
+            leaks.expect_process(pid)
+        self._socket.close()
+        self._connections = [found[rank][0] for rank in range(self.size)]
+        self._pids = [found[rank][1] for rank in range(self.size)]
+
+    def _collect(self, task: str, deadline: float) -> list[Outcome]:
+        end = time.monotonic() + deadline
+        rank_of = {connection: rank for rank, connection in enumerate(self._connections)}
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.size:
+            waiting = [c for c, rank in rank_of.items() if rank not in outcomes]
+            ready = mp.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                self._give_up(task, f"no answer within {deadline:g} s", outcomes)
+            for connection in ready:
+                assert isinstance(connection, mp.Connection)
+                rank = rank_of[connection]
+                try:
+                    message = connection.recv_bytes()
+                except (EOFError, ConnectionError):
+                    self._give_up(task, f"rank {rank} died", outcomes)
+                value, error, text, seconds = wire.unpack_result(message)
+                outcomes[rank] = Outcome(rank, value, error, text, seconds)
+                if error is not None:
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _give_up(self, task: str, reason: str, outcomes: Mapping[int, Outcome]) -> None:
+        """End the group and raise, with the stacks of ranks that have not answered."""
+        late = [rank for rank in range(self.size) if rank not in outcomes]
+        for rank in late:
+            try:
+                os.kill(self._pids[rank], signal.SIGUSR1)
+            except ProcessLookupError:
+                continue
+        time.sleep(1.0)  # for the stacks to be written
+        output = self.output()
+        self.kill()
+        lines = [f"{task}: {reason}; no answer from rank(s) {', '.join(map(str, late))}"]
+        lines += [f"--- rank {o.rank}\n{o.traceback}" for o in outcomes.values() if o.traceback]
+        raise RanksTimeout("\n".join([*lines, "--- output of all ranks", output]))
+
+
+def _pick(value: Any, rank: int) -> Any:
+    return value.values[rank] if isinstance(value, PerRank) else value
+
+
+def one_thread() -> dict[str, str]:
+    """Variables that keep a rank quiet and on about one core.
+
+    Two threads run operations: with one, ranks could not disagree on the order of collectives,
+    and a test would not see a step that leaves that order to chance.
+    """
+    return {
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        "KERAS_BACKEND": "tensorflow",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_NUM_INTEROP_THREADS": "2",
+        "TF_NUM_INTRAOP_THREADS": "1",
+    }

@@ -1,0 +1,145 @@
+"""What a piece of code left behind: threads, processes, ports, files, variables."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+# Set by TensorFlow, scikit-learn, MPI and pytest themselves, once and for good.
+_FOREIGN_VARIABLES = (
+    "COLUMNS",
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_",
+    "HFI_NO_BACKTRACE",
+    "IPATH_NO_BACKTRACE",
+    "KMP_",
+    "LINES",
+    "OMPI_",
+    "OPAL_",
+    "PMIX_",
+    "PRTE_",
+    "PYTEST_",
+    "TF2_BEHAVIOR",
+    "TPU_ML_PLATFORM",
+)
+_FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:")
+
+_known_processes: set[int] = set()
+_known_files: set[str] = set()
+
+
+def expect_process(pid: int) -> None:
+    """Do not report this child: it belongs to the pool, which ends it with the session."""
+    _known_processes.add(pid)
+
+
+def expect_file(descriptor: int) -> None:
+    """Do not report this open file or socket: it belongs to the pool."""
+    _known_files.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this process holds at one moment; each is a set of printable entries."""
+
+    threads: frozenset[str]
+    processes: frozenset[str]
+    ports: frozenset[str]
+    files: frozenset[str]
+    environ: frozenset[str]
+    folder: frozenset[str]
+
+
+def take() -> Snapshot:
+    """A snapshot of this process. Takes a few milliseconds."""
+    return Snapshot(
+        threads=frozenset(_threads()),
+        processes=frozenset(_processes()),
+        ports=frozenset(_ports()),
+        files=frozenset(_files()),
+        environ=frozenset(_variables()),
+        folder=frozenset([os.getcwd()]),
+    )
+
+
+def wait_for_none(before: Snapshot, seconds: float = 2.0) -> list[str]:
+    """Descriptions of what is there now and was not `before`, after some time to wind down."""
+    deadline = time.monotonic() + seconds
+    found = compare(before, take())
+    while found and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+        found = compare(before, take())
+    return found
+
+
+def compare(before: Snapshot, after: Snapshot) -> list[str]:
+    """One line for each thing in `after` that is not in `before`."""
+    lines = []
+    for field in ("threads", "processes", "ports", "files", "environ", "folder"):
+        kind = {"environ": "variable", "folder": "working folder"}.get(field, field.rstrip("s"))
+        kind = "process" if field == "processes" else kind
+        lines += [f"{kind}: {x}" for x in sorted(getattr(after, field) - getattr(before, field))]
+    gone = {entry.partition("=")[0] for entry in before.environ - after.environ}
+    kept = {entry.partition("=")[0] for entry in after.environ}
+    lines += [f"variable removed: {name}" for name in sorted(gone - kept)]
+    return lines
+
+
+def _threads() -> Iterable[str]:
+    for thread in threading.enumerate():
+        # A thread of C++ that once called into Python stays listed for ever as a dummy.
+        if not isinstance(thread, threading._DummyThread):
+            yield f"{thread.name} ({thread.ident})"
+
+
+def _processes() -> Iterable[str]:
+    try:
+        children = Path(f"/proc/self/task/{threading.main_thread().native_id}/children")
+        pids = [int(pid) for pid in children.read_text().split()]
+    except OSError:
+        pids = [child.pid for child in psutil.Process().children()]
+    for pid in pids:
+        if pid in _known_processes:
+            continue
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                yield f"{pid}: {' '.join(process.cmdline())[:120]}"
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _ports() -> Iterable[str]:
+    for connection in psutil.Process().net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            yield f"{connection.laddr.ip}:{connection.laddr.port}"
+
+
+def _files() -> Iterable[str]:
+    # MPI opens and keeps sockets and pipes of its own as it talks to peers.
+    skip_channels = "mpi4py.MPI" in sys.modules
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if target in _known_files or target.startswith(_FOREIGN_FILES):
+            continue
+        if skip_channels and target.startswith(("socket:", "pipe:")):
+            continue
+        yield f"{entry}: {target}"
+
+
+def _variables() -> Iterable[str]:
+    for name, value in os.environ.items():
+        if not name.startswith(_FOREIGN_VARIABLES):
+            yield f"{name}={value}"

@@ -1,0 +1,49 @@
+"""All groups of a test session, each started at its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tests.dist.harness.group import Ranks
+
+_Key = tuple[int, str, tuple[tuple[str, str], ...], tuple[str, ...]]
+
+
+class Pool:
+    """Groups of ranks by size and mode; TensorFlow's import is paid once for each."""
+
+    def __init__(self) -> None:
+        self._groups: dict[_Key, Ranks] = {}
+        self._ended: list[Ranks] = []
+
+    def ranks(
+        self,
+        size: int,
+        mode: str = "",
+        *,
+        env: Mapping[str, str] | None = None,
+        mpirun: Sequence[str] = (),
+    ) -> Ranks:
+        """The group of `size` ranks; a broken one is replaced.
+
+        Args:
+            mode: any name: groups with different modes are different processes. Tests that
+                start Horovod use "horovod", because its background thread stays for good.
+            env, mpirun: as for `Ranks`; another group for each combination.
+        """
+        key = (size, mode, tuple(sorted((env or {}).items())), tuple(mpirun))
+        group = self._groups.get(key)
+        if group is None or not group.alive:
+            if group is not None:
+                group.close()
+                self._ended.append(group)
+            group = self._groups[key] = Ranks(size, env=env, mpirun=mpirun)
+        return group
+
+    def close(self) -> list[int]:
+        """End all groups. Returns the process ids of ranks that did not end, which is a bug."""
+        groups = [*self._groups.values(), *self._ended]
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+        return [pid for group in groups for pid in group.survivors()]
