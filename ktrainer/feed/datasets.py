@@ -1,0 +1,150 @@
+"""tf.data pipelines: the slice of a rank is cut inside the pipeline, off the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
+
+from ktrainer.errors import DataError
+from ktrainer.feed.digest import tensor_digest
+from ktrainer.feed.iterate import elements
+from ktrainer.feed.source import Piece, Source, count_rows
+from ktrainer.world.base import World
+
+
+class DatasetSource(Source):
+    """The batches of a `tf.data.Dataset`.
+
+    Args:
+        dataset: of batches: `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        world: whose rank the slice is for.
+        sliced: whether all ranks run the same pipeline and each takes its slice.
+        class_weight: class -> weight, turned into sample weights as Keras does.
+        prefetch: batches kept ready; 0 leaves that to the pipeline.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        world: World,
+        sliced: bool,
+        class_weight: Mapping[int, float] | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if class_weight is not None:
+            dataset = dataset.map(make_class_weight_map_fn(class_weight), tf.data.AUTOTUNE)
+        _require_batches(dataset.element_spec)
+        self._dataset, self._prefetch = dataset, prefetch
+        self._rank, self._size = world.rank, world.size
+        self._cut = sliced and world.size > 1
+        self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
+        cardinality = int(dataset.cardinality())
+        self.num_batches = cardinality if cardinality >= 0 else None
+        self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
+        self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
+        self._opened = 0
+
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        # Every iterator draws a seed from the pipeline's shuffles. Model.fit makes two an epoch
+        # when it knows the length: the same epochs must see the same orders here.
+        wanted = 2 * epoch if self.num_batches is not None else epoch
+        while self._opened < wanted and not self.endless:
+            iter(self._dataset)
+            self._opened += 1
+        self._opened += 1
+        iterator = elements(self._pipeline(skip))
+        return self._cut_pieces(iterator) if self._cut else self._whole_pieces(iterator)
+
+    def _pipeline(self, skip: int) -> tf.data.Dataset:
+        dataset = self._dataset.skip(skip) if skip else self._dataset
+        if self._cut:
+            dataset = dataset.map(self._slice)
+        if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
+            dataset = dataset.prefetch(self._prefetch)
+        return dataset
+
+    def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:
+        """This rank's rows, and `[rows of the whole batch, digest of each leaf]`."""
+        # tf.data spreads tuples over the arguments, and nothing else.
+        batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        rows = rows_in_graph(leaves[0])
+        facts = tf.stack([rows, *(tensor_digest(leaf) for leaf in leaves)])
+        share = tf.nest.map_structure(lambda leaf: self._rows_for_rank(leaf, rows), batch)
+        return share, facts
+
+    def _rows_for_rank(self, leaf: Any, rows: tf.Tensor) -> Any:
+        return leaf if leaf is None else graph_slice(leaf, rows, self._rank, self._size)
+
+    def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch, facts in iterator:
+            rows, *digests = facts.numpy().tolist()
+            if rows:
+                yield Piece(batch, rows, tuple(digests))
+
+    def _whole_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch in iterator:
+            rows = count_rows(batch)
+            if rows:
+                yield Piece(batch, rows)
+
+
+def rows_in_graph(leaf: Any) -> tf.Tensor:
+    """The number of rows of a tensor, as an int64 scalar."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def graph_slice(leaf: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
+    """`bounds` and `take_slice` of `ktrainer.feed`, as TensorFlow ops."""
+    rank = tf.cast(rank, tf.int64)
+    base, extra = rows // size, rows % size
+    start = rank * base + tf.minimum(rank, extra)
+    count = base + tf.cast(rank < extra, tf.int64)
+    start, count = tf.where(count > 0, start, 0), tf.maximum(count, 1)
+    if isinstance(leaf, tf.SparseTensor):
+        others = leaf.dense_shape[1:]
+        begin = tf.concat([[start], tf.zeros_like(others)], 0)
+        return tf.sparse.slice(leaf, begin, tf.concat([[count], others], 0))
+    return leaf[start : start + count]
+
+
+def any_rows(spec: Any) -> Any:
+    """The spec with its batch dimension unknown."""
+    if isinstance(spec, tf.TensorSpec):
+        if spec.shape.rank is None:
+            return spec
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            [None, *spec.shape[1:]], spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = None if spec.shape.rank is None else [None, *spec.shape[1:]]
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    return None
+
+
+def _rank_known(spec: Any) -> bool:
+    return spec is None or spec.shape.rank is not None
+
+
+def _require_batches(spec: Any) -> None:
+    leaves = tf.nest.flatten(spec)
+    if isinstance(spec, tuple) and not 1 <= len(spec) <= 3:
+        raise DataError(
+            "a tf.data pipeline must yield x, (x,), (x, y) or (x, y, sample_weight), but yields "
+            f"tuples of {len(spec)}; wrap several inputs in a dict or an inner tuple"
+        )
+    if any(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank == 0 for leaf in leaves):
+        raise DataError(
+            f"the tf.data pipeline yields single rows ({spec}), not batches; "
+            "end it with `.batch(batch_size)`"
+        )

@@ -1,0 +1,195 @@
+"""Choose the feed that fits the user's data and configuration."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from ktrainer.errors import ConfigError, DataError
+from ktrainer.feed.agree import together
+from ktrainer.feed.arrays import ArrayFeed
+from ktrainer.feed.classweight import unpack_arrays
+from ktrainer.feed.datasets import DatasetSource
+from ktrainer.feed.own import OwnFeed
+from ktrainer.feed.python_data import GeneratorSource, PyDatasetSource
+from ktrainer.feed.shards import deal, first_batch_facts, hinted
+from ktrainer.feed.share import Feed
+from ktrainer.feed.source import Source
+from ktrainer.feed.streams import StreamFeed
+from ktrainer.world.base import World
+
+if TYPE_CHECKING:
+    from ktrainer.config import DataConfig
+
+
+def make_feed(
+    data: Any,
+    *,
+    world: World,
+    config: DataConfig,
+    training: bool,
+    seed: int | None,
+    class_weight: Mapping[int, float] | None = None,
+    limit: int | float | None = None,
+    batch_size: int | None = None,
+    check: bool = True,
+) -> Feed:
+    """The feed for a user's data. Call it on all ranks together: they may exchange facts.
+
+    | data | `data.batch: global` | `data.batch: per_worker` |
+    |---|---|---|
+    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a rank |
+    | tf.data, PyDataset, generator | every rank runs it, takes its slice | it is the rank's own |
+
+    `data.shard: element | file` deals a tf.data pipeline out instead: see `ktrainer.feed.shards`.
+    Only arrays are shuffled here, and only for training; without, the slices of a batch in the
+    order of ranks are the batch.
+
+    Args:
+        data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
+            array or a nested structure of them (a top-level list counts as a tuple: wrap the
+            inputs of `predict` as `(inputs,)`); keras.utils.PyDataset; a generator, another
+            iterable, or a function that returns one (or a Dataset).
+        world: the ranks that share the data.
+        config: the `data` section of the configuration.
+        training: shuffle arrays, let endless streams go on from epoch to epoch, honour
+            `data.drop_remainder`.
+        seed: of the order of arrays; None takes a random one, the same on all ranks.
+        class_weight: class -> weight; as in `Model.fit`.
+        limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
+        batch_size: instead of `config.batch_size`; arrays only.
+        check: compare what ranks see in every epoch, where they must see the same.
+
+    Raises:
+        DataError: data that cannot be trained on.
+        ConfigError: `data.shard` asks for what this kind of data cannot do.
+    """
+    if training and config.shuffle and seed is None:
+        seed = world.broadcast(secrets.randbits(63), what="agree on the seed of the data's order")
+    settings = _Settings(world, config, training, seed or 0, class_weight, limit, batch_size, check)
+    return together(world, lambda: _prepare(data, settings))()
+
+
+class _Settings(NamedTuple):
+    world: World
+    config: DataConfig
+    training: bool
+    seed: int
+    class_weight: Mapping[int, float] | None
+    limit: int | float | None
+    batch_size: int | None
+    check: bool
+
+    @property
+    def several(self) -> bool:
+        return self.world.size > 1
+
+    def own(self, source: Source, facts: dict[str, str] | None = None) -> Callable[[], Feed]:
+        """Makes the feed of a source that is this rank's own."""
+        return lambda: OwnFeed(
+            source, world=self.world, limit=self.limit, training=self.training, facts=facts
+        )
+
+    def same(self, source: Source) -> Callable[[], Feed]:
+        """Makes the feed of a source that all ranks run."""
+        return lambda: StreamFeed(
+            source, world=self.world, limit=self.limit, training=self.training, check=self.check
+        )
+
+
+def _prepare(data: Any, settings: _Settings) -> Callable[[], Feed]:
+    """Open the data: runs the user's code, exchanges nothing. The result makes the feed."""
+    make = _called(data)
+    if make is not None:
+        made = make()
+        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
+    if isinstance(data, tf.data.Dataset):
+        return _from_dataset(data, settings)
+    if make is not None or isinstance(data, keras.utils.PyDataset) or hasattr(data, "__next__"):
+        return _from_python(data, settings)
+    feed = _from_arrays(data, settings)
+    return lambda: feed
+
+
+def _called(data: Any) -> Callable[[], Any] | None:
+    """The function that gives the data anew for each epoch, if there is one."""
+    if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(data, "__next__"):
+        return None
+    if callable(data):
+        return data
+    arrays = isinstance(data, (tuple, list, dict)) or hasattr(data, "__array__")
+    if not arrays and hasattr(data, "__iter__") and not hasattr(data, "shape"):
+        return lambda: iter(data)  # a data loader, say: as good as a function
+    return None
+
+
+def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
+    """`make`, giving the already made result at the first call."""
+    results = itertools.chain([made], iter(make, object()))
+    return lambda: next(results)
+
+
+def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[], Feed]:
+    config, world = settings.config, settings.world
+    cut = config.shard == "element" and hinted(dataset)  # runs only once it is cut, into one even
+    dealt = settings.several and config.shard != "batch"
+    own = dealt or (settings.several and config.batch == "per_worker")
+    facts: dict[str, str] = {}
+    if dealt and config.shard == "element" and not cut and settings.check:
+        facts = first_batch_facts(dataset)
+    if dealt or cut:
+        rebatch = config.batch == "global"
+        dataset = deal(dataset, world=world, by=config.shard, rebatch=rebatch)
+    source = DatasetSource(
+        dataset,
+        world=world,
+        sliced=not own,
+        class_weight=settings.class_weight,
+        prefetch=config.prefetch,
+    )
+    return settings.own(source, facts) if own else settings.same(source)
+
+
+def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
+    config = settings.config
+    if config.shard != "batch" and settings.several:
+        raise ConfigError(
+            f"a {type(data).__name__} cannot be dealt out to ranks; only tf.data pipelines can. "
+            "Set data.shard=batch, or give each rank data of its own and set "
+            "data.batch=per_worker",
+            path="data.shard",
+            value=config.shard,
+        )
+    own = settings.several and config.batch == "per_worker"
+    kind = PyDatasetSource if isinstance(data, keras.utils.PyDataset) else GeneratorSource
+    source = kind(
+        data,
+        world=settings.world,
+        sliced=not own,
+        class_weight=settings.class_weight,
+        prefetch=max(1, config.prefetch),
+    )
+    return settings.own(source) if own else settings.same(source)
+
+
+def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
+    config, training = settings.config, settings.training
+    batch_size = settings.batch_size or config.batch_size
+    if batch_size < 1:
+        raise DataError(f"a batch needs at least one row, not {batch_size}")
+    per_worker = config.batch == "per_worker"
+    return ArrayFeed(
+        unpack_arrays(data, settings.class_weight),
+        world=settings.world,
+        global_batch=batch_size * (settings.world.size if per_worker else 1),
+        shuffle=training and config.shuffle,
+        seed=settings.seed,
+        limit=settings.limit,
+        drop_remainder=training and config.drop_remainder,
+        prefetch=config.prefetch,
+    )

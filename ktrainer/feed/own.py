@@ -1,0 +1,120 @@
+"""A feed over sources that differ from rank to rank, in rows and in length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any, cast
+
+from ktrainer.feed.agree import ENDED, FAILED, HAS_BATCH, agreed_spec, exchange, raise_failed
+from ktrainer.feed.cursor import Cursor
+from ktrainer.feed.share import Feed, Share, limited
+from ktrainer.feed.source import Piece, Source, describe, take_slice
+from ktrainer.feed.specs import fits, spec_of, stand_in, widen
+from ktrainer.world.base import World
+
+_WHAT = "agree on the next batch"
+
+
+class OwnFeed(Feed):
+    """Shares of each rank's own batches.
+
+    Before every step the ranks tell each other, in one message, how many rows each one has. A rank
+    that ran out of data goes on with stand-in rows of weight zero until all have: none waits for
+    another, and every row of every rank is used once an epoch.
+
+    Args:
+        source: this rank's own batches.
+        world: the other ranks.
+        limit: batches an epoch, or a fraction of those of the rank that has most.
+        training: an endless source goes on from epoch to epoch, instead of beginning anew.
+        facts: more of what must be equal on all ranks, for `fingerprint`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        world: World,
+        limit: int | float | None,
+        training: bool,
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        self.source, self.world, self._facts = source, world, facts or {}
+        self.spec = agreed_spec(world, source.spec)
+        self.num_batches = limited(_longest(world, source), limit)
+        self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
+        self._blank: Any = None
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+        if self.num_batches is not None and skip >= self.num_batches:
+            return
+        left = -1 if self.num_batches is None else self.num_batches - skip
+        failure, pieces = self._open(epoch, skip)
+        with closing(cast(Any, pieces)):
+            while left:
+                piece = None
+                if failure is None:
+                    try:
+                        piece = next(pieces, None)
+                    except Exception as error:
+                        failure = error
+                share = self._agree(piece, failure)
+                if share is None:
+                    break
+                yield share
+                left -= 1
+        self.exhausted = left != 0 and not self.source.reopens
+
+    def _open(self, epoch: int, skip: int) -> tuple[Exception | None, Iterator[Piece]]:
+        try:
+            return None, self._cursor.start(epoch, skip)
+        except Exception as error:  # told to the others in the first message
+            return error, _nothing()
+
+    def _agree(self, piece: Piece | None, failure: Exception | None) -> Share | None:
+        """This rank's share of the next step; None when every rank has run out."""
+        fitting = piece is None or self.source.checked or fits(piece.batch, self.spec)
+        state = FAILED if failure else HAS_BATCH if piece else ENDED
+        rows = piece.rows if piece else 0
+        table = exchange(self.world, [state, rows, int(not fitting)], _WHAT)
+        if failure is not None:
+            raise failure
+        raise_failed(table[:, 0])
+        total = int(table[:, 1].sum())
+        if total == 0:
+            return None
+        if table[:, 2].any():
+            self._widen(piece)
+        if piece is None:
+            return Share(self._stand_in(), 0, total)
+        self._blank = piece.batch
+        return Share(piece.batch, rows, total)
+
+    def _widen(self, piece: Piece | None) -> None:
+        """Make the spec cover the batches of all ranks; all ranks are here."""
+        mine = self.spec if piece is None else spec_of(piece.batch)
+        self.spec = widen(self.spec, agreed_spec(self.world, mine))
+
+    def _stand_in(self) -> Any:
+        """The first row of this rank's last batch, or a row of zeros if it never had one."""
+        if self._blank is None:
+            return stand_in(self.spec)
+        return take_slice(self._blank, 1, 0, 1)
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"structure": describe(self.spec), **self._facts}
+
+    def close(self) -> None:
+        self._cursor.close()
+
+
+def _nothing() -> Iterator[Piece]:
+    yield from ()
+
+
+def _longest(world: World, source: Source) -> int | None:
+    """Batches an epoch of the rank that has most; None if one does not know."""
+    known = -1 if source.num_batches is None else source.num_batches
+    lengths = exchange(world, [known], "agree on the number of batches")
+    return None if (lengths < 0).any() else int(lengths.max())

@@ -1,0 +1,102 @@
+"""Where batches come from: the common face of tf.data, PyDatasets and generators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.errors import DataError
+from ktrainer.feed.share import bounds, leaf_names
+
+
+class Piece(NamedTuple):
+    """What a source yields for one of its batches.
+
+    Attributes:
+        batch: this rank's slice of it (the first row, when the slice is empty), or all of it.
+        rows: rows of the whole batch.
+        digests: one number per leaf of the whole batch; empty when nobody compares them.
+    """
+
+    batch: Any
+    rows: int
+    digests: tuple[int, ...] = ()
+
+
+class Source(ABC):
+    """Batches of the user's data, epoch by epoch.
+
+    Attributes:
+        spec: nested specs of one batch, the batch dimension None; None if the source is empty.
+        num_batches: batches an epoch, None when unknown.
+        endless: epochs do not begin anew; each goes on where the one before stopped.
+        infinite: never runs out.
+        reopens: can be opened again from its beginning.
+        indexed: an endless source that can be opened anywhere at no cost, once an epoch.
+        checked: batches always fit `spec`.
+    """
+
+    spec: Any = None
+    num_batches: int | None = None
+    endless: bool = False
+    infinite: bool = False
+    reopens: bool = True
+    indexed: bool = False
+    checked: bool = True
+
+    @abstractmethod
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        """The batches of an epoch, or of the endless stream, after the first `skip`."""
+
+    def structure(self) -> str:
+        """The names, dtypes and shapes of a batch."""
+        return describe(self.spec)
+
+    def close(self) -> None:  # noqa: B027 - most sources hold nothing that needs closing
+        """Stop background work. May be called twice."""
+
+
+def describe(spec: Any) -> str:
+    """A spec as text: `x: float32[None, 4], y: int64[None]`."""
+    if spec is None:
+        return "nothing"
+    leaves = zip(leaf_names(spec), tf.nest.flatten(spec), strict=True)
+    return ", ".join(f"{name}: {_describe_leaf(leaf)}" for name, leaf in leaves)
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if leaf is None:
+        return "none"
+    kind = "" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__.removesuffix("Spec") + " "
+    shape = leaf.shape
+    return f"{kind}{leaf.dtype.name}{'[?]' if shape.rank is None else shape.as_list()}"
+
+
+def count_rows(batch: Any) -> int:
+    """Rows of a batch of concrete tensors or arrays."""
+    for leaf in tf.nest.flatten(batch):
+        if leaf is not None:
+            return int(leaf.shape[0])
+    raise DataError("a batch holds no tensors at all")
+
+
+def take_slice(batch: Any, rows: int, rank: int, size: int) -> Any:
+    """This rank's rows of a batch of arrays; its first row if there are none for this rank."""
+    start, stop = bounds(rows, rank, size)
+    if start == stop:
+        start, stop = 0, 1
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else _rows_of(leaf, start, stop), batch
+    )
+
+
+def _rows_of(leaf: Any, start: int, stop: int) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        size = np.array(leaf.dense_shape)
+        size[0] = stop - start
+        return tf.sparse.slice(leaf, [start] + [0] * (len(size) - 1), size)
+    return leaf[start:stop]

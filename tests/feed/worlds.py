@@ -1,0 +1,48 @@
+"""Places in a world, without the world: for what a feed does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ktrainer.config import DataConfig
+from ktrainer.feed import Feed, Share, make_feed
+from ktrainer.world import SingleWorld
+
+
+class Place(SingleWorld):
+    """A rank and a size. Only for feeds that exchange nothing (`check=False`, known lengths)."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+
+def feed(data: Any, rank: int = 0, size: int = 1, **options: Any) -> Feed:
+    """A feed as `Trainer` makes it; options of `DataConfig` go there, the others to `make_feed`."""
+    fields = DataConfig.__dataclass_fields__
+    config = DataConfig(**{key: options.pop(key) for key in list(options) if key in fields})
+    given = {"training": True, "seed": 0, "check": False} | options
+    return make_feed(data, world=Place(rank, size), config=config, **given)
+
+
+def rows(shares: Iterable[Share], leaf: int = -1) -> list[list[int]]:
+    """The true rows of one leaf (the targets) of each share, stand-ins left out."""
+    found = []
+    for share in shares:
+        values = share.batch[leaf] if isinstance(share.batch, tuple) else share.batch
+        assert len(values) == max(1, share.examples)
+        found.append([int(v) for v in np.asarray(values)[: share.examples].reshape(-1)])
+    return found
+
+
+def flat(lists: Iterable[list[Any]]) -> list[Any]:
+    """One list of what the lists hold."""
+    return [item for items in lists for item in items]
+
+
+def numbered(count: int, width: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """`x` and `y` of `count` rows; the target is the number of the row."""
+    y = np.arange(count)
+    return np.repeat(y[:, None], width, axis=1).astype(np.float32), y
