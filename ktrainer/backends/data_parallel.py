@@ -1,0 +1,61 @@
+"""One process a device, each with the whole model and a share of every batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from ktrainer.backends.base import Backend
+from ktrainer.errors import ConfigError
+from ktrainer.steps import Program, StepOptions
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.config import Config, DataParallelConfig
+    from ktrainer.plan import Plan
+    from ktrainer.world import World
+    from ktrainer.world.mpi import MpiWorld
+    from ktrainer.world.plane import GradientPlane
+
+
+class DataParallel(Backend):
+    """Sums gradients over ranks; with one rank, the same as `Local`."""
+
+    name = "data_parallel"
+
+    def __init__(self, config: Config, plan: Plan, world: World) -> None:
+        super().__init__(config, plan, world)
+        self._plane: GradientPlane | None = self._open_plane() if world.size > 1 else None
+
+    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
+        return Program(model, options, self._plane, self.world.rank)
+
+    @property
+    def communication_seconds(self) -> float:
+        return self._plane.seconds if self._plane is not None else 0.0
+
+    def close(self) -> None:
+        if self._plane is not None:
+            self._plane.close()
+
+    def _open_plane(self) -> GradientPlane:
+        backend = cast("DataParallelConfig", self.config.backend)
+        if self.plan.engine == "horovod":
+            from ktrainer.world.plane_horovod import HorovodPlane
+
+            return HorovodPlane(self.world, backend.compression, backend.sparse_as_dense)
+        if self.world.name != "mpi":
+            raise ConfigError(
+                f"the processes were started by {self.world.name}, not by MPI; start them with "
+                "`ktrainer launch`, mpirun or srun, or set backend.engine=horovod",
+                path="backend.engine",
+                value="mpi",
+            )
+        from ktrainer.world.plane_mpi import MpiPlane
+
+        return MpiPlane(
+            cast("MpiWorld", self.world),
+            backend.bucket_mb,
+            backend.compression,
+            backend.sparse_as_dense,
+        )

@@ -1,0 +1,53 @@
+"""This process's device: one GPU by local rank, memory growth on, and its threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.errors import SetupError
+
+if TYPE_CHECKING:
+    from ktrainer.world import World
+
+
+def claim_device(world: World, threads: int | None = None) -> None:
+    """Let this process see its own GPU only, growing its memory as needed.
+
+    Args:
+        world: the ranks; `local_rank` picks the GPU.
+        threads: threads for one operation; None leaves TensorFlow's own choice.
+
+    Raises:
+        SetupError: TensorFlow was already running with other devices, or there are fewer
+            GPUs than ranks on this node.
+    """
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus and world.size > 1:
+        if world.local_size > len(gpus):
+            raise SetupError(
+                f"{world.local_size} ranks on this node share {len(gpus)} GPUs; start at most "
+                f"{len(gpus)} ranks a node, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
+            )
+        gpus = [gpus[world.local_rank]]
+        _configure(tf.config.set_visible_devices, gpus, "GPU")
+    for gpu in gpus:
+        _configure(tf.config.experimental.set_memory_growth, gpu, True)
+    if threads:
+        # Collectives block one thread each while the rest of a step goes on.
+        _configure(tf.config.threading.set_intra_op_parallelism_threads, threads, optional=True)
+        _configure(
+            tf.config.threading.set_inter_op_parallelism_threads, max(2, threads), optional=True
+        )
+
+
+def _configure(setting: Any, *args: Any, optional: bool = False) -> None:
+    try:
+        setting(*args)
+    except RuntimeError as error:
+        if not optional:
+            raise SetupError(
+                "TensorFlow was already using its devices when the Trainer was made. Make the "
+                f"Trainer first, then the model and the data. ({error})"
+            ) from error

@@ -1,0 +1,20 @@
+"""One process: the plain reference that every other backend must equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ktrainer.backends.base import Backend
+from ktrainer.steps import Program, StepOptions
+
+if TYPE_CHECKING:
+    import keras
+
+
+class Local(Backend):
+    """Runs the model's own steps, compiled, in this process."""
+
+    name = "local"
+
+    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
+        return Program(model, options)

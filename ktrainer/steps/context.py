@@ -1,0 +1,122 @@
+"""What one traced step must know to give, together with all other ranks, one process's numbers.
+
+The convention that everything here follows: every share of an update (a rank's slice, or one of
+its micro-batches) has a weight w, its number of examples divided by that of the whole update,
+and a loss L that is a *mean*, so that the loss of the whole update is the sum of w * L over all
+shares. Gradients are therefore summed with the weights w. Then
+
+* a loss that a user computes as a mean over examples is right as it is;
+* a Keras loss, normalised by its own denominator (masked tokens, summed weights), is divided by
+  that denominator counted over all shares and then by w, which the sum takes out again;
+* a regularisation loss, the same on every share, counts once, since the weights add up to 1;
+* a metric that adds up shares' results counts each with its weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.steps.options import GradientHook
+from ktrainer.world.plane import GradientPlane, InOrder, weighted
+
+
+@dataclass
+class StepContext:
+    """The surroundings of one step while it is traced.
+
+    Attributes:
+        weight: float64 scalar; this share's part of the update's examples, 0 for a stand-in.
+        plane: sums over ranks; None in one process.
+        rank: this process's number; other ranks than 0 draw other random numbers.
+        uniform: whether all batch dimensions but the first are static, so that every
+            denominator that counts elements is proportional to the number of examples.
+        hooks: functions of (gradients, variables), applied once gradients are reduced.
+        gradient_weight: what gradients are summed with, if it is not `weight`.
+        denominators: this update's denominators, already counted over all shares, in the order
+            of the losses; None to count each with a collective of its own.
+        record: count denominators only: they are added to `denominators` and nothing is summed.
+        capture: keep what `optimizer.apply` is called with in `captured`, and do not apply it.
+        assigned: variables that the step assigned, by id.
+        applies: how many times an optimizer was applied.
+    """
+
+    weight: tf.Tensor
+    plane: GradientPlane | None = None
+    rank: int = 0
+    uniform: bool = True
+    hooks: tuple[GradientHook, ...] = ()
+    gradient_weight: tf.Tensor | None = None
+    denominators: list[tf.Tensor] | None = None
+    record: bool = False
+    capture: bool = False
+    captured: list[tuple[Any, list[Any], list[Any]]] = field(default_factory=list)
+    assigned: dict[int, Any] = field(default_factory=dict)
+    applies: int = 0
+    order: InOrder = field(default_factory=InOrder)
+    _next: int = 0
+
+    def present(self, dtype: tf.DType) -> tf.Tensor:
+        """1 for a share of real examples, 0 for a stand-in."""
+        return tf.cast(self.weight > 0, dtype)
+
+    def as_mean(self, part: tf.Tensor) -> tf.Tensor:
+        """The L of which `part` is w * L; 0 for a stand-in."""
+        return tf.math.divide_no_nan(
+            part * self.present(part.dtype), tf.cast(self.weight, part.dtype)
+        )
+
+    def denominator(self, local: tf.Tensor) -> tf.Tensor:
+        """A loss's denominator counted over all shares of the update, from this share's."""
+        local = local * self.present(local.dtype)
+        if self.record:
+            assert self.denominators is not None
+            self.denominators.append(tf.cast(local, tf.float64))
+            return local
+        if self.denominators is not None:
+            total = self.denominators[self._next]
+            self._next += 1
+            return tf.cast(total, local.dtype)
+        return self.sum(local)
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor` summed over ranks, in the forward pass; differentiable.
+
+        What ranks differentiate is their own mean loss L, of which only w counts: gradients
+        that cross ranks are weighted on the way out and unweighted on the way in.
+        """
+        if self.plane is None or self.record:
+            return tensor
+        plane = self.plane
+
+        @tf.custom_gradient
+        def sum_over_ranks(value: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                total = plane.sum(weighted(upstream, self.weight), self.order)
+                return tf.math.divide_no_nan(total, tf.cast(self.weight, total.dtype))
+
+            return plane.sum(value, self.order), gradient
+
+        return sum_over_ranks(tensor)
+
+    def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """The variables' gradients summed over ranks with their weights; None stays None."""
+        if self.plane is None:
+            return gradients
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        # Some gradients (of loops, of masked layers) have forgotten their static shape.
+        shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
+        weight = self.weight if self.gradient_weight is None else self.gradient_weight
+        reduced = self.plane.reduce(shaped, weight, self.order)
+        for i, gradient in zip(present, reduced, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+
+def with_shape_of(gradient: Any, variable: Any) -> Any:
+    """A dense gradient with its variable's static shape; an IndexedSlices as it is."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)

@@ -1,0 +1,63 @@
+"""The model's own step, what it is given, and what several ranks must do after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from ktrainer.errors import ModelError
+from ktrainer.steps.context import StepContext
+
+
+class ShareLike(Protocol):
+    """What a program needs of a share; see `ktrainer.feed.Share`."""
+
+    @property
+    def batch(self) -> Any: ...
+    @property
+    def examples(self) -> int: ...
+    @property
+    def global_examples(self) -> int: ...
+
+
+def is_uniform(batch: Any) -> bool:
+    """Whether all dimensions but the first are static, in every tensor of `batch`."""
+    return all(None not in tuple(t.shape)[1:] for t in keras.tree.flatten(batch) if t is not None)
+
+
+def check_applied(context: StepContext, model: keras.Model) -> None:
+    """Refuse a step whose gradients were never seen: its ranks would drift apart unnoticed.
+
+    Raises:
+        ModelError: the step applied no optimizer although there are weights to train.
+    """
+    if context.plane is not None and context.applies == 0 and model.trainable_variables:
+        raise ModelError(
+            f"{type(model).__name__}.train_step updates its weights without `optimizer.apply` or "
+            "`apply_gradients`, so its gradients cannot be summed over ranks. Apply them through "
+            "a Keras optimizer, or train with backend=local."
+        )
+
+
+def average_statistics(context: StepContext, model: keras.Model) -> None:
+    """Average what the step assigned and no optimizer owns, such as BatchNorm's statistics."""
+    if context.plane is None:
+        return
+    moved = [
+        v
+        for v in model.non_trainable_variables
+        if id(v) in context.assigned and tf.as_dtype(v.dtype).is_floating
+    ]
+    if moved:
+        values = [tf.convert_to_tensor(v.value) for v in moved]
+        averages = context.plane.reduce(values, context.weight, context.order)
+        for variable, value in zip(moved, averages, strict=True):
+            variable.assign(value)
+
+
+def python_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a user's `@tf.function`, whose trace would not see the seams."""
+    return getattr(step, "python_function", step)

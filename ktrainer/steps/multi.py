@@ -1,0 +1,48 @@
+"""Several updates in one compiled call: less Python between small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.steps.model_step import ShareLike
+
+
+def stack_shares(shares: Sequence[ShareLike]) -> tuple[Any, np.ndarray] | None:
+    """Batches stacked on a new first axis, and their weights; None if they do not stack.
+
+    Shares stack when all have the same shapes and none is a stand-in.
+    """
+    if any(share.examples == 0 for share in shares):
+        return None
+    flat = [keras.tree.flatten(share.batch) for share in shares]
+    shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves in flat}
+    if len(shapes) != 1:
+        return None
+    stacked = [tf.stack(column) for column in zip(*flat, strict=True)]
+    batch = keras.tree.pack_sequence_as(shares[0].batch, stacked)
+    weights = np.array([s.examples / max(s.global_examples, 1) for s in shares], np.float64)
+    return batch, weights
+
+
+def compile_many(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled loop of `step(batch, weight)` over stacked batches; the last step's logs."""
+
+    def many(batches: Any, weights: tf.Tensor) -> Any:
+        def one(i: Any) -> Any:
+            return step(keras.tree.map_structure(lambda t: t[i], batches), weights[i])
+
+        logs = one(0)
+        _, logs = tf.while_loop(
+            lambda i, logs: i < tf.shape(weights)[0],
+            lambda i, logs: (i + 1, one(i)),
+            (tf.constant(1), logs),
+            parallel_iterations=1,  # updates follow one another
+        )
+        return logs
+
+    return tf.function(many, reduce_retracing=True, autograph=False)

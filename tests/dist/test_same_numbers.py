@@ -1,0 +1,166 @@
+"""Data parallel training gives the numbers of one process, on 2, 3 and 4 ranks, both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.dist import cases
+from tests.dist.cases import CASES, Case, Outcome, difference, several, train
+
+# Two ranks run every case; three and four share them out, to save time.
+NAMES = list(CASES)
+TWO = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)]
+THREE = [("plain", "sgd"), *((case, "sgd") for case in NAMES[1::2])]
+FOUR = [("plain", "adamw"), *((case, "adamw") for case in NAMES[2::2])]
+HOROVOD = {
+    2: [
+        ("plain", "adamw"),
+        ("masked", "adamw"),
+        ("accumulated", "sgd"),
+        ("several_outputs", "sgd"),
+    ],
+    3: [
+        ("synchronized_batch_norm", "sgd"),
+        ("masked_accumulated", "sgd"),
+        ("regularised", "adamw"),
+    ],
+}
+CHOSEN = {1: [("plain", "sgd"), ("masked_accumulated", "sgd")], 2: TWO, 3: THREE, 4: FOUR}
+_references: dict[tuple[str, str], list[Outcome]] = {}
+
+
+def reference(chosen: list[tuple[str, str]], floatx: str, **settings: Any) -> list[Outcome]:
+    """What one process gives; each case once a session."""
+    outcomes = []
+    for case in chosen:
+        key = (f"{case}{settings}", floatx)
+        if key not in _references:
+            _references[key] = several([case], floatx, backend="local", **settings)
+        outcomes.append(_references[key][0])
+    return outcomes
+
+
+def compare(
+    expected: list[Outcome],
+    ranks: list[list[Outcome]],
+    chosen: list[tuple[str, str]],
+    weights: float,
+    logs: float,
+) -> dict[str, float]:
+    """Check every case on every rank; the largest difference of each."""
+    largest = {}
+    for i, (case, name) in enumerate(chosen):
+        ours = [rank[i] for rank in ranks]
+        assert len({outcome.checksum for outcome in ours}) == 1, f"{case}: ranks differ"
+        largest[f"{case}/{name}"] = difference(expected[i], ours[0])
+        for outcome in ours:
+            assert outcome.history.keys() == expected[i].history.keys()
+            for key, values in expected[i].history.items():
+                np.testing.assert_allclose(outcome.history[key], values, rtol=logs, err_msg=case)
+            for key, value in expected[i].evaluated.items():
+                np.testing.assert_allclose(outcome.evaluated[key], value, rtol=logs, err_msg=case)
+    print({key: f"{value:.1e}" for key, value in largest.items()})
+    assert max(largest.values()) <= weights, largest
+    return largest
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_float64_weights_equal_one_process(ranks: Callable[..., Any], size: int) -> None:
+    chosen = CHOSEN[size]
+    ours = ranks(size).run(
+        several, chosen, backend="data_parallel", backend__engine="mpi", deadline=280
+    )
+    compare(reference(chosen, "float64"), ours, chosen, weights=1e-10, logs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_float32_weights_equal_one_process_to_round_off(
+    ranks: Callable[..., Any], size: int
+) -> None:
+    chosen = THREE if size == 3 else [(case, "sgd") for case in NAMES[::3]]
+    ours = ranks(size).run(several, chosen, "float32", backend="data_parallel", deadline=200)
+    compare(reference(chosen, "float32"), ours, chosen, weights=2e-5, logs=1e-4)
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("size", [2, 3])
+def test_horovod_equals_one_process(ranks: Callable[..., Any], size: int) -> None:
+    chosen = HOROVOD[size]
+    ours = ranks(size, "horovod").run(
+        several, chosen, backend="data_parallel", backend__engine="horovod", deadline=280
+    )
+    compare(reference(chosen, "float64"), ours, chosen, weights=1e-10, logs=1e-9)
+
+
+def _tiny_batches(name: str = "sgd") -> Case:
+    """Batches of 2, then 1: with 3 ranks some have nothing to do."""
+    x, y = cases.vectors()
+    case = cases.synchronized_batch_norm(name)
+    case.data = (x[:41], y[:41])
+    case.settings = {"data.batch_size": 2, "trainer.epochs": 2}
+    return case
+
+
+def _train_tiny(**settings: Any) -> Outcome:
+    return train(_tiny_batches(), **settings)
+
+
+def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any]) -> None:
+    expected = _train_tiny(backend="local")
+    ours = ranks(3).run(_train_tiny, backend="data_parallel")
+    compare([expected], [[o] for o in ours], [("tiny batches", "sgd")], 1e-10, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend__bucket_mb": 0.0001},
+        {"backend__sparse_as_dense": "true"},
+        {"trainer__steps_per_call": 3},
+        {"trainer__xla": "true"},
+    ],
+    ids=lambda s: next(iter(s)),
+)
+def test_options_do_not_change_the_numbers(ranks: Callable[..., Any], settings: Any) -> None:
+    chosen = [("plain", "sgd"), ("masked", "sgd")]
+    ours = ranks(2).run(several, chosen, backend="data_parallel", **settings, deadline=150)
+    compare(reference(chosen, "float64"), ours, chosen, 1e-10, 1e-9)
+
+
+def test_fp16_on_the_wire_is_close_and_equal_on_all_ranks(ranks: Callable[..., Any]) -> None:
+    chosen = [("plain", "sgd"), ("masked", "sgd")]
+    settings = {"backend": "data_parallel", "backend__compression": "fp16"}
+    ours = ranks(3).run(several, chosen, "float32", **settings)
+    largest = compare(reference(chosen, "float32"), ours, chosen, 5e-2, 5e-2)
+    assert min(largest.values()) > 1e-6  # it did go through 16 bits
+
+
+def test_sum_is_size_times_average(ranks: Callable[..., Any]) -> None:
+    """With `op: sum` a learning rate divided by the number of ranks gives the same weights."""
+
+    expected = _with_rate(0.05, backend="local")
+    ours = ranks(2).run(_with_rate, 0.025, backend="data_parallel", backend__op="sum")
+    for outcome in ours:
+        for i, variable in enumerate(expected.weights):
+            if "kernel" in variable and "momentum" not in variable and "sgd" not in variable:
+                a, b = list(expected.weights.values())[i], list(outcome.weights.values())[i]
+                np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+def _with_rate(rate: float, **settings: Any) -> Outcome:
+    import keras
+
+    case = cases.plain("sgd")
+    build = case.build
+
+    def slower() -> Any:
+        model = build()
+        model.compile(keras.optimizers.SGD(rate), model.loss)
+        return model
+
+    case.build = slower
+    return train(case, **settings)
