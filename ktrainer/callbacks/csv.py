@@ -1,0 +1,111 @@
+"""Logs as a table in a file.
+
+Events used: `on_train_begin`, `on_log` (a row every `logging.every`), `on_validation_end`,
+`on_epoch_end` (a row per epoch), `on_restore` (drop rows of steps that will be done again),
+`on_train_end`.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.base import as_floats
+from ktrainer.callbacks.reporter import Reporter
+from ktrainer.durations import Duration
+from ktrainer.errors import ConfigError
+from ktrainer.progress import Progress
+from ktrainer.world import World
+
+_FIXED = ["event", "epoch", "step"]
+
+
+class CSVLog(Reporter):
+    """Write `metrics.csv`: one row per report, one column per name ever logged.
+
+    The column `event` is `log`, `validation` or `epoch`; `epoch` counts from 1.
+
+    Args:
+        path: the file; default: `metrics.csv` in the run's folder. Needed without a trainer.
+        every: see `Reporter`.
+        world: the ranks; default: the trainer's, or this process's.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        every: str | Duration = "50ba",
+        world: World | None = None,
+    ) -> None:
+        super().__init__(every, world)
+        self.path = Path(path) if path is not None else None
+        self._rows: list[dict[str, Any]] | None = None  # None: nothing of this fit yet
+        self._columns: list[str] = []
+        self._kept = False  # the file holds rows of this run
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if self.path is None:
+            if self.run_dir is None:
+                raise ConfigError("say where the table goes: CSVLog('metrics.csv').", path="path")
+            self.path = self.run_dir / "metrics.csv"
+
+    def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        self._write("log", self.progress.epoch + 1, step, logs)
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        self._write("validation", self.progress.epoch + 1, step, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._write("epoch", epoch + 1, self.progress.step, as_floats(logs))
+
+    def on_restore(self, progress: Progress) -> None:
+        if not self.reports or self.path is None or not self.path.exists():
+            return
+        with open(self.path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if _step(row) <= progress.step]
+        self._columns = list(_FIXED)
+        for row in rows:
+            self._columns += [name for name in row if name not in self._columns]
+        self._rewrite(rows)
+        self._kept = True
+
+    def _write(self, event: str, epoch: int, step: int, logs: Mapping[str, float]) -> None:
+        if not self.reports:
+            return
+        assert self.path is not None
+        if not self._kept:
+            self._columns = list(_FIXED)
+            self._rewrite([])
+            self._kept = True
+        new = [name for name in logs if name not in self._columns]
+        if new:
+            with open(self.path, newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            self._columns += new
+            self._rewrite(rows)
+        row = {"event": event, "epoch": epoch, "step": step, **logs}
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        """The whole table again, when a column is new or rows go: seldom."""
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        with open(temporary, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.path)
+
+
+def _step(row: Mapping[str, str]) -> int:
+    try:
+        return int(row.get("step") or 0)
+    except ValueError:
+        return 0

@@ -1,0 +1,119 @@
+"""Notice at once when training has gone wrong.
+
+`NanStop` uses `on_train_begin` and `on_step_end`; `Audit` uses `on_train_begin`, `on_step_end`,
+`on_epoch_end` and `on_restore`. Both act on all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.callbacks.variables import model_variables
+from ktrainer.durations import Duration, Every
+from ktrainer.progress import Progress
+from ktrainer.world import World
+
+
+def finite_loss(logs: Mapping[str, Any] | None) -> bool:
+    """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
+    logs = logs or {}
+    losses = {k: v for k, v in logs.items() if "loss" in k and not k.startswith("val_")}
+    return all(math.isfinite(value) for value in as_floats(losses or logs).values())
+
+
+class NanStop(Callback):
+    """Stop all ranks at the step in which the loss of any of them is not finite.
+
+    It must come before checkpoints, so that none is saved of such a step.
+
+    Args:
+        every: how often to look. Looking waits for the step to finish and, with several ranks,
+            takes one small message.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Attributes:
+        stopped_at: the step of the stop; None if there was none.
+    """
+
+    def __init__(self, every: str | Duration = "1ba", world: World | None = None) -> None:
+        super().__init__()
+        self.every = Every(every)
+        self._own_world = world
+        self.stopped_at: int | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.stopped_at = None
+        self.every.start(self.progress)
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        if not self.every.due(self.progress):
+            return
+        world = self.world
+        bad = not finite_loss(logs)
+        if not world.any(bad, "check for a loss that is not finite"):
+            return
+        self.stopped_at = step
+        reason = f"the loss is not finite at step {step}"
+        if bad and world.size > 1:
+            reason += f" on rank {world.rank}"
+        if bad:
+            warnings.warn(
+                f"{reason}: {as_floats(logs)}. Training stops. Lower the learning rate, clip "
+                "gradients (trainer.clip), or look for bad values in the data.",
+                stacklevel=2,
+            )
+        self.request_stop(reason)
+
+
+class Audit(Callback):
+    """Compare a checksum of every variable between ranks, every so often.
+
+    Ranks whose weights differ train on, and look healthy; this finds out.
+
+    Args:
+        every: how often, for example `"1ep"` or `"1000ba"`.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Raises:
+        DivergenceError: naming the first variable that differs, and the ranks.
+    """
+
+    def __init__(self, every: str | Duration = "1ep", world: World | None = None) -> None:
+        super().__init__()
+        self.every = Every(every)
+        self._own_world = world
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.every.steps_per_epoch = self.steps_per_epoch
+        self.every.start(self.progress)
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._audit_if_due(epoch_end=False)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._audit_if_due(epoch_end=True)
+
+    def on_restore(self, progress: Progress) -> None:
+        self.every.start(progress)
+
+    def _audit_if_due(self, epoch_end: bool) -> None:
+        world = self.world
+        due = self.every.due(self.progress, epoch_end=epoch_end)
+        if world.size == 1:
+            return
+        if self.every.needs_agreement:
+            due = bool(world.broadcast(due, 0, "decision to audit"))
+        if due:
+            from ktrainer.preflight import audit
+
+            arrays = {n: np.asarray(v.numpy()) for n, v in model_variables(self.model)}
+            audit(world, arrays)

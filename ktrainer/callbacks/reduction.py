@@ -1,0 +1,282 @@
+"""Results of metrics over all ranks: one fused sum of states.
+
+The mean of the ranks' AUCs is not the AUC, and the mean of means is wrong when ranks saw
+different numbers of examples. So states are summed, not results: a metric's states are totals
+and counts, and its result is computed once, from their sums over all ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from ktrainer.callbacks.base import as_floats
+from ktrainer.errors import DivergenceError
+from ktrainer.world import World
+
+States = list[list[np.ndarray]]  # per top-level metric, per variable
+
+# Names of states, in Keras' own metrics, that are sums over examples.
+_ADDITIVE = {
+    *("total", "count", "sum", "squared_sum", "residual", "num_samples"),
+    *("true_positives", "false_positives", "true_negatives", "false_negatives"),
+    *("accumulator", "intermediate_weights", "total_confusion_matrix"),
+}
+_warned: set[str] = set()
+
+
+def adds_up(metric: Any) -> bool:
+    """Whether the metric of all data has the sum of the states of parts of the data.
+
+    True for Keras' own families (means, sums, confusion counts, AUC, precision and recall, F1,
+    IoU, R2), their subclasses without states of their own, and metrics made of such metrics
+    alone. Any other metric says so with an attribute `state_adds_up = True` (or False).
+    """
+    declared = getattr(metric, "state_adds_up", None)
+    if declared is not None:
+        return bool(declared)
+    own = metric._variables
+    known = _of_known_family(metric) and all(v.name in _ADDITIVE for v in own)
+    return all(adds_up(part) for part in metric._metrics) and (known or not own)
+
+
+def _of_known_family(metric: Any) -> bool:
+    base = keras.metrics.Metric
+    return any(
+        issubclass(cls, base) and cls is not base and cls.__module__.startswith("keras.")
+        for cls in type(metric).__mro__
+    )
+
+
+def take_states(metrics: Iterable[Any]) -> States:
+    """Copies of the states of `metrics`, on the host."""
+    return [[np.array(v.numpy()) for v in metric.variables] for metric in metrics]
+
+
+def global_results(
+    metrics: Sequence[Any],
+    world: World,
+    *,
+    logs: Mapping[str, Any] | None = None,
+    states: States | None = None,
+    examples: float | None = None,
+) -> dict[str, Any]:
+    """Results of `metrics` over the data of all ranks, without changing any rank's states.
+
+    One 16-byte comparison of what is to be summed, then one fused sum.
+
+    Args:
+        metrics: `model.metrics`.
+        world: the ranks; all of them call this function together.
+        logs: the last step's logs. As in Keras they are the result when their keys are not
+            those of the metrics (a user's own `train_step`): a key that a metric has too is
+            taken from the metric, another is averaged over ranks.
+        states: what `take_states` returned, to use instead of the present states.
+        examples: examples that this rank saw: the weight of what can only be averaged. Default:
+            the count of the loss metric.
+
+    Returns:
+        Floats by name, in the metrics' order; arrays for results that are not scalar.
+
+    Raises:
+        DivergenceError: ranks have different metrics or log keys; it names them.
+    """
+    states = take_states(metrics) if states is None else [list(s) for s in states]
+    # Keras makes the compiled metrics at the first batch; before, they have no result.
+    built = [i for i, m in enumerate(metrics) if getattr(m, "built", True)]
+    reduction = _Reduction([metrics[i] for i in built], [states[i] for i in built], logs, world)
+    if world.size > 1:
+        reduction.check()
+        reduction.sum_over_ranks(examples)
+    return reduction.results()
+
+
+@dataclass
+class _Leaf:
+    """A metric with a state: a whole top-level metric, or one of the compiled metrics."""
+
+    metric: Any
+    top: int  # position of its top-level metric
+    entry: int | None  # its place in that metric's results; None: it is the whole result
+    start: int  # position of its first variable
+    additive: bool
+    averaged: Any = None  # mean of its results over ranks, when states do not add up
+
+    @property
+    def span(self) -> range:
+        return range(self.start, self.start + len(self.metric.variables))
+
+
+class _Reduction:
+    """One fused sum over ranks of states that add up, and of weighted values of the rest."""
+
+    def __init__(
+        self,
+        metrics: list[Any],
+        states: States,
+        logs: Mapping[str, Any] | None,
+        world: World,
+    ) -> None:
+        self.metrics, self.states, self.world = metrics, states, world
+        self.logs: dict[str, float] = as_floats(logs)
+        self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
+
+    def check(self) -> None:
+        """Compare what ranks are about to sum; a difference raises on every rank."""
+        here = [
+            f"metric {leaf.metric.name!r} {[tuple(v.shape) for v in leaf.metric.variables]}"
+            for leaf in self.leaves
+        ]
+        here += [f"log {key!r}" for key in sorted(self.logs)]
+        digest = zlib.crc32("\n".join(here).encode())
+        both = np.array([digest, -digest], np.int64)
+        highest, lowest = self.world.oob_allreduce(both, "max", "comparison of log keys")
+        if highest == -lowest:
+            return
+        every = self.world.allgather(here, "comparison of log keys")
+        common = set(every[0]).intersection(*every[1:])
+        lines = [
+            f"rank {rank} has {', '.join(extra)}, which not all ranks have"
+            for rank, keys in enumerate(every)
+            if (extra := sorted(set(keys) - common))
+        ]
+        raise DivergenceError(
+            "metrics cannot be averaged, because ranks log different things: "
+            + "; ".join(lines or ["the same keys in another order"])
+            + ". Return the same logs from train_step and test_step on every rank."
+        )
+
+    def sum_over_ranks(self, examples: float | None) -> None:
+        weight = _examples(self.metrics, self.states) if examples is None else float(examples)
+        unknown = [leaf for leaf in self.leaves if not leaf.additive]
+        _warn_once(leaf.metric.name for leaf in unknown)
+        local = [self._local_result(leaf) for leaf in unknown]
+        extra = sorted(set(self.logs) - self._names()) if self.logs else []
+        values = [keras.tree.flatten(r) for r in local] + [[self.logs[k]] for k in extra]
+        # 0 * nan is nan: a rank without examples must not spoil the others' mean.
+        weighted = [
+            np.float64(v) * weight if weight else np.zeros(np.shape(v))
+            for value in values
+            for v in value
+        ]
+        known = [(leaf.top, k) for leaf in self.leaves if leaf.additive for k in leaf.span]
+        summed = [np.float64(self.states[top][k]) for top, k in known]
+        total = _sum_fused([np.float64(weight), *weighted, *summed], self.world)
+        weight_of_all = float(total[0]) or 1.0
+        means = iter([v / weight_of_all for v in total[1 : 1 + len(weighted)]])
+        for leaf, result in zip(unknown, local, strict=True):
+            flat = [next(means) for _ in keras.tree.flatten(result)]
+            leaf.averaged = keras.tree.pack_sequence_as(result, flat)
+        self.logs.update({key: float(next(means)) for key in extra})
+        for (top, k), value in zip(known, total[1 + len(weighted) :], strict=True):
+            self.states[top][k] = value.astype(self.states[top][k].dtype)
+
+    def _local_result(self, leaf: _Leaf) -> Any:
+        return _result(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
+
+    def _names(self) -> set[str]:
+        """The keys of the metrics' results."""
+        names = {leaf.metric.name for leaf in self.leaves}
+        return names if set(self.logs) <= names else set(self._metric_results())
+
+    def results(self) -> dict[str, Any]:
+        found = self._metric_results()
+        if not self.logs or set(self.logs) == set(found):
+            return found
+        if self.world.size == 1:
+            return dict(self.logs)
+        return {key: found.get(key, value) for key, value in self.logs.items()}
+
+    def _metric_results(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for top, metric in enumerate(self.metrics):
+            result = _result(metric, self.states[top])
+            for leaf in self.leaves:
+                if leaf.top != top or leaf.averaged is None:
+                    continue
+                if leaf.entry is None:
+                    result = leaf.averaged
+                else:
+                    result[list(result)[leaf.entry]] = leaf.averaged
+            found.update(_named(metric.name, result))
+        return found
+
+
+def _leaves(metric: Any, top: int) -> list[_Leaf]:
+    if not isinstance(getattr(type(metric), "metrics", None), property):
+        return [_Leaf(metric, top, None, 0, adds_up(metric))]
+    leaves, start = [], 0  # CompileMetrics: one entry in its results for each, in this order
+    for entry, part in enumerate(metric.metrics):
+        leaves.append(_Leaf(part, top, entry, start, adds_up(part)))
+        start += len(part.variables)
+    return leaves
+
+
+def _sum_fused(values: Sequence[Any], world: World) -> list[np.ndarray]:
+    """Sum arrays over ranks in float64, all in one collective."""
+    arrays = [np.asarray(value, np.float64) for value in values]
+    flat = np.concatenate([array.reshape(-1) for array in arrays])
+    total = world.oob_allreduce(flat, "sum", "sum of metric states")
+    ends = np.cumsum([array.size for array in arrays])[:-1]
+    parts = np.split(total, ends)
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+
+def _result(metric: Any, states: Sequence[np.ndarray]) -> Any:
+    """The result that `metric` has with `states`, in NumPy; its own states stay as they are.
+
+    Not `stateless_result`: a metric may return its variable itself, which that leaves unread.
+    """
+    own = [np.array(v.numpy()) for v in metric.variables]
+    changed = [
+        (variable, mine, state)
+        for variable, mine, state in zip(metric.variables, own, states, strict=True)
+        if mine.tobytes() != state.tobytes()
+    ]
+    try:
+        for variable, _, state in changed:
+            variable.assign(state)
+        return keras.tree.map_structure(_to_numpy, metric.result())
+    finally:
+        for variable, mine, _ in changed:
+            variable.assign(mine)
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    return np.array(value.numpy() if hasattr(value, "numpy") else value)
+
+
+def _examples(metrics: Sequence[Any], states: States) -> float:
+    """Examples seen, from the count of the loss metric; 1 when there is none."""
+    for metric, values in zip(metrics, states, strict=True):
+        if isinstance(metric, keras.metrics.Mean) and metric.name == "loss":
+            return float(values[1])
+    return 1.0
+
+
+def _named(name: str, result: Any) -> dict[str, Any]:
+    if not isinstance(result, Mapping):
+        array = np.asarray(result)
+        return {name: float(array) if array.ndim == 0 else array}
+    named: dict[str, Any] = {}
+    for key, value in result.items():
+        named.update(_named(key, value))
+    return named
+
+
+def _warn_once(names: Iterable[str]) -> None:
+    new = sorted(set(names) - _warned)
+    if new:
+        _warned.update(new)
+        warnings.warn(
+            f"averaging the results of {', '.join(new)} over ranks, weighted by examples: that is "
+            "not the metric of all data unless its state adds up. If it does, set "
+            "`state_adds_up = True` on the metric's class.",
+            stacklevel=5,
+        )

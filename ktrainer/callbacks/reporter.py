@@ -1,0 +1,44 @@
+"""What all callbacks that only report have in common.
+
+Events used: `on_step_end`, and only alone under `keras.Model.fit`, where nobody calls `on_log`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.durations import Duration, Every
+from ktrainer.world import World
+
+
+class Reporter(Callback):
+    """Shows or writes logs on rank 0.
+
+    Args:
+        every: how often steps are reported alone under Keras; with a trainer, `logging.every`
+            is what counts.
+        world: the ranks; default: the trainer's, or this process's.
+    """
+
+    rank_zero_only = True
+
+    def __init__(self, every: str | Duration = "50ba", world: World | None = None) -> None:
+        super().__init__()
+        self.every = Every(every)
+        self._own_world = world
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank is the one that reports; Keras calls the others, too."""
+        return self.world.is_root
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.every.steps_per_epoch = self.steps_per_epoch
+        self.every.start(self.progress)
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self.trainer is None and self.reports and self.every.due(self.progress):
+            self.on_log(step, as_floats(logs))

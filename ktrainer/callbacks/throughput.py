@@ -1,0 +1,95 @@
+"""How fast, and what is waited for.
+
+Events used: `on_epoch_begin` (start the clock), `on_epoch_end` (gather from all ranks).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ktrainer.callbacks.base import Callback
+from ktrainer.world import World
+
+
+@dataclass(frozen=True)
+class EpochSpeed:
+    """What an epoch took.
+
+    Attributes:
+        epoch: its number, from 0.
+        seconds: from its beginning to its end on rank 0, validation included.
+        steps: updates in it.
+        examples: examples in it over all ranks; None when nobody counts them (plain Keras).
+        examples_per_second: of all ranks together.
+        data_wait, communication_wait: seconds that each rank waited for data, and for other
+            ranks; empty when nobody measures them.
+    """
+
+    epoch: int
+    seconds: float
+    steps: int
+    examples: int | None
+    examples_per_second: float | None
+    data_wait: list[float]
+    communication_wait: list[float]
+
+
+class Throughput(Callback):
+    """Measure examples per second, and each rank's waits, epoch by epoch.
+
+    Args:
+        write: with a trainer, add each epoch's figures to `throughput.jsonl` in the run's folder.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Attributes:
+        epochs: an `EpochSpeed` per epoch, the same on every rank.
+    """
+
+    def __init__(self, write: bool = True, world: World | None = None) -> None:
+        super().__init__()
+        self.write = write
+        self._own_world = world
+        self.epochs: list[EpochSpeed] = []
+        self._start = self._now()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.epochs = []
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._start = self._now()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        end = self._now()
+        spent = {key: end[key] - self._start.get(key, 0.0) for key in end}
+        every = self.world.allgather(spent, "throughput of an epoch")
+        seconds = every[0]["seconds"]
+        examples = int(every[0]["examples"]) if self.trainer is not None else None
+        speed = EpochSpeed(
+            epoch=epoch,
+            seconds=seconds,
+            steps=int(every[0]["steps"]),
+            examples=examples,
+            examples_per_second=examples / seconds if examples and seconds else None,
+            data_wait=[rank["data"] for rank in every if "data" in rank],
+            communication_wait=[rank["communication"] for rank in every if "communication" in rank],
+        )
+        self.epochs.append(speed)
+        if self.write and self.run_dir is not None and self.world.is_root:
+            with open(self.run_dir / "throughput.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(speed)) + "\n")
+
+    def _now(self) -> dict[str, float]:
+        progress = self.progress
+        timers = getattr(self.trainer, "timers", None) or {}
+        return {
+            "seconds": time.perf_counter(),
+            "steps": progress.step,
+            "examples": progress.examples,
+            **{key: timers[key] for key in ("data", "communication") if key in timers},
+        }

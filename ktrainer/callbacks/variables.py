@@ -1,0 +1,39 @@
+"""The variables that make up a model's state, by unique names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """`names` with `#2`, `#3`, ... after repeated ones."""
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return result
+
+
+def built_optimizers(model: Any) -> list[Any]:
+    """The optimizers that `model` holds; the compiled one is built if it can be, because its
+    slots are part of the state."""
+    from ktrainer.steps import optimizers_of
+
+    main = getattr(model, "optimizer", None)
+    if main is not None and not main.built and model.built and model.trainable_variables:
+        main.build(model.trainable_variables)
+    return list(optimizers_of(model))
+
+
+def model_variables(model: Any) -> list[tuple[str, Any]]:
+    """(unique name, variable) of all that a step reads or changes, metrics apart: weights,
+    statistics, seed generators, and the optimizers' slots, counters and learning rates."""
+    names = [f"model/{v.path}" for v in model.variables]
+    variables = list(model.variables)
+    for i, optimizer in enumerate(built_optimizers(model)):
+        # Not the path, which tells from where the optimizer was built.
+        names += [f"optimizer/{i}/{k}:{v.name}" for k, v in enumerate(optimizer.variables)]
+        variables += optimizer.variables
+    return list(zip(unique_names(names), variables, strict=True))

@@ -1,0 +1,91 @@
+"""All ranks have rank 0's variables before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from ktrainer import world
+from ktrainer.callbacks import BroadcastVariables
+from ktrainer.errors import DivergenceError, ModelError
+from tests.callbacks.helpers import data, everything, fit, small_model
+
+
+class AtFirstBatch(keras.callbacks.Callback):
+    """Everything there is when the first batch begins."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.seen = everything(self.model)
+
+
+def _fit_from_different_weights(optimizer: str, dtype: str) -> tuple[list, list]:
+    """Each rank has its own initial weights, seeds, optimizer slots and learning rate."""
+    rank = world.current().rank
+    keras.config.set_dtype_policy(dtype)
+    model = small_model(keras.optimizers.get(optimizer), seed=rank)
+    model.optimizer.learning_rate = 0.1 * (rank + 1)
+    x, y = data(seed=rank)
+    model.fit(x, y, batch_size=10, verbose=0)  # slots of its own
+    mine, seen = everything(model), AtFirstBatch()
+    fit(model, [BroadcastVariables(), seen])
+    return mine, seen.seen
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", "mixed_bfloat16"), ("adamw", "float64")])
+def test_before_the_first_step(ranks, optimizer: str, dtype: str) -> None:
+    (root, first), (other, second) = ranks(2).run(_fit_from_different_weights, optimizer, dtype)
+    assert any(not np.array_equal(a, b) for a, b in zip(root, other, strict=True))
+    for of_root, a, b in zip(root, first, second, strict=True):
+        assert of_root.dtype == a.dtype == b.dtype
+        assert of_root.tobytes() == a.tobytes() == b.tobytes()
+
+
+def _restored_by_root(size_of_bucket: int) -> list:
+    import ktrainer.callbacks.broadcast as broadcast
+
+    broadcast.BUCKET_BYTES = size_of_bucket  # several messages, and arrays larger than one
+    model = small_model(seed=3)
+    callback = BroadcastVariables()
+    callback.set_model(model)
+    if world.current().is_root:
+        for variable in model.weights:
+            variable.assign(variable + 1.0)
+    callback.on_restore(callback.progress)
+    return everything(model)
+
+
+def test_after_a_restore_on_rank_zero(ranks) -> None:
+    every = ranks(3).run(_restored_by_root, 20)
+    for other in every[1:]:
+        for a, b in zip(every[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def _unbuilt() -> None:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fit(model, [BroadcastVariables()])
+
+
+def test_a_model_without_variables_is_refused(ranks) -> None:
+    for outcome in ranks(2).outcomes(_unbuilt):
+        assert isinstance(outcome.error, ModelError)
+        assert "build" in str(outcome.error)
+    _unbuilt()  # nothing to broadcast in one process
+
+
+def _different_models() -> None:
+    units = 3 + world.current().rank
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    fit(model, [BroadcastVariables()])
+
+
+def test_different_variables_are_named(ranks) -> None:
+    for outcome in ranks(2).outcomes(_different_models):
+        assert isinstance(outcome.error, DivergenceError)
+        assert "kernel float32[4, 3], rank 1 has" in str(outcome.error)

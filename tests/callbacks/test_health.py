@@ -1,0 +1,75 @@
+"""All ranks stop at the step in which any of them went wrong."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktrainer.callbacks import Audit, BroadcastVariables, Callback, NanStop
+from ktrainer.callbacks.health import finite_loss
+from ktrainer.errors import DivergenceError
+from tests.callbacks.helpers import EachStep, data, fit, small_model
+
+
+class SpoilsAt(Callback):
+    """Makes a weight NaN before the update that follows `step` updates, on one rank."""
+
+    def __init__(self, step: int, rank: int = 0, value: float = math.nan) -> None:
+        super().__init__()
+        self.step, self.rank, self.value = step, rank, value
+
+    def on_step_begin(self, step: int) -> None:
+        if step == self.step and self.world.rank == self.rank:
+            weight = self.model.trainable_weights[0]
+            weight.assign(weight * 0 + self.value)
+
+
+def test_stops_at_that_step() -> None:
+    stop, seen = NanStop(), EachStep(lambda model: None)
+    with pytest.warns(UserWarning, match="not finite at step 3"):
+        fit(small_model(), [SpoilsAt(2), stop, seen], epochs=3)
+    assert stop.stopped_at == len(seen.seen) == 3
+    fit(small_model(), [stop, seen])
+    assert stop.stopped_at is None
+
+
+def _stop_together() -> tuple[int | None, int, list[str]]:
+    stop, seen = NanStop(), EachStep(lambda model: None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(small_model(), [SpoilsAt(6, rank=1), stop, seen], epochs=3)
+    return stop.stopped_at, len(seen.seen), [str(w.message) for w in caught]
+
+
+def test_one_rank_stops_all(ranks) -> None:
+    first, second = ranks(2).run(_stop_together)
+    assert first[:2] == second[:2] == (7, 7)
+    assert first[2] == []
+    assert "on rank 1" in second[2][0]
+
+
+def test_which_values_count() -> None:
+    assert finite_loss({"loss": 1.0, "accuracy": math.nan, "val_loss": math.inf})
+    assert not finite_loss({"d_loss": 1.0, "g_loss": np.float32("nan")})
+    assert not finite_loss({"score": math.inf})
+    assert finite_loss(None)
+
+
+def _audit(drift: bool) -> None:
+    callbacks: list[Any] = [BroadcastVariables(), Audit(every="2ba")]
+    model = small_model()
+    if drift:
+        callbacks.append(SpoilsAt(2, rank=1, value=0.5))
+    x, y = data()
+    model.fit(x, y, batch_size=10, shuffle=False, verbose=0, callbacks=callbacks)
+
+
+def test_audit_names_what_differs(ranks) -> None:
+    ranks(2).run(_audit, False)
+    for outcome in ranks(2).outcomes(_audit, True):
+        assert isinstance(outcome.error, DivergenceError)
+        assert "model/sequential/dense/kernel" in str(outcome.error)

@@ -1,0 +1,255 @@
+"""The learning rate against closed formulas."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktrainer.callbacks import LearningRate
+from ktrainer.callbacks.schedule import Stage, scale_factor, warmup_factor
+from ktrainer.errors import ConfigError
+from tests.callbacks.helpers import EachStep, Sized, data, fit, rate_of, small_model
+
+STEPS = 5  # batches an epoch in `fit`
+
+
+def goyal(target: float, step: int, size: int, warmup_epochs: float, steps: int = STEPS) -> float:
+    """Goyal et al. 2017, as Horovod writes it; `target` is the rate already scaled."""
+    epoch, batch = divmod(step, steps)
+    if epoch + batch / steps >= warmup_epochs:
+        return target
+    return target / size * ((epoch + batch / steps) * (size - 1) / warmup_epochs + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+@pytest.mark.parametrize("scale", ["none", "linear", "sqrt"])
+def test_the_factor_follows_the_formula(size: int, scale: str) -> None:
+    rate = LearningRate(scale=scale, warmup="3ep", steps_per_epoch=STEPS, world=Sized(size))
+    target = {"none": 1.0, "linear": size, "sqrt": size**0.5}[scale]
+    for step in range(5 * STEPS):
+        assert rate.factor(step) == pytest.approx(goyal(target, step, size, 3), rel=1e-14)
+
+
+@pytest.mark.parametrize("scale", ["linear", "sqrt"])
+def test_every_step_of_a_fit_follows_the_formula(scale: str) -> None:
+    target = 0.1 * (4 if scale == "linear" else 2)
+    model, seen = small_model(), EachStep(rate_of)
+    fit(model, [LearningRate(scale=scale, warmup="3ep", world=Sized(4)), seen], epochs=5)
+    expected = [goyal(target, step, 4, 3) for step in range(5 * STEPS)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+@given(
+    size=st.integers(1, 64),
+    length=st.integers(1, 1000),
+    position=st.floats(0, 2000, allow_nan=False),
+)
+def test_warmup_rises_from_one_over_size_to_one(size: int, length: int, position: float) -> None:
+    factor = warmup_factor(position, length, size)
+    assert 1 / size - 1e-12 <= factor <= 1 + 1e-12
+    assert factor <= warmup_factor(position + 1, length, size) + 1e-12
+    assert warmup_factor(0, length, size) == pytest.approx(1 / size)
+    assert warmup_factor(length, length, size) == 1
+
+
+def test_warmup_in_batches() -> None:
+    model, seen = small_model(), EachStep(rate_of)
+    fit(model, [LearningRate("linear", warmup="4ba", world=Sized(3)), seen], epochs=2)
+    expected = [0.1 * (min(step / 4, 1) * 2 + 1) for step in range(10)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_schedule_object_is_multiplied_and_left_alone(tmp_path) -> None:
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    model = small_model(keras.optimizers.SGD(decay, momentum=0.9), run_eagerly=False)
+    seen = EachStep(rate_of)
+    fit(model, [LearningRate("linear", warmup="2ep", world=Sized(4)), seen], epochs=3)
+    # Keras evaluates the schedule at `iterations`, which the step has raised by then.
+    expected = [0.1 * 0.5 ** ((s + 1) / 10) * goyal(4.0, s, 4, 2) for s in range(15)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-5)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer._learning_rate.get_config() == decay.get_config()
+
+
+def test_schedule_object_in_a_step_traced_before() -> None:
+    decay = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.01])
+    twice = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.2, 0.02])
+    scaled, plain = (small_model(keras.optimizers.SGD(decay), run_eagerly=False) for _ in range(2))
+    for model in (scaled, plain):
+        fit(model, [])  # traces the step
+    fit(scaled, [LearningRate("linear", world=Sized(2))])
+    plain.optimizer._learning_rate = twice
+    plain.train_function = None
+    fit(plain, [])
+    for a, b in zip(scaled.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6)
+
+
+def test_a_second_fit_does_not_compound() -> None:
+    model = small_model()
+    first, second = EachStep(rate_of), EachStep(rate_of)
+    fit(model, [LearningRate("linear", warmup="2ep", world=Sized(4)), first], epochs=3)
+    fit(model, [LearningRate("linear", warmup="2ep", world=Sized(4)), second], epochs=3)
+    assert first.seen == second.seen
+    fit(model, [LearningRate(world=Sized(4))])
+    assert rate_of(model) == pytest.approx(0.1)
+
+
+def test_resume_is_stateless_in_the_step() -> None:
+    """A new process, whose optimizer holds a scaled rate from elsewhere, goes on exactly."""
+    settings = {"scale": "linear", "warmup": "3ep", "world": Sized(4)}
+    whole, tail = EachStep(rate_of), EachStep(rate_of)
+    fit(small_model(), [LearningRate(**settings), whole], epochs=5)
+
+    first = LearningRate(**settings)
+    interrupted = small_model()
+    fit(interrupted, [first], epochs=2)
+
+    class Restores(keras.callbacks.Callback):
+        """Loads variables when training begins, as Keras' BackupAndRestore does."""
+
+        def on_train_begin(self, logs=None):
+            self.model.optimizer.build(self.model.trainable_variables)
+            for ours, theirs in zip(
+                self.model.optimizer.variables, interrupted.optimizer.variables, strict=True
+            ):
+                ours.assign(theirs)
+
+    fit(small_model(), [LearningRate(**settings), Restores(), tail], epochs=5, initial_epoch=2)
+    assert tail.seen == whole.seen[2 * STEPS :]
+
+
+def test_state_dict_carries_the_base() -> None:
+    settings = {"scale": "linear", "warmup": "3ep", "world": Sized(4)}
+    first, model = LearningRate(**settings), small_model()
+    fit(model, [first], epochs=2)
+    state = first.state_dict()
+    assert state["rates"][0]["base"] == pytest.approx(0.1)
+
+    model.compile(keras.optimizers.SGD(rate_of(model), momentum=0.9), "mse")  # scaled already
+    second, seen = LearningRate(**settings), EachStep(rate_of)
+
+    class Restores(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            second.load_state_dict(state)
+
+    fit(model, [second, Restores(), seen], epochs=4, initial_epoch=2)
+    expected = [goyal(0.4, step, 4, 3) for step in range(2 * STEPS, 4 * STEPS)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+def test_others_change_the_base_by_the_same_ratio() -> None:
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = rate_of(self.model) / 2
+
+    model, seen = small_model(), EachStep(rate_of)
+    fit(model, [LearningRate("linear", warmup="2ep", world=Sized(4)), Halve(), seen], epochs=3)
+    expected = [goyal(0.4, s, 4, 2) / 2 ** (s // STEPS) for s in range(3 * STEPS)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+def test_stages_multiply_and_end() -> None:
+    stages = [
+        {"start": "1ep", "end": "3ep", "multiplier": 0.5},
+        {"start": "2ep", "multiplier": 0.1},
+        Stage.of({"start": "0ba", "multiplier": lambda s: 1 - s / 100, "staircase": False}),
+    ]
+    model, seen = small_model(), EachStep(rate_of)
+    fit(model, [LearningRate(schedule=stages), seen], epochs=4)
+    expected = [
+        0.1
+        * (0.5 if STEPS <= s < 3 * STEPS else 1)
+        * (0.1 if s >= 2 * STEPS else 1)
+        * (1 - s / 100)
+        for s in range(4 * STEPS)
+    ]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+def test_staircase_gives_a_function_whole_epochs() -> None:
+    seen = [Stage.of({"start": "0ep", "multiplier": float}).factor(s, 4) for s in range(9)]
+    assert seen == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+    smooth = Stage.of({"start": "0ep", "multiplier": float, "staircase": False})
+    assert smooth.factor(3, 4) == 0.75
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction(nesterov: bool) -> None:
+    """Against SGD written out, with v scaled by new/old when the rate changes (Goyal, eq. 9)."""
+    rates = [0.1 * f for f in (1, 1, 0.5, 0.5, 0.1)]
+    stages = [
+        {"start": "2ba", "end": "4ba", "multiplier": 0.5},
+        {"start": "4ba", "multiplier": 0.1},
+    ]
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=nesterov)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    w = model.get_weights()[0].astype("float64")
+    fit(model, [LearningRate(schedule=stages)])
+
+    x, y = (array.astype("float64") for array in data())
+    v, old = np.zeros_like(w), rates[0]
+    for step, rate in enumerate(rates):
+        rows = slice(step * 10, step * 10 + 10)
+        gradient = 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 10
+        v = 0.9 * v * (rate / old) - rate * gradient
+        w = w + (0.9 * v - rate * gradient if nesterov else v)
+        old = rate
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-5)
+
+
+def test_correction_can_be_left_out_and_needs_momentum() -> None:
+    stages = [{"start": "2ba", "multiplier": 0.5}]
+    corrected, left = small_model(), small_model()
+    fit(corrected, [LearningRate(schedule=stages)])
+    fit(left, [LearningRate(schedule=stages, momentum_correction=False)])
+    assert not np.array_equal(corrected.get_weights()[0], left.get_weights()[0])
+    adam = small_model(keras.optimizers.Adam(0.1))
+    fit(adam, [LearningRate(schedule=stages)])
+
+
+def test_inside_wrappers() -> None:
+    inner = keras.optimizers.SGD(0.1, momentum=0.9)
+    model, seen = small_model(keras.optimizers.LossScaleOptimizer(inner)), EachStep(rate_of)
+    fit(model, [LearningRate("linear", world=Sized(2)), seen])
+    np.testing.assert_allclose(seen.seen, [0.2] * STEPS, rtol=1e-6)
+
+
+def test_nothing_asked_nothing_touched() -> None:
+    model = small_model()
+    fit(model, [LearningRate(world=Sized(4))])
+    other = small_model()
+    fit(other, [])
+    for a, b in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_epochs_of_unknown_length_are_refused() -> None:
+    def batches():
+        for _ in range(3):
+            yield np.zeros((2, 4), "float32"), np.zeros((2, 1), "float32")
+
+    with pytest.raises(ConfigError, match="updates"):
+        small_model().fit(
+            batches(),
+            verbose=0,
+            shuffle=False,
+            callbacks=[LearningRate(warmup="1ep", world=Sized(2))],
+        )
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ConfigError, match="linear"):
+        LearningRate(scale="liner")
+    with pytest.raises(ConfigError, match="time"):
+        LearningRate(warmup="10m")
+    with pytest.raises(ConfigError, match=r"lr\.schedule\.start"):
+        LearningRate(schedule=[{"start": "5s", "multiplier": 1}])
+    assert scale_factor("sqrt", 4) == 2

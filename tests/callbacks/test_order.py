@@ -1,0 +1,65 @@
+"""The fixed order of a run's callbacks."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from ktrainer.callbacks import assemble
+from ktrainer.callbacks.order import on_terminal
+from ktrainer.config import load_config
+from ktrainer.world import SingleWorld
+
+
+def names(config: dict, users: list) -> list[str]:
+    return [type(c).__name__ for c in assemble(load_config(config), SingleWorld(), users)]
+
+
+def test_everything_in_its_place() -> None:
+    config = {
+        "callbacks": {"mine": {"type": "early_stopping", "patience": 3}},
+        "checkpoint": {"every": "1ep", "best": "val_loss"},
+        "lr": {"schedule": [{"start": "1ep", "multiplier": 0.1}]},
+        "logging": {"tensorboard": True, "progress": "plain"},
+    }
+    assert names(config, [keras.callbacks.LambdaCallback()]) == [
+        "BroadcastVariables",
+        "LearningRate",
+        "AverageMetrics",
+        "LambdaCallback",
+        "EarlyStopping",
+        "NanStop",
+        "Audit",
+        "Checkpoint",
+        "Throughput",
+        "CSVLog",
+        "TensorBoardLog",
+        "PlainProgress",
+    ]
+
+
+def test_what_is_off_is_left_out() -> None:
+    config = {
+        "health": {"nan": "ignore", "audit_every": None},
+        "logging": {"csv": False, "progress": "none"},
+    }
+    assert names(config, []) == [
+        "BroadcastVariables",
+        "LearningRate",
+        "AverageMetrics",
+        "Throughput",
+    ]
+
+
+def test_the_checkpoint_keeps_the_states_of_all() -> None:
+    config = load_config({"checkpoint": {"every": "1ep"}, "health": {"nan": "ignore"}})
+    every = assemble(config, SingleWorld(), [])
+    (checkpoint,) = [c for c in every if type(c).__name__ == "Checkpoint"]
+    assert checkpoint.callbacks == every
+    assert checkpoint.allow_nan
+
+
+@pytest.mark.parametrize(("told", "terminal"), [("1", True), ("0", False)])
+def test_the_launcher_knows_about_the_terminal(told: str, terminal: bool) -> None:
+    assert on_terminal({"KTRAINER_TERMINAL": told}) is terminal
+    assert on_terminal({}) is False  # pytest's stdout is none

@@ -1,0 +1,241 @@
+"""What is shown and written: screen, CSV, TensorBoard, throughput."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ktrainer import world
+from ktrainer.callbacks import (
+    CSVLog,
+    PlainProgress,
+    RichProgress,
+    TensorBoardLog,
+    Throughput,
+    emit,
+)
+from ktrainer.callbacks.display import Meter, count_text, metrics_text, rate_text, span_text
+from ktrainer.errors import ConfigError
+from ktrainer.progress import Progress
+from tests.callbacks.helpers import data, fit, small_model
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_steps_and_epochs(tmp_path) -> None:
+    path = tmp_path / "log.csv"
+    x, y = data(20)
+    fit(small_model(), [CSVLog(path, every="2ba")], epochs=2, validation_data=(x, y))
+    table = rows(path)
+    assert [(r["event"], r["epoch"], r["step"]) for r in table] == [
+        ("log", "1", "2"),
+        ("log", "1", "4"),
+        ("epoch", "1", "5"),
+        ("log", "2", "6"),
+        ("log", "2", "8"),
+        ("log", "2", "10"),
+        ("epoch", "2", "10"),
+    ]
+    assert table[0]["val_loss"] == ""
+    assert float(table[-1]["val_loss"]) > 0
+
+
+def test_csv_drops_what_will_be_done_again(tmp_path) -> None:
+    path = tmp_path / "log.csv"
+    fit(small_model(), [CSVLog(path, every="1ba")], epochs=2)
+    again = CSVLog(path, every="1ba")
+    again.set_model(small_model())
+    again.on_train_begin()
+    again.on_restore(Progress(epoch=1, batch=2, step=7))
+    again.on_log(8, {"loss": 1.0, "new": 2.0})
+    table = rows(path)
+    assert [r["step"] for r in table] == [*"12345", "5", "6", "7", "8"]
+    assert table[-1]["new"] == "2.0"
+
+
+def test_reports_need_a_place() -> None:
+    for callback in (CSVLog(), TensorBoardLog()):
+        with pytest.raises(ConfigError, match="say where"):
+            fit(small_model(), [callback])
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    import tensorflow as tf
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in directory.glob("events*"):
+        for record in tf.data.TFRecordDataset(str(file)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                assert value.metadata.plugin_data.plugin_name in ("scalars", "")
+                number = float(tf.make_ndarray(value.tensor))
+                found.setdefault(value.tag, []).append((event.step, number))
+    return found
+
+
+def test_tensorboard_scalars(tmp_path) -> None:
+    x, y = data(20)
+    callback = TensorBoardLog(tmp_path, every="2ba")
+    history = fit(small_model(), [callback], epochs=2, validation_data=(x, y)).history
+    assert [step for step, _ in scalars(tmp_path / "train")["loss"]] == [2, 4, 6, 8, 10]
+    for part, prefix in (("epoch", ""), ("validation", "val_")):
+        expected = list(zip([5, 10], history[f"{prefix}loss"], strict=True))
+        written = scalars(tmp_path / part)["loss"]
+        assert [s for s, _ in written] == [s for s, _ in expected]
+        assert [v for _, v in written] == pytest.approx([v for _, v in expected])
+
+
+def test_plain_lines(capsys) -> None:
+    x, y = data(20)
+    callback = PlainProgress(every="2ba")
+    fit(small_model(), [callback], epochs=2, validation_data=(x, y))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "training sequential, 19 parameters, 1 process"
+    assert re.match(r"epoch 1/2  step 2/5  loss \S+  mae \S+  \S+ steps/s  eta \S+$", lines[1])
+    assert re.match(
+        r"epoch 1/2  loss \S+  mae \S+  val_loss \S+  val_mae \S+  \[.*steps/s\]$", lines[3]
+    )
+    assert lines[-1].startswith("training finished: epochs 2; steps 10; time ")
+    assert "best val_loss" in lines[-1]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setenv("KTRAINER_TERMINAL", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", screen)
+    x, y = data(20)
+    callback = RichProgress()
+    fit(small_model(), [callback], epochs=2, validation_data=(x, y))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    for words in ("epoch 1/2", "5/5", "ETA", "steps/s", "validating", "val_mae", "best val_loss"):
+        assert words in text
+    assert "training finished" in text
+    assert screen.getvalue().rfind("\x1b[?25h") > screen.getvalue().rfind("\x1b[?25l"), "cursor"
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out")
+def test_rich_display_of_unknown_lengths(monkeypatch) -> None:
+    import tensorflow as tf
+
+    screen = io.StringIO()
+    monkeypatch.setenv("KTRAINER_TERMINAL", "1")
+    monkeypatch.setattr(sys, "stdout", screen)
+
+    batches = tf.data.Dataset.from_tensor_slices(data(30)).batch(10).filter(lambda x, y: True)
+    small_model().fit(batches, verbose=0, shuffle=False, callbacks=[RichProgress()])
+    assert "3 steps" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+
+
+def test_events_of_the_loop() -> None:
+    """Under a trainer, `on_log` and `on_validation_end` come from the loop alone."""
+    trainer = SimpleNamespace(
+        world=world.SingleWorld(),
+        progress=Progress(epoch=0, batch=2, step=2, examples=64),
+        steps_per_epoch=4,
+        config=SimpleNamespace(trainer=SimpleNamespace(max_steps=3), backend=None),
+    )
+    callback = PlainProgress()
+    callback.set_params({"epochs": 2})
+    callback.set_model(small_model())
+    callback.set_trainer(trainer)
+    callback.on_train_begin()
+    said: list[str] = []
+    callback._print = said.append  # type: ignore[method-assign]
+    callback.meter._marks[0] = (callback.meter._marks[0][0] - 1, 0, 0)
+    emit([callback], "on_log", 2, {"loss": 0.5})
+    emit([callback], "on_validation_end", 2, {"val_loss": 0.25})
+    assert re.match(r"epoch 1/2  step 2/4  loss 0.5  2.0 steps/s  \d+ examples/s  eta 0\.", said[0])
+    assert said[1] == "epoch 1/2  step 2  val_loss 0.25"
+
+
+def _only_rank_zero_reports(directory: str) -> list[str]:
+    import contextlib
+
+    here, out = Path(directory), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        fit(
+            small_model(),
+            [
+                PlainProgress(every="2ba"),
+                RichProgress(),
+                CSVLog(here / f"{world.current().rank}.csv"),
+                TensorBoardLog(here / f"tb{world.current().rank}"),
+                throughput := Throughput(),
+            ],
+        )
+    assert len(throughput.epochs) == 1
+    return out.getvalue().splitlines()
+
+
+def test_only_rank_zero_reports(ranks, tmp_path) -> None:
+    root, other = ranks(2).run(_only_rank_zero_reports, str(tmp_path))
+    assert root
+    assert other == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.csv", "tb0"]
+
+
+def _throughput(directory: str) -> list[Any]:
+    here = world.current()
+    trainer = SimpleNamespace(
+        world=here,
+        progress=Progress(),
+        steps_per_epoch=5,
+        run_dir=Path(directory),
+        timers={"data": 1.0, "communication": 5.0},
+    )
+    callback = Throughput()
+    callback.set_trainer(trainer)
+    callback.on_train_begin()
+    callback.on_epoch_begin(0)
+    trainer.progress.advance(320)
+    trainer.timers["data"] += here.rank + 1
+    trainer.timers["communication"] += 10 * (here.rank + 1)
+    callback.on_epoch_end(0)
+    return callback.epochs
+
+
+def test_throughput_of_every_rank(ranks, tmp_path) -> None:
+    first, second = ranks(2).run(_throughput, str(tmp_path))
+    assert first == second
+    (epoch,) = first
+    assert (epoch.steps, epoch.examples) == (1, 320)
+    assert epoch.examples_per_second == pytest.approx(320 / epoch.seconds)
+    assert epoch.data_wait == [1, 2]
+    assert epoch.communication_wait == [10, 20]
+    (line,) = (tmp_path / "throughput.jsonl").read_text().splitlines()
+    assert json.loads(line)["communication_wait"] == [10, 20]
+
+
+def test_numbers_for_people() -> None:
+    assert [span_text(s) for s in (0.81, 59.6, 185, 7620)] == ["0.8s", "1m 00s", "3m 05s", "2h 07m"]
+    assert [count_text(v) for v in (0, 0.5, 832, 25100, 2.9e6, 3e9)] == [
+        *("0", "0.5", "832", "25.1k", "2.9M", "3.0G"),
+    ]
+    assert rate_text((12.0, None)) == "12 steps/s"
+    assert metrics_text({"val_loss": 1, "auc": 0.5, "loss": 2}) == "loss 2  auc 0.5  val_loss 1"
+
+
+def test_meter_forgets_pauses() -> None:
+    meter, progress = Meter(), Progress()
+    assert meter.rates == (None, None)
+    meter.reset(progress)
+    progress.advance(32)
+    meter.update(progress)
+    before = meter.rates
+    assert before[0] is not None
+    meter.reset(progress)
+    assert meter.rates == before  # until there is something newer
