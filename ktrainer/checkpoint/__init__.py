@@ -1,0 +1,59 @@
+"""Checkpoints: the format on disk, which ones are kept, what is in them, and how to go on.
+
+The parts of this package:
+
+    format.py    one folder, written whole or not at all, checked before it is believed
+    encoding.py  what JSON and safetensors have no word for
+    store.py     the folders of a run: list, latest, best, prune
+    state.py     the whole state of a run <-> arrays and JSON
+    matching.py  which saved array belongs to which variable
+    callback.py  when a run saves; it is `ktrainer.callbacks.Checkpoint`
+    resuming.py  all ranks go on from what rank 0 reads
+    export.py    the trained model as a `.keras` file
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktrainer.checkpoint.export import save_model
+    from ktrainer.checkpoint.format import read_checkpoint, verify, write_checkpoint
+    from ktrainer.checkpoint.resuming import resume
+    from ktrainer.checkpoint.state import capture, restore
+    from ktrainer.checkpoint.store import Store
+
+_HOME = {
+    "Store": "store",
+    "capture": "state",
+    "read_checkpoint": "format",
+    "restore": "state",
+    "resume": "resuming",
+    "save_model": "export",
+    "verify": "format",
+    "write_checkpoint": "format",
+}
+
+__all__ = [
+    "Store",
+    "capture",
+    "read_checkpoint",
+    "restore",
+    "resume",
+    "save_model",
+    "verify",
+    "write_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

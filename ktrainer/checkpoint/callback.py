@@ -1,0 +1,253 @@
+"""Save the whole state of a run, every so often and when it was best.
+
+Events used: `on_train_begin` (find the folder, clear up what a killed run left), `on_step_end`
+and `on_epoch_end` (save when due), `on_validation_end` (judge the best inside an epoch).
+
+All ranks decide together and take part in every save; rank 0 alone writes. A state whose loss
+is not finite is not saved.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.callbacks.health import finite_loss
+from ktrainer.durations import Duration, Every
+from ktrainer.errors import CheckpointError, ConfigError
+from ktrainer.progress import Progress
+from ktrainer.world import World
+
+
+class Checkpoint(Callback):
+    """Keep the last checkpoints of a run and the best.
+
+    Args:
+        directory: where; default: `checkpoints` in the run's folder. Needed without a trainer.
+        every: how often, for example `"1ep"`, `"500ba"` or `"10m"`; None: only when best.
+        keep: how many of the last ones to keep, at least 1; 2 survive a damaged disk block.
+        best: a name in the logs, for example `"val_loss"`: also save when it is better than
+            ever, and keep that one.
+        mode: whether `min` or `max` is better; `auto` asks the metric.
+        allow_nan: save even when the loss is not finite.
+        callbacks: those whose states are saved too; `assemble` gives all of the run's.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Raises:
+        ConfigError: no folder, nothing to save for, or a metric of unknown direction.
+        CheckpointError: on all ranks, when rank 0 cannot write.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        every: str | Duration | None = None,
+        keep: int = 2,
+        best: str | None = None,
+        mode: str = "auto",
+        allow_nan: bool = False,
+        callbacks: Iterable[Any] = (),
+        world: World | None = None,
+    ) -> None:
+        super().__init__()
+        if every is None and best is None:
+            raise ConfigError(
+                "a checkpoint callback needs `every` or `best`.", path="checkpoint.every"
+            )
+        if keep < 1:
+            raise ConfigError(
+                "keep at least the last checkpoint.", path="checkpoint.keep", value=keep
+            )
+        if mode not in ("auto", "min", "max"):
+            raise ConfigError(
+                f"{mode!r} is not auto, min or max.",
+                path="checkpoint.mode",
+                value=mode,
+                known=("auto", "min", "max"),
+            )
+        self.directory = Path(directory) if directory is not None else None
+        self.every = Every(every)
+        self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
+        self.callbacks = list(callbacks)
+        self._own_world = world
+        self.best_value: float | None = None
+
+    # -- events
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if self.directory is None:
+            if self.run_dir is None:
+                raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
+            self.directory = self.run_dir / "checkpoints"
+        self.best_value = None
+        self.every.steps_per_epoch = self.steps_per_epoch
+        self.every.start(self.progress)
+        if self.world.is_root:
+            self._store().sweep()
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._due(epoch_end=False):
+            self.save(logs)
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        if self.best is not None:
+            self._save_if_better(logs, missing_is_fine=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        due = self._due(epoch_end=True)
+        progress = self._progress_at_epoch_end(epoch)
+        at_end: dict[str, Any] = {
+            "progress": progress,
+            "history": self._history(epoch, logs, progress),
+        }
+        if self.best is not None and self._save_if_better(logs or {}, **at_end):
+            return
+        if due:
+            self.save(logs, **at_end)
+
+    # -- decisions
+
+    def _due(self, epoch_end: bool) -> bool:
+        due = self.every.due(self.progress, epoch_end=epoch_end)
+        return self._agreed(due) if self.every.needs_agreement else due
+
+    def _agreed(self, flag: bool) -> bool:
+        return bool(self.world.broadcast(bool(flag), 0, "decision to checkpoint"))
+
+    def _save_if_better(
+        self,
+        logs: Mapping[str, Any],
+        missing_is_fine: bool = False,
+        **at_end: Any,
+    ) -> bool:
+        assert self.best is not None
+        value = as_floats(logs).get(self.best)
+        if value is None:
+            if not missing_is_fine:
+                warnings.warn(
+                    f"checkpoint.best={self.best!r} is not in the logs of this epoch, which has: "
+                    f"{', '.join(sorted(logs))}",
+                    stacklevel=3,
+                )
+            return False
+        if self.mode == "auto":
+            self.mode = direction(self.model, self.best)
+        known = self.best_value
+        better = known is None or (value < known if self.mode == "min" else value > known)
+        if not self._agreed(better and math.isfinite(value)):
+            return False
+        self.best_value = value
+        return self.save(logs, metric=(self.best, value), **at_end)
+
+    # -- saving
+
+    def save(
+        self,
+        logs: Mapping[str, Any] | None = None,
+        metric: tuple[str, float] | None = None,
+        progress: Progress | None = None,
+        history: dict[str, Any] | None = None,
+    ) -> bool:
+        """Save now, on all ranks together; returns whether it was saved.
+
+        Args:
+            logs: those of this moment; a loss in them that is not finite prevents saving.
+            metric: monitored name and value, kept with the checkpoint.
+            progress: where to go on; default: the present.
+            history: History so far; default: the model's.
+        """
+        from ktrainer.checkpoint.state import capture, history_of
+
+        bad = not self.allow_nan and not finite_loss(logs)
+        if self.world.any(bad, "loss before a checkpoint"):
+            if self.world.is_root:
+                warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)
+            return False
+        arrays, state = capture(
+            self.model,
+            progress or self.progress,
+            self.world,
+            callbacks=self.callbacks or [self],
+            history=history if history is not None else history_of(self.model),
+        )
+        error = None
+        if self.world.is_root:
+            error = self._write(arrays, state, metric)
+        error = self.world.broadcast(error, 0, "writing of a checkpoint")
+        if error is not None:
+            raise CheckpointError(error)
+        return True
+
+    def _write(self, arrays: Any, state: Any, metric: tuple[str, float] | None) -> str | None:
+        store, step = self._store(), self.progress.step
+        try:
+            store.save(arrays, state, step, metric=metric, world_size=self.world.size)
+            store.prune(self.keep, self.best, "max" if self.mode == "max" else "min")
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return None
+
+    def _store(self) -> Any:
+        from ktrainer.checkpoint.store import Store
+
+        assert self.directory is not None
+        return Store(self.directory)
+
+    def _progress_at_epoch_end(self, epoch: int) -> Progress:
+        """Where to go on: at the next epoch, unless a stop cut this one short."""
+        progress = Progress.from_dict(self.progress.to_dict())
+        steps = self.steps_per_epoch
+        if progress.epoch == epoch and (steps is None or progress.batch >= steps):
+            progress.finish_epoch()
+        return progress
+
+    def _history(
+        self, epoch: int, logs: Mapping[str, Any] | None, progress: Progress
+    ) -> dict[str, Any]:
+        """History with this epoch, which Keras' own callback, the last in line, adds later."""
+        from ktrainer.checkpoint.state import history_of
+
+        history = history_of(self.model)
+        if epoch not in history["epoch"] and progress.epoch > epoch:
+            history["epoch"].append(epoch)
+            for key, value in (logs or {}).items():
+                history["history"].setdefault(key, []).append(value)
+        return history
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best_value = state.get("best_value")
+
+    def on_restore(self, progress: Progress) -> None:
+        self.every.start(progress)
+
+
+def direction(model: Any, monitor: str) -> str:
+    """`min` or `max`: which way the metric `monitor` is better.
+
+    Raises:
+        ConfigError: neither its name nor the metric itself tells.
+    """
+    name = monitor.removeprefix("val_")
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    for metric in model.metrics:
+        parts = metric.metrics if hasattr(type(metric), "metrics") else [metric]
+        for part in parts:
+            found = getattr(part, "_direction", None)
+            if found and (name == part.name or name.endswith(f"_{part.name}")):
+                return "max" if found == "up" else "min"
+    raise ConfigError(
+        f"cannot tell whether a high or a low {monitor!r} is better; set checkpoint.mode to min "
+        "or max.",
+        path="checkpoint.mode",
+    )

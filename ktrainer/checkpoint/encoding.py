@@ -1,0 +1,82 @@
+"""Values that JSON and safetensors have no word for."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+# Stored as unsigned integers of the same width: safetensors' NumPy side cannot read them back.
+_FOREIGN = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+_NATIVE = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64"),
+)
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def storable(value: np.ndarray) -> np.ndarray:
+    """`value`, contiguous, as a dtype that safetensors can hold; the bits are the same.
+
+    Raises:
+        ValueError: the dtype is not one of numbers.
+    """
+    value = np.ascontiguousarray(value).reshape(np.shape(value))
+    if value.dtype.name in _NATIVE:
+        return value
+    if value.dtype.name in _FOREIGN:
+        flat = value.reshape(-1).view(_WORDS[value.dtype.itemsize])
+        return flat.reshape(value.shape)
+    raise ValueError(f"values of dtype {value.dtype} cannot be kept in a checkpoint")
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The dtype of that name, `bfloat16` and its kind included.
+
+    Raises:
+        ValueError: no dtype that a checkpoint may hold.
+    """
+    if name in _NATIVE:
+        return np.dtype(name)
+    if name in _FOREIGN:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    raise ValueError(f"a checkpoint holds no values of dtype {name!r}")
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists."""
+    return json.dumps(value, default=_plain).encode()
+
+
+def decode_json(data: bytes) -> Any:
+    """The inverse of `encode_json`."""
+    return json.loads(data.decode(), object_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if hasattr(value, "__array__"):  # arrays and tensors
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"values of dtype {array.dtype} cannot be kept in a checkpoint")
+        return {"__array__": array.tolist(), "dtype": array.dtype.name}
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} {value!r} cannot be kept in a checkpoint")
+
+
+def _array(item: dict[str, Any]) -> Any:
+    if set(item) == {"__array__", "dtype"}:
+        return np.array(item["__array__"], dtype_named(item["dtype"]))
+    return item

@@ -1,0 +1,165 @@
+"""Go on from a checkpoint: rank 0 reads and verifies, all ranks restore the same.
+
+`resume` is called once the model and its optimizers are built, right after `on_train_begin`:
+Keras' callbacks forget what they know there.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint.encoding import dtype_named
+from ktrainer.checkpoint.format import MANIFEST, read_checkpoint
+from ktrainer.checkpoint.state import restore
+from ktrainer.checkpoint.store import Store
+from ktrainer.errors import CheckpointError
+from ktrainer.progress import Progress
+from ktrainer.world import World
+
+_BUCKET_BYTES = 64 * 2**20
+
+
+def resume(
+    mode: str,
+    directory: str | os.PathLike[str],
+    *,
+    model: Any,
+    world: World,
+    callbacks: Iterable[Any] = (),
+    history: Any = None,
+) -> Progress | None:
+    """Restore a run on all ranks, which call this together.
+
+    Args:
+        mode: `auto`: the latest checkpoint in `directory`, the one before if it is damaged, or
+            none if there is none; `never`: none; otherwise the path of a checkpoint, or of a
+            folder of checkpoints.
+        directory: the run's checkpoints.
+        model: built, with its optimizers compiled.
+        callbacks: given their states back; ours then hear `on_restore(progress)`.
+        history: a `keras.callbacks.History` to fill; default: the one attached to the model.
+
+    Returns:
+        Where the run goes on; None for a fresh start.
+
+    Raises:
+        CheckpointError: every checkpoint is damaged, the one asked for is, or it does not fit
+            the model. Never a silent fresh start.
+    """
+    if mode == "never":
+        return None
+    arrays, state = _read_on_root(mode, Path(directory), world)
+    if state is None:
+        return None
+    arrays = _share(arrays, world)
+    callbacks = list(callbacks)
+    progress = restore(model, arrays, state, world, callbacks=callbacks)
+    _fill_history(history if history is not None else getattr(model, "history", None), state)
+    from ktrainer.callbacks.base import emit
+
+    emit(callbacks, "on_restore", progress)
+    return progress
+
+
+def _read_on_root(
+    mode: str, directory: Path, world: World
+) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
+    arrays: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {"state": None, "error": None}
+    if world.is_root:
+        try:
+            chosen = _latest_good(directory) if mode == "auto" else _asked_for(Path(mode))
+            if chosen is not None:
+                arrays, found["state"] = chosen
+        except CheckpointError as error:
+            found["error"] = str(error)
+    found = world.broadcast(found, 0, "state of a checkpoint")
+    if found["error"]:
+        raise CheckpointError(found["error"])
+    return arrays, found["state"]
+
+
+def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    if (path / MANIFEST).exists():
+        return read_checkpoint(path)
+    for folder in (path, path / "checkpoints"):
+        latest = Store(folder).entries()
+        if latest:
+            return read_checkpoint(latest[0].path)
+    raise CheckpointError(
+        f"checkpoint.resume={path}: there is no checkpoint. Give the folder of one (with a "
+        f"{MANIFEST}), or of a run, or auto or never."
+    )
+
+
+def _latest_good(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    problems = []
+    for entry in Store(directory).entries():
+        try:
+            return read_checkpoint(entry.path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            warnings.warn(f"{error}; trying the one before", stacklevel=4)
+    if problems:
+        raise CheckpointError(
+            f"all {len(problems)} checkpoints in {directory} are damaged, and a fresh start was "
+            "not asked for:\n  " + "\n  ".join(problems) + "\nTo start afresh, set "
+            "checkpoint.resume=never."
+        )
+    return None
+
+
+def _share(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
+    """Rank 0's arrays on every rank, in few messages."""
+    if world.size == 1:
+        return arrays
+    specs = [(name, array.shape, array.dtype.name) for name, array in arrays.items()]
+    specs = world.broadcast(specs, 0, "names in a checkpoint")
+    received: dict[str, np.ndarray] = {}
+    for bucket in _buckets(specs):
+        sizes = [_bytes(shape, dtype) for _, shape, dtype in bucket]
+        if world.is_root:
+            parts = [
+                np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8) for n, _, _ in bucket
+            ]
+            flat = np.concatenate(parts)
+        else:
+            flat = np.empty(sum(sizes), np.uint8)
+        flat = world.broadcast(flat, 0, "arrays of a checkpoint")
+        for (name, shape, dtype), part in zip(
+            bucket, np.split(flat, np.cumsum(sizes)[:-1]), strict=True
+        ):
+            received[name] = part.copy().view(dtype_named(dtype)).reshape(shape)
+    return received
+
+
+def _bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * dtype_named(dtype).itemsize
+
+
+def _buckets(specs: list[Any]) -> list[list[Any]]:
+    buckets: list[list[Any]] = []
+    size = _BUCKET_BYTES
+    for spec in specs:
+        nbytes = _bytes(spec[1], spec[2])
+        if size + nbytes > _BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(spec)
+        size += nbytes
+    return buckets
+
+
+def _fill_history(history: Any, state: dict[str, Any]) -> None:
+    saved = state.get("history") or {}
+    if history is None or not hasattr(history, "history"):
+        return
+    history.epoch = list(saved.get("epoch", []))
+    history.history.clear()
+    history.history.update({k: list(v) for k, v in saved.get("history", {}).items()})

@@ -1,0 +1,160 @@
+"""The checkpoints of a run: which there are, which is the latest and the best, which go."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint.format import probe, read_manifest, write_checkpoint
+from ktrainer.errors import CheckpointError
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(tmp-\d+|old|gone)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint folder.
+
+    Attributes:
+        path: the folder.
+        step: updates done when it was saved.
+        serial: its number in the order of saving; 0 when its manifest cannot be read.
+        metric: monitored metric's name and value, when one was monitored.
+        problem: why the manifest cannot be read; None when it can.
+    """
+
+    path: Path
+    step: int
+    serial: int
+    metric: tuple[str, float] | None = None
+    problem: str | None = None
+
+
+class Store:
+    """The folder that holds a run's checkpoints. Used by rank 0 alone."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    def entries(self) -> list[Entry]:
+        """All checkpoints, the latest saved first; unreadable ones before all others."""
+        if not self.directory.is_dir():
+            return []
+        found = [
+            _entry(path, int(match[1]))
+            for path in self.directory.iterdir()
+            if (match := _NAME.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+        ]
+        # In the order of saving, not of steps: a fresh run in an old folder starts at step 0.
+        return sorted(found, key=lambda e: (e.problem is not None, e.serial, e.step), reverse=True)
+
+    def latest(self) -> Entry | None:
+        """The checkpoint saved last whose manifest can be read."""
+        return next((entry for entry in self.entries() if entry.problem is None), None)
+
+    def best(self, monitor: str, mode: str) -> Entry | None:
+        """The checkpoint with the best value of `monitor`; the earlier one when equal.
+
+        Args:
+            mode: `min` or `max`.
+        """
+        scored = [e for e in reversed(self.entries()) if e.metric and e.metric[0] == monitor]
+        sign = 1.0 if mode == "min" else -1.0
+        return min(scored, key=lambda e: sign * e.metric[1], default=None)  # type: ignore[index]
+
+    def save(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        state: Mapping[str, Any],
+        step: int,
+        *,
+        metric: tuple[str, float] | None = None,
+        world_size: int = 1,
+    ) -> Path:
+        """Write a checkpoint of `step`; returns its folder.
+
+        Raises:
+            CheckpointError: it could not be written; the others are untouched.
+        """
+        serial = max((entry.serial for entry in self.entries()), default=0) + 1
+        path = self.directory / f"step-{step:08d}"
+        facts = {
+            "step": step,
+            "serial": serial,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "world_size": world_size,
+            "versions": versions(),
+        }
+        if metric is not None:
+            facts["metric"] = {"name": metric[0], "value": float(metric[1])}
+        write_checkpoint(path, arrays, state, facts)
+        return path
+
+    def prune(self, keep: int, monitor: str | None = None, mode: str = "min") -> None:
+        """Remove all but the `keep` checkpoints saved last, and the best of `monitor`.
+
+        Unreadable checkpoints are left for a person to look at.
+        """
+        good = [entry for entry in self.entries() if entry.problem is None]
+        kept = {entry.path for entry in good[:keep]}
+        best = self.best(monitor, mode) if monitor else None
+        if best is not None:
+            kept.add(best.path)
+        for entry in good:
+            if entry.path not in kept:
+                self._remove(entry.path)
+
+    def _remove(self, path: Path) -> None:
+        # Out of sight in one operation: a half-removed checkpoint must not look like one.
+        gone = path.parent / f".{path.name}.gone"
+        probe("before prune", path)
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        probe("while pruning", path)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Clear up what an interrupted save or removal left behind."""
+        if not self.directory.is_dir():
+            return
+        for path in list(self.directory.iterdir()):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None:
+                continue
+            final = self.directory / match[1]
+            if match[2] == "old" and not final.exists():
+                os.rename(path, final)  # killed between two renames: put the old one back
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _entry(path: Path, step: int) -> Entry:
+    try:
+        manifest = read_manifest(path)
+        metric = manifest.get("metric")
+        scored = (str(metric["name"]), float(metric["value"])) if metric else None
+        return Entry(path, step, int(manifest.get("serial", 0)), scored)
+    except CheckpointError as error:
+        return Entry(path, step, 0, problem=str(error))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote a checkpoint."""
+    found = {"python": platform.python_version()}
+    for name in ("ktrainer", "keras", "tensorflow", "tensorflow-cpu", "numpy", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

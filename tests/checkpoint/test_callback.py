@@ -1,0 +1,161 @@
+"""When checkpoints are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ktrainer.checkpoint.format as format_module
+from ktrainer import world
+from ktrainer.callbacks import Callback, Checkpoint
+from ktrainer.checkpoint.callback import direction
+from ktrainer.checkpoint.format import read_checkpoint
+from ktrainer.checkpoint.store import Store
+from ktrainer.errors import CheckpointError, ConfigError
+from tests.callbacks.helpers import fit, small_model
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(entry.step for entry in Store(directory).entries())
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "expected"),
+    [("1ep", 3, [5, 10, 15]), ("2ep", 5, [10, 20]), ("4ba", 3, [4, 8, 12]), ("0.4ep", 1, [2, 4])],
+)
+def test_every_so_often(tmp_path, every: str, epochs: int, expected: list[int]) -> None:
+    fit(small_model(), [Checkpoint(tmp_path, every=every, keep=10)], epochs=epochs)
+    assert steps(tmp_path) == expected
+
+
+def test_by_the_clock(tmp_path) -> None:
+    class Slow(Callback):
+        def on_step_begin(self, step: int) -> None:
+            import time
+
+            time.sleep(0.12)
+
+    fit(small_model(), [Slow(), Checkpoint(tmp_path, every="0.3s", keep=10)], epochs=2)
+    assert 2 <= len(steps(tmp_path)) <= 6
+
+
+def test_in_mid_epoch_it_says_where(tmp_path) -> None:
+    fit(small_model(), [Checkpoint(tmp_path, every="3ba", keep=10)], epochs=2)
+    entries = {e.step: e for e in Store(tmp_path).entries()}
+    arrays, state = read_checkpoint(entries[3].path)
+    assert (state["progress"]["epoch"], state["progress"]["batch"]) == (0, 3)
+    assert "metrics/0/0:total@0" in arrays
+    _, state = read_checkpoint(entries[6].path)
+    assert (state["progress"]["epoch"], state["progress"]["batch"]) == (1, 1)
+    assert state["history"]["epoch"] == [0]
+
+
+class Scores(keras.callbacks.Callback):
+    """Puts a score of our choice into the logs of each epoch."""
+
+    def __init__(self, *scores: float | None) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.scores[epoch] is not None:
+            logs["score"] = self.scores[epoch]
+
+
+def test_best_alone(tmp_path) -> None:
+    scores = Scores(1.0, 3.0, 2.0, float("nan"), 4.0, 0.0)
+    checkpoint = Checkpoint(tmp_path, best="score", mode="max", keep=1)
+    fit(small_model(), [scores, checkpoint], epochs=6)
+    assert steps(tmp_path) == [25]
+    best = Store(tmp_path).best("score", "max")
+    assert best is not None
+    assert best.metric == ("score", 4.0)
+    assert checkpoint.state_dict() == {"best_value": 4.0}
+
+
+def test_best_and_last(tmp_path) -> None:
+    scores = Scores(3.0, 1.0, 2.0, 2.0, 2.0)
+    fit(
+        small_model(),
+        [scores, Checkpoint(tmp_path, every="1ep", best="score", mode="min", keep=2)],
+        epochs=5,
+    )
+    assert steps(tmp_path) == [10, 20, 25]
+
+
+def test_a_monitor_that_is_not_there(tmp_path) -> None:
+    with pytest.warns(UserWarning, match="'acuracy' is not in the logs.*loss, mae"):
+        fit(small_model(), [Checkpoint(tmp_path, best="acuracy", mode="max")])
+    with pytest.raises(ConfigError, match=r"checkpoint\.mode"):
+        fit(small_model(), [Scores(1.0), Checkpoint(tmp_path, best="score")])
+
+
+def test_direction() -> None:
+    model = small_model()
+    model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "mae"])
+    x, y = np.zeros((4, 4), "float32"), np.float32([[0], [1], [0], [1]])
+    model.fit(x, y, verbose=0)
+    assert direction(model, "val_auc") == "max"
+    assert direction(model, "mae") == "min"
+    assert direction(model, "val_loss") == direction(model, "a_loss") == "min"
+
+
+def test_a_loss_that_is_not_finite_is_not_kept(tmp_path) -> None:
+    class Spoils(Callback):
+        def on_step_begin(self, step: int) -> None:
+            if step == 7:
+                weight = self.model.trainable_weights[0]
+                weight.assign(weight * float("nan"))
+
+    with pytest.warns(UserWarning, match="not finite: no checkpoint"):
+        fit(small_model(), [Spoils(), Checkpoint(tmp_path, every="2ba", keep=9)], epochs=2)
+    assert steps(tmp_path) == [2, 4, 6]
+
+
+def test_settings_are_checked(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.every"):
+        Checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep"):
+        Checkpoint(tmp_path, every="1ep", keep=0)
+    with pytest.raises(ConfigError, match=r"checkpoint\.mode: 'maxx' .*'max'"):
+        Checkpoint(tmp_path, best="x", mode="maxx")
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir"):
+        fit(small_model(), [Checkpoint(every="1ep")])
+
+
+def _save_on_ranks(directory: str) -> list[int]:
+    model = small_model()
+    callback = Checkpoint(directory, every="3ba", keep=2)
+    fit(model, [callback], epochs=2)
+    return steps(Path(directory))
+
+
+def test_rank_zero_writes_and_the_metrics_of_all_are_kept(ranks, tmp_path) -> None:
+    assert ranks(2).run(_save_on_ranks, str(tmp_path)) == [[6, 9]] * 2
+    arrays, state = read_checkpoint(tmp_path / "step-00000009")
+    assert state["world_size"] == 2
+    assert {"metrics/0/0:total@0", "metrics/0/0:total@1"} <= set(arrays)
+
+
+def _cannot_write(directory: str) -> None:
+    if world.current().is_root:
+
+        def full(at: str, path: Path) -> None:
+            raise OSError(28, "No space left on device")
+
+        format_module.probe = full
+    try:
+        fit(small_model(), [Checkpoint(directory, every="3ba")])
+    finally:
+        format_module.probe = lambda at, path: None
+
+
+def test_when_rank_zero_cannot_write_all_end(ranks, tmp_path) -> None:
+    for outcome in ranks(2).outcomes(_cannot_write, str(tmp_path)):
+        assert isinstance(outcome.error, CheckpointError)
+        assert "No space left" in str(outcome.error)
+    assert list(tmp_path.iterdir()) == []

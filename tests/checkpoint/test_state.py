@@ -1,0 +1,248 @@
+"""The whole state comes back, or nothing changes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from ktrainer import world
+from ktrainer.callbacks import Callback
+from ktrainer.checkpoint import capture, restore
+from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
+from ktrainer.errors import CheckpointError
+from ktrainer.progress import Progress
+from ktrainer.world import SingleWorld
+from tests.callbacks.helpers import data, everything, fit, small_model
+
+ALONE = SingleWorld()
+
+
+def same(a: Any, b: Any) -> None:
+    for x, y in zip(everything(a), everything(b), strict=True):
+        assert x.dtype == y.dtype
+        assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["sgd", "adamw", "adafactor", "lion", "ftrl", "loss_scale", "schedule"]
+)
+def test_everything_comes_back(optimizer: str) -> None:
+    def make() -> Any:
+        if optimizer == "loss_scale":
+            chosen = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+        elif optimizer == "schedule":
+            chosen = keras.optimizers.Adam(
+                keras.optimizers.schedules.CosineDecay(0.1, 20), use_ema=True
+            )
+        else:
+            chosen = keras.optimizers.get(optimizer)
+        return small_model(chosen)
+
+    model = make()
+    fit(model, [])
+    arrays, state = capture(model, Progress(epoch=1, step=5), ALONE)
+    other = make()
+    assert restore(other, arrays, state, ALONE) == Progress(epoch=1, step=5)
+    same(model, other)
+    # Goes on as if nothing had happened: weights, dropout masks and slots.
+    fit(model, [])
+    fit(other, [])
+    same(model, other)
+
+
+def test_mixed_precision_and_seeds() -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = small_model()
+    keras.random.normal((2,))  # moves Keras' global seed generator
+    fit(model, [])
+    arrays, state = capture(model, Progress(), ALONE)
+    expected = keras.random.normal((4,)).numpy()
+    other = small_model(seed=9)
+    restore(other, arrays, state, ALONE)
+    same(model, other)
+    np.testing.assert_array_equal(keras.random.normal((4,)).numpy(), expected)
+
+
+class TwoOptimizers(keras.Model):
+    """As a GAN: two networks, two optimizers, both made outside of `compile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(3), keras.layers.Dense(1)
+        self.ours = {"one": keras.optimizers.Adam(), "two": [keras.optimizers.SGD(momentum=0.9)]}
+
+    def call(self, x: Any) -> Any:
+        return self.two(self.one(x))
+
+    def train_step(self, batch: Any) -> Any:
+        import tensorflow as tf
+
+        x, y = batch
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        for layer, optimizer in ((self.one, self.ours["one"]), (self.two, self.ours["two"][0])):
+            weights = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_several_optimizers_not_yet_built() -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(0)
+        model = TwoOptimizers()
+        model.compile()
+        model(data()[0])
+        return model
+
+    model, other = make(), make()
+    fit(model, [])
+    arrays, state = capture(model, Progress(), ALONE)
+    restore(other, arrays, state, ALONE)
+    fit(model, [])
+    fit(other, [])
+    for a, b in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def named_model(units: int = 3, name: str = "first", optimizer: str = "sgd") -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(units, name=name), keras.layers.Dense(1, name="last")]
+    model = keras.Sequential([keras.Input((4,)), *layers], name="net")
+    model.compile(optimizer, "mse", run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"units": 5},
+            ["net/first/kernel has shape [4, 5], but [4, 3]", "net/last/kernel", "bias"],
+        ),
+        (
+            {"name": "renamed"},
+            ["net/renamed/kernel is not in the checkpoint", "net/first/bias is in the checkpoint"],
+        ),
+        ({"optimizer": "adam"}, ["optimizers ['Adam'], the checkpoint ['SGD']"]),
+    ],
+)
+def test_a_mismatch_lists_all_and_loads_nothing(changed: dict, told: list[str]) -> None:
+    model = named_model()
+    fit(model, [])
+    arrays, state = capture(model, Progress(), ALONE)
+    other = named_model(**changed)
+    before = other.get_weights()
+    with pytest.raises(CheckpointError) as raised:
+        restore(other, arrays, state, ALONE)
+    for words in told:
+        assert words in str(raised.value)
+    for a, b in zip(before, other.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_another_dtype_is_a_mismatch() -> None:
+    model = named_model()
+    arrays, state = capture(model, Progress(), ALONE)
+    keras.config.set_floatx("float64")
+    with pytest.raises(CheckpointError, match="has dtype float64, but float32"):
+        restore(named_model(), arrays, state, ALONE)
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_states_of_callbacks() -> None:
+    def make() -> list[Any]:
+        stop = keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)
+        return [stop, keras.callbacks.ReduceLROnPlateau("loss"), Counts(), Counts()]
+
+    first, second = make(), make()
+    first[2].count, first[3].count = 3, 4
+    fit(small_model(), first[:2], epochs=3)
+    states, arrays = callback_states(first)
+    load_callback_states([keras.callbacks.LambdaCallback(), *second], states, arrays)
+    assert (second[2].count, second[3].count) == (3, 4)
+    for name in ("wait", "best", "best_epoch", "stopped_epoch"):
+        assert getattr(second[0], name) == getattr(first[0], name)
+    assert second[1].best == first[1].best
+    for a, b in zip(first[0].best_weights, second[0].best_weights, strict=True):
+        np.testing.assert_array_equal(a, b)
+    load_callback_states([Counts()], states, arrays)  # fewer callbacks than before
+
+
+def test_a_checkpoint_sets_no_other_attributes() -> None:
+    stop = keras.callbacks.EarlyStopping()
+    name = "keras.src.callbacks.early_stopping.EarlyStopping#1"
+    state = {"callback": name, "state": {"monitor": "x", "wait": 2}, "weights": {"model": 0}}
+    load_callback_states([stop], [state], {})
+    assert (stop.monitor, stop.wait) == ("val_loss", 2)
+
+
+def _half_an_epoch(rows: slice | None = None) -> Any:
+    """A model whose metrics stand in the middle of an epoch."""
+    model = small_model(keras.optimizers.SGD(0.0))
+    x, y = data(40)
+    here = world.current()
+    mine = np.arange(40)[here.rank :: here.size]
+    fit(model, [], rows=10)
+    model.reset_metrics()
+    for metric in model.metrics:  # what a step does, without one
+        if metric.name == "loss":
+            metric.update_state(float(here.rank), sample_weight=len(mine))
+        else:
+            metric.update_state(y[mine], x[mine, :1])
+    return model
+
+
+def _metrics_to_the_same_ranks() -> list[tuple[bytes, bytes]]:
+    here = world.current()
+    model = _half_an_epoch()
+    before = [v.numpy().tobytes() for v in model.metrics_variables]
+    arrays, state = capture(model, Progress(batch=3, step=3), here)
+    model.reset_metrics()
+    restore(model, arrays, state, here)
+    after = [v.numpy().tobytes() for v in model.metrics_variables]
+    return list(zip(before, after, strict=True))
+
+
+def test_metrics_in_mid_epoch_are_each_ranks_own(ranks) -> None:
+    for pairs in ranks(2).run(_metrics_to_the_same_ranks):
+        assert all(before == after for before, after in pairs)
+
+
+def _capture_half_an_epoch() -> Any:
+    return capture(_half_an_epoch(), Progress(batch=3, step=3), world.current())
+
+
+def test_metrics_on_another_number_of_ranks_keep_their_sum(ranks) -> None:
+    every = ranks(2).run(_capture_half_an_epoch)
+    arrays, state = every[0]
+    model = _half_an_epoch()
+    restore(model, arrays, state, ALONE)
+    loss = model.metrics[0]
+    assert float(loss.count) == 40
+    assert float(loss.result()) == 0.5  # rank 0 logged zeros, rank 1 ones
+
+    model.compile("sgd", "mse", metrics=["mae", "mape"])
+    fit(model, [], rows=10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arrays = {k: v for k, v in arrays.items() if not k.startswith("optimizer/")}
+        full, _ = capture(model, Progress(), ALONE)
+        arrays |= {k: v for k, v in full.items() if k.startswith("optimizer/")}
+        restore(model, arrays, state, ALONE)
+    assert any("other metrics" in str(w.message) for w in caught)
