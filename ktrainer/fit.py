@@ -1,0 +1,227 @@
+"""One call of `Trainer.fit`: its feeds, its callbacks, its program, and the order of starting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ktrainer.callbacks import assemble
+from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
+from ktrainer.checkpoint import resume
+from ktrainer.durations import Duration
+from ktrainer.errors import ModelError
+from ktrainer.feed import Feed, make_feed
+from ktrainer.loop import Loop, Schedule
+from ktrainer.preflight import check_agreement, data_facts, model_facts
+from ktrainer.steps import Clip, StepOptions
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config, DataConfig
+    from ktrainer.trainer import Trainer
+
+
+class Fit:
+    """Everything that one run of `fit` needs, made in order and closed together.
+
+    Args:
+        trainer: whose config, world and backend are used.
+        data, validation_data, class_weight: as in `Trainer.fit`.
+        callbacks: callbacks of this call only.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        data: Any,
+        validation_data: Any,
+        class_weight: Mapping[int, float] | None,
+        callbacks: list[Any],
+    ) -> None:
+        self.trainer = trainer
+        self._feeds: list[Feed] = []
+        config = trainer.config
+        assert trainer.model is not None
+        self.model = trainer.model
+        check_model(self.model, config)
+        limits = config.trainer
+        try:
+            self.feed = self._feed(
+                data,
+                training=True,
+                check=config.health.check_data,
+                limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
+                class_weight=class_weight,
+            )
+            self.validation = None
+            limit = limits.fast_dev_run or limits.limit_val_batches
+            if validation_data is not None and limit != 0:
+                self.validation = self._feed(
+                    validation_data, training=False, limit=limit, check=config.health.check_data
+                )
+            self._prepare([*trainer.callbacks, *callbacks])
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> keras.callbacks.History:
+        """Train; see `ktrainer.loop`."""
+        schedule = make_schedule(self.trainer.config)
+        loop = Loop(
+            self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
+        )
+        return loop.run()
+
+    def resume(self) -> None:
+        """Restore what `checkpoint.resume` asks for, on all ranks."""
+        config = self.trainer.config
+        if config.trainer.fast_dev_run:
+            return
+        directory = config.checkpoint.dir or self.trainer.run_dir / "checkpoints"
+        progress = resume(
+            config.checkpoint.resume,
+            directory,
+            model=self.model,
+            world=self.trainer.world,
+            callbacks=self.callbacks.callbacks,
+            history=self.model.history,
+        )
+        if progress is not None:
+            self.trainer.progress = progress
+
+    def close(self) -> None:
+        """Stop the feeds' background work."""
+        for feed in self._feeds:
+            feed.close()
+
+    def _feed(self, data: Any, **settings: Any) -> Feed:
+        trainer = self.trainer
+        feed = make_feed(
+            data,
+            world=trainer.world,
+            config=data_config(trainer.config),
+            seed=trainer.config.seed,
+            **settings,
+        )
+        self._feeds.append(feed)
+        return feed
+
+    def _prepare(self, users: list[Any]) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        batches, accumulate = self.feed.num_batches, config.trainer.accumulate
+        trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
+        every = assemble(writing_nothing(config), trainer.world, users)
+        mine = on_rank(every, trainer.world.rank)
+        # The list calls set_model, where schedules of the learning rate are put in: the step
+        # must be traced after that.
+        self.callbacks = keras.callbacks.CallbackList(
+            mine,
+            add_history=True,
+            model=self.model,
+            epochs=make_schedule(config).epochs,
+            steps=trainer.steps_per_epoch,
+            verbose=1,
+        )
+        # Keras may hand events to a thread, where collectives of callbacks would lose their order.
+        self.callbacks._async_train = self.callbacks._async_test = False
+        self.callbacks._async_predict = False
+        for callback in self.callbacks.callbacks:
+            if isinstance(callback, Callback):
+                callback.set_trainer(trainer)
+        # Hooks are traced into the step, so all ranks need them, those of writers too.
+        options = step_options(config, tuple(gradient_hooks(every)))
+        self.program = trainer.backend.prepare(self.model, options)
+        self.program.build(self.feed.spec)
+        if trainer.world.size > 1:
+            check_agreement(
+                trainer.world,
+                config=config.to_dict(redacted=True),
+                model_facts=model_facts(self.model),
+                data_facts=self._data_facts() if config.health.check_data else {},
+                versions=library_versions(),
+            )
+
+    def _data_facts(self) -> dict[str, str]:
+        """What all ranks must see first, of both kinds of data."""
+        facts = data_facts(self.feed)
+        if self.validation is not None:
+            facts |= data_facts(self.validation, "validation")
+        return facts
+
+
+def step_options(config: Config, hooks: tuple[Any, ...] = ()) -> StepOptions:
+    """How steps run, from the configuration."""
+    clip = config.trainer.clip
+    return StepOptions(
+        accumulate=config.trainer.accumulate,
+        xla=config.trainer.xla,
+        clip=Clip(clip.global_norm, clip.norm, clip.value),
+        average=getattr(config.backend, "op", "average") == "average",
+        hooks=hooks,
+    )
+
+
+def data_config(config: Config) -> DataConfig:
+    """The `data` section; the same first batches need an order that does not change."""
+    if config.trainer.overfit_batches:
+        return replace(config.data, shuffle=False)
+    return config.data
+
+
+def writing_nothing(config: Config) -> Config:
+    """The configuration of callbacks; a `fast_dev_run` leaves no files."""
+    if not config.trainer.fast_dev_run:
+        return config
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),
+        logging=replace(config.logging, csv=False, tensorboard=False),
+    )
+
+
+def library_versions() -> dict[str, str]:
+    """The versions that ranks must share to compute the same."""
+    names = ("ktrainer", "keras", "numpy", "tensorflow")
+    return {name: str(getattr(import_module(name), "__version__", "?")) for name in names}
+
+
+def make_schedule(config: Config) -> Schedule:
+    """When things happen, from the configuration; durations parsed."""
+    trainer = config.trainer
+    dev = bool(trainer.fast_dev_run)
+    seconds = Duration.parse(trainer.max_time) if trainer.max_time else None
+    return Schedule(
+        epochs=1 if dev else trainer.epochs,
+        max_steps=None if dev else trainer.max_steps,
+        max_seconds=seconds.seconds if seconds else None,
+        validate=_duration("1ep" if dev else trainer.validate_every),
+        log=_duration(config.logging.every),
+        accumulate=trainer.accumulate,
+        steps_per_call=trainer.steps_per_call,
+    )
+
+
+def check_model(model: keras.Model, config: Config) -> None:
+    """Refuse a model that `fit` could not train as configured.
+
+    Raises:
+        ModelError: it is not compiled, or its layers have another precision than asked for.
+    """
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled; call model.compile(optimizer, loss, ...) first"
+        )
+    wanted = config.trainer.precision
+    if wanted is not None and model.dtype_policy.name != wanted:
+        raise ModelError(
+            f"trainer.precision={wanted}, but model {model.name!r} was made with "
+            f"{model.dtype_policy.name}: layers fix their precision when they are made. Make the "
+            "Trainer before the model, or pass fit a function that makes it."
+        )
+
+
+def _duration(text: str | None) -> Duration | None:
+    return None if text is None else Duration.parse(text)

@@ -1,0 +1,295 @@
+"""When: epochs, updates, validation, logging and stopping, the same on every rank.
+
+    on_train_begin, resume
+    until epochs, max_steps, max_time or a callback end it:
+        on_epoch_begin
+            for each update:
+                on_train_batch_begin, on_step_begin
+                program.train(shares)
+                on_step_end, on_train_batch_end
+                every logging.every: logs of all ranks, on_log
+                every trainer.validate_every, inside the epoch: validate, on_validation_end
+                stop if any rank wants to
+        validation at the epoch's end
+        on_epoch_end
+    on_train_end
+
+Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
+them together; no rank leaves the loop alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.metrics import global_results
+from ktrainer.durations import Duration, Every
+from ktrainer.errors import DataError
+from ktrainer.steps import Program
+
+if TYPE_CHECKING:
+    from ktrainer.feed import Feed, Share
+    from ktrainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen.
+
+    Attributes:
+        epochs: passes over the data, in all.
+        max_steps: updates in all; None for no limit.
+        max_seconds: seconds of training in all, over restarts; None for no limit.
+        validate: how often to validate; None for never.
+        log: how often to gather the logs of all ranks.
+        accumulate: shares an update.
+        steps_per_call: updates in one compiled call.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    validate: Duration | None = None
+    log: Duration | None = None
+    accumulate: int = 1
+    steps_per_call: int = 1
+
+
+class Loop:
+    """One run of `fit`.
+
+    Args:
+        trainer: whose progress, timers and world the loop keeps.
+        program: the model's compiled steps.
+        callbacks: Keras' list of all callbacks.
+        feed: this rank's shares of the training data.
+        validation: those of the validation data, or None.
+        schedule: when things happen.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        program: Program,
+        callbacks: keras.callbacks.CallbackList,
+        feed: Feed,
+        validation: Feed | None,
+        schedule: Schedule,
+    ) -> None:
+        self.trainer, self.program, self.callbacks = trainer, program, callbacks
+        self.feed, self.validation, self.schedule = feed, validation, schedule
+        self.model = program.model
+        self.world = trainer.world
+        known = trainer.steps_per_epoch
+        self._validate = Every(schedule.validate if validation is not None else None, known)
+        self._log = Every(schedule.log, known)
+        self._examples = 0  # this rank's, in the epoch so far
+        self._validated: tuple[int, dict[str, Any]] = (-1, {})  # step and logs of the last one
+        self._started = 0.0
+
+    def run(self) -> Any:
+        """Train to the end; returns Keras' History."""
+        self.model.stop_training = False
+        self.callbacks.on_train_begin()
+        self.trainer.resume()
+        self._start_clock()
+        self._skip_to_initial_epoch()
+        logs: dict[str, Any] | None = None
+        while not self._finished():
+            logs = self._epoch()
+        # As Keras: optimizers of a user's own `train_step` do not own all trainable weights.
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            optimizer.finalize_variable_values(self.model.trainable_weights)
+        self.callbacks.on_train_end(logs=logs)
+        return self.model.history
+
+    def _start_clock(self) -> None:
+        """Count time and intervals from where a restore left them."""
+        self._started = time.monotonic() - self.trainer.progress.elapsed
+        for every in (self._validate, self._log):
+            every.start(self.trainer.progress)
+
+    def _skip_to_initial_epoch(self) -> None:
+        """Go on where Keras' BackupAndRestore, which runs on rank 0, says."""
+        epoch = self.world.broadcast(int(self.model._initial_epoch or 0), what="initial epoch")
+        if epoch > self.trainer.progress.epoch:
+            self.trainer.progress.epoch = epoch
+
+    def _finished(self) -> bool:
+        return (
+            self.model.stop_training
+            or self.trainer.progress.epoch >= self.schedule.epochs
+            or self._steps_left() == 0
+            or self.feed.exhausted
+        )
+
+    def _steps_left(self) -> int | None:
+        if self.schedule.max_steps is None:
+            return None
+        return max(0, self.schedule.max_steps - self.trainer.progress.step)
+
+    def _epoch(self) -> dict[str, Any]:
+        progress, epoch = self.trainer.progress, self.trainer.progress.epoch
+        first = progress.batch
+        if first == 0:
+            self.model.reset_metrics()
+        self._examples = 0
+        self.callbacks.on_epoch_begin(epoch)
+        logs: Any = {}
+        shares = self.feed.epoch(epoch, skip=first * self.schedule.accumulate)
+        with closing(shares):  # type: ignore[type-var]
+            for updates in self._updates(shares):
+                logs = self._train(updates)
+                if self._agree_to_stop():
+                    break
+        if progress.batch == 0:
+            if self.feed.exhausted and epoch > 0:
+                self.model.stop_training = True  # a generator that has nothing more to give
+            else:
+                raise DataError("the training data has no batches")
+        epoch_logs = self._global_logs(logs)
+        if self._due(self._validate, epoch_end=True):
+            epoch_logs |= self._validation_logs()
+        elif self._validated[0] == progress.step:  # after the epoch's last update
+            epoch_logs |= self._validated[1]
+        self.callbacks.on_epoch_end(epoch, epoch_logs)
+        progress.finish_epoch()
+        self.model.stop_training = self.world.any(self.model.stop_training, "stop after epoch")
+        return epoch_logs
+
+    def _updates(self, shares: Iterator[Share]) -> Iterator[list[list[Share]]]:
+        """Lists of updates that go into one call, each a list of shares."""
+        timers = self.trainer.timers
+        while True:
+            left = self._steps_left()
+            calls = self.schedule.steps_per_call
+            calls = calls if left is None else min(calls, left)
+            start = time.perf_counter()
+            updates = [u for _ in range(calls) if (u := self._take(shares))]
+            timers["data"] += time.perf_counter() - start
+            if not updates:
+                return
+            if self.feed.spec is not None:
+                self.program.build(self.feed.spec)  # wider, should a new shape have appeared
+            yield updates
+
+    def _take(self, shares: Iterator[Share]) -> list[Share]:
+        return list(islice(shares, self.schedule.accumulate))
+
+    def _train(self, updates: list[list[Share]]) -> Any:
+        """One call of the program, with its events and what is due after it."""
+        progress, ours = self.trainer.progress, self.callbacks.callbacks
+        self.world.step = progress.step + 1
+        self.callbacks.on_train_batch_begin(progress.batch)
+        emit(ours, "on_step_begin", progress.step)
+        start = time.perf_counter()
+        if len(updates) == 1:
+            logs = self.program.train(updates[0])
+        else:
+            logs = self.program.train_many([shares[0] for shares in updates])
+        self.trainer.timers["step"] += time.perf_counter() - start
+        for shares in updates:
+            progress.advance(sum(share.global_examples for share in shares))
+            self._examples += sum(share.examples for share in shares)
+        progress.elapsed = time.monotonic() - self._started
+        self.trainer.timers["communication"] = self.trainer.communication_seconds
+        emit(ours, "on_step_end", progress.step, logs)
+        self.callbacks.on_train_batch_end(progress.batch - 1, logs)
+        if self._due(self._log):
+            emit(ours, "on_log", progress.step, self._global_logs(logs))
+        if self._due(self._validate):
+            self._validate_inside_epoch()
+        return logs
+
+    def _due(self, every: Every, epoch_end: bool = False) -> bool:
+        due = every.due(self.trainer.progress, epoch_end=epoch_end)
+        if every.needs_agreement:  # clocks differ: rank 0's decides
+            due = bool(self.world.broadcast(due, what="is it time"))
+        return due
+
+    def _agree_to_stop(self) -> bool:
+        limit = self.schedule.max_seconds
+        late = limit is not None and self.trainer.progress.elapsed >= limit
+        stop = self.world.any(self.model.stop_training or late, "stop")
+        self.model.stop_training = stop
+        return stop or self._steps_left() == 0
+
+    def _global_logs(self, logs: Any) -> dict[str, Any]:
+        return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
+
+    def _validate_inside_epoch(self) -> None:
+        """Validate, and put the training metrics of the epoch so far back."""
+        kept = [(v, v.numpy()) for v in self.model.metrics_variables]
+        examples = self._examples
+        logs = self._validation_logs()
+        for variable, value in kept:
+            variable.assign(value)
+        self._examples = examples
+        self._validated = self.trainer.progress.step, logs
+        emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
+
+    def _validation_logs(self) -> dict[str, Any]:
+        assert self.validation is not None
+        logs = evaluate(self.program, self.validation, self.callbacks, self.world)
+        return {f"val_{name}": value for name, value in logs.items()}
+
+
+def evaluate(
+    program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
+) -> dict[str, Any]:
+    """Loss and metrics over all of `feed`, over all ranks."""
+    model = program.model
+    program.build(feed.spec, training=False)
+    model.stop_evaluating = False
+    callbacks.on_test_begin()
+    model.reset_metrics()
+    logs: Any = {}
+    examples = 0
+    shares = feed.epoch(0)
+    with closing(shares):  # type: ignore[type-var]
+        for batch, share in enumerate(shares):
+            program.build(feed.spec, training=False)
+            callbacks.on_test_batch_begin(batch)
+            logs = program.test(share)
+            examples += share.examples
+            callbacks.on_test_batch_end(batch, logs)
+            if world.any(model.stop_evaluating, "stop evaluating"):
+                break
+    results = global_results(model.metrics, world, logs=logs, examples=examples)
+    callbacks.on_test_end(results)
+    return results
+
+
+def predict(
+    program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
+) -> Any:
+    """The model's outputs for all of `feed`, in order, on every rank."""
+    callbacks.on_predict_begin()
+    batches = []
+    shares = feed.epoch(0)
+    with closing(shares):  # type: ignore[type-var]
+        for batch, share in enumerate(shares):
+            callbacks.on_predict_batch_begin(batch)
+            batches.append(program.predict(share))
+            callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
+    callbacks.on_predict_end()
+    ranks = world.allgather(batches, "outputs of predict")
+    in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
+    if not in_order:
+        raise DataError("predict was given no data")
+    return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
+
+
+def _concatenate(parts: Any) -> Any:
+    import numpy as np
+
+    return np.concatenate(parts, axis=0)

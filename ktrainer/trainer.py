@@ -1,0 +1,227 @@
+"""The Trainer: puts config, world, backend, data and callbacks together, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.config import Config, load_config, parse_cli
+from ktrainer.errors import ConfigError, ModelError
+from ktrainer.plan import Plan, WorldFacts, make_plan
+from ktrainer.progress import Progress
+from ktrainer.quiet import quiet_tensorflow
+from ktrainer.world import World, open_world
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.steps import Program
+
+
+class Trainer:
+    """Trains any Keras 3 model, on as many processes as there are.
+
+    ```python
+    trainer = Trainer({"backend": "data_parallel", "trainer": {"epochs": 3}})
+    history = trainer.fit(build_model, (x, y), validation_data=(x_val, y_val))
+    ```
+
+    Make the Trainer before the model: it picks this process's device, sets the seeds, and the
+    precision that layers are made with.
+
+    Args:
+        config: a `Config`, a dict, the path of a YAML file, or None for the defaults.
+        callbacks: callbacks of every later call, Keras' or ktrainer's.
+        overrides: strings `key=value`, applied last.
+
+    Raises:
+        ConfigError: something in the configuration cannot work, or cannot work here.
+
+    Attributes:
+        config: the resolved configuration.
+        plan: what it means here.
+        world: rank, size, and collectives for user code.
+        progress: counters of the current or last `fit`.
+        model: the model of the current or last call.
+        timers: seconds spent so far, by what: "data", "step", "communication".
+        steps_per_epoch: updates an epoch; None when unknown.
+    """
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        callbacks: Iterable[keras.callbacks.Callback] = (),
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self.config = load_config(config, overrides)
+        self.callbacks = list(callbacks)
+        self.world: World = open_world(self.config.world.deadline)
+        self.plan: Plan = make_plan(self.config, WorldFacts.detect(self.world))
+        self.progress = Progress()
+        self.timers: dict[str, float] = defaultdict(float)
+        self.model: keras.Model | None = None
+        self.steps_per_epoch: int | None = None
+        self._run_dir: Path | None = None
+        self._active: Any = None
+        self._start_tensorflow()
+
+    @classmethod
+    def from_cli(
+        cls,
+        callbacks: Iterable[keras.callbacks.Callback] = (),
+        argv: Sequence[str] | None = None,
+    ) -> Trainer:
+        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`).
+
+        A script with flags of its own takes them first, with `parse_known_args`, and hands on
+        the rest. A `ConfigError` ends the program with its message and status 2.
+        """
+        try:
+            path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
+            return cls(path, callbacks, overrides)
+        except ConfigError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    def fit(
+        self,
+        model: keras.Model | Callable[[], keras.Model],
+        data: Any,
+        validation_data: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        callbacks: Iterable[keras.callbacks.Callback] = (),
+    ) -> keras.callbacks.History:
+        """Train `model` on `data`.
+
+        Args:
+            model: a compiled model, or a function without arguments that returns one.
+            data: `tf.data.Dataset`, arrays `(x, y[, sample_weight])` or nested structures of
+                them, `keras.utils.PyDataset`, or a generator of batches.
+            validation_data: the same kinds; evaluated every `trainer.validate_every`.
+            class_weight: weight of each class in the loss, by label.
+            callbacks: callbacks of this call, after those of the Trainer.
+
+        Returns:
+            Keras' History, with the same values on every rank.
+
+        Raises:
+            DataError, ModelError: what was given cannot be trained on.
+            DivergenceError: ranks have different data, models, configs or library versions.
+            DeadlineExceeded, PeerLost: another rank did not answer.
+        """
+        from ktrainer.fit import Fit
+
+        self.model = self._resolve(model)
+        self.progress = Progress()
+        self.timers.clear()
+        self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
+        try:
+            return self._active.run()
+        finally:
+            self._active.close()
+
+    def evaluate(self, model: Any, data: Any) -> dict[str, float]:
+        """Loss and metrics of `model` over all of `data`, the same on every rank."""
+        from ktrainer.loop import evaluate
+
+        return self._over(model, data, evaluate)
+
+    def predict(self, model: Any, x: Any) -> Any:
+        """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank."""
+        from ktrainer.loop import predict
+
+        return self._over(model, x if not _is_array(x) else (x,), predict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
+        from ktrainer.checkpoint import save_model
+
+        if self.model is None:
+            raise ModelError("there is no model to save yet; call fit first")
+        save_model(self.model, Path(path), self.world)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder, chosen and made by rank 0 when first needed."""
+        if self._run_dir is None:
+            from ktrainer.runfolder import open_run_folder
+
+            self._run_dir = open_run_folder(self.config, self.world)
+        return self._run_dir
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds this rank has waited in gradient communication so far."""
+        return self.backend.communication_seconds
+
+    def request_stop(self, reason: str) -> None:
+        """End training after the current update, on all ranks."""
+        self.stop_reason = reason
+        if self.model is not None:
+            self.model.stop_training = True
+
+    def resume(self) -> None:
+        """Restore the run's newest checkpoint, or the one asked for; called by the loop."""
+        self._active.resume()
+
+    def close(self) -> None:
+        """Let go of communicators. May be called twice."""
+        self.backend.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _start_tensorflow(self) -> None:
+        if not self.config.logging.tensorflow:
+            quiet_tensorflow()
+        from ktrainer.start import start_tensorflow
+
+        start_tensorflow(self.config)
+        from ktrainer.backends import open_backend
+
+        self.backend = open_backend(self.config, self.plan, self.world)
+
+    def _resolve(self, model: Any) -> keras.Model:
+        import keras
+
+        if not isinstance(model, keras.Model) and callable(model):
+            model = model()
+        if not isinstance(model, keras.Model):
+            raise ModelError(
+                f"expected a keras.Model, or a function that returns one, got {type(model)}"
+            )
+        return model
+
+    def _over(self, model: Any, data: Any, run: Callable[..., Any]) -> Any:
+        """Evaluate or predict over `data`, with the program of the last call if it fits."""
+        import keras
+
+        from ktrainer.feed import make_feed
+
+        self.model = self._resolve(model)
+        program = self.program_for(self.model)
+        feed = make_feed(data, world=self.world, config=self.config.data, training=False, seed=None)
+        callbacks = keras.callbacks.CallbackList([], model=self.model, add_history=False)
+        try:
+            return run(program, feed, callbacks, self.world)
+        finally:
+            feed.close()
+
+    def program_for(self, model: keras.Model) -> Program:
+        """The compiled steps of `model`; those of the last call when it is the same model."""
+        from ktrainer.steps import StepOptions
+
+        if self._active is None or self._active.program.model is not model:
+            return self.backend.prepare(model, StepOptions())
+        return self._active.program
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")

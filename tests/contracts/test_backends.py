@@ -1,0 +1,51 @@
+"""Every model of the zoo under `data_parallel` gives the numbers of `local`, on 2 and 3 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contracts.running import Outcome, digest, largest_difference, local, train
+from tests.contracts.zoo import ZOO
+
+EXACT = [name for name, case in ZOO.items() if case.exact]
+NOISY = [name for name, case in ZOO.items() if not case.exact]
+WEIGHTS, LOGS = 1e-10, 1e-9  # relative, in float64: above round-off, below any error
+
+
+def compare(name: str, expected: Outcome, ours: Outcome) -> float:
+    """Check one model; the largest relative difference of its weights."""
+    difference, variable = largest_difference(ours.weights, expected.weights)
+    assert difference <= WEIGHTS, f"{name}: {variable} differs by {difference:.1e}"
+    assert list(ours.history) == list(expected.history), name
+    assert ours.epochs == expected.epochs
+    for key, values in expected.history.items():
+        np.testing.assert_allclose(
+            ours.history[key], values, rtol=LOGS, atol=1e-12, err_msg=f"{name}: {key}"
+        )
+    return difference
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_equal_one_process(ranks: Callable[..., Any], size: int) -> None:
+    by_rank = ranks(size).run(train, EXACT, name="data_parallel", engine="mpi", deadline=280)
+    largest = {}
+    for name in EXACT:
+        ours = [rank[name][0] for rank in by_rank]
+        assert len({digest(outcome) for outcome in ours}) == 1, f"{name}: ranks differ"
+        assert all(outcome.history == ours[0].history for outcome in ours), name
+        largest[name] = compare(name, local(name), ours[0])
+    print({name: f"{difference:.1e}" for name, difference in largest.items()})
+
+
+def test_noisy_models_are_equal_on_all_ranks_and_in_every_run(ranks: Callable[..., Any]) -> None:
+    by_rank = ranks(2).run(train, NOISY, times=2, name="data_parallel", engine="mpi", deadline=200)
+    for name in NOISY:
+        outcomes = [outcome for rank in by_rank for outcome in rank[name]]
+        assert len({digest(outcome) for outcome in outcomes}) == 1, name
+        assert all(outcome.history == outcomes[0].history for outcome in outcomes), name
+        values = [value for values in outcomes[0].history.values() for value in values]
+        assert np.isfinite(values).all(), name
