@@ -1,0 +1,102 @@
+"""The `ktrainer` command. Each sub-command is imported when it is called, and not before."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ktrainer.errors import KtrainerError, nearest
+
+# name -> (module with add_arguments(parser) and run(args) -> int, what it does)
+COMMANDS = {
+    "launch": ("ktrainer.launch.launch", "start a script in several processes, and watch them"),
+    "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),
+    "env": ("ktrainer.launch.env", "say what is installed here, and which backends can run"),
+    "horovod build": (
+        "ktrainer.launch.horovod_build",
+        "build Horovod for the installed TensorFlow, and keep the wheel",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        argv: the words after `ktrainer`; None takes those of this process.
+
+    Returns:
+        The exit status: the sub-command's, 2 for a mistake in its use, 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"ktrainer {_version()}")
+        return 0
+    name = next((n for n in COMMANDS if words[: n.count(" ") + 1] == n.split()), None)
+    if name is None:
+        return _unknown(words)
+    return _run(name, words[name.count(" ") + 1 :])
+
+
+def _run(name: str, words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"ktrainer {name}", allow_abbrev=False)
+    try:
+        module = import_module(COMMANDS[name][0])
+        module.add_arguments(parser)
+        args = parser.parse_intermixed_args(words) if name == "config" else parser.parse_args(words)
+        return int(module.run(args))
+    except KtrainerError as error:
+        print(f"ktrainer {name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has gone, as in `ktrainer config | head`; keep Python from saying so at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ktrainer COMMAND ...",
+            "",
+            "Train Keras 3 models on TensorFlow, in one process or in many.",
+            "",
+            *lines,
+            "",
+            "ktrainer COMMAND --help says more. ktrainer --version prints the version.",
+        ]
+    )
+
+
+def _unknown(words: list[str]) -> int:
+    groups = {n.split()[0]: n for n in COMMANDS if " " in n}
+    if words[0] in groups:
+        print(f"usage: ktrainer {groups[words[0]]} ...", file=sys.stderr)
+        return 0 if words[1:2] in (["-h"], ["--help"]) else 2
+    near = nearest(words[0], [n.split()[0] for n in COMMANDS])
+    hint = f" Did you mean {near!r}?" if near else ""
+    print(f"ktrainer: error: unknown command {words[0]!r}.{hint}\n\n{_usage()}", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ktrainer")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

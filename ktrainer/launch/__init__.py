@@ -1,0 +1,12 @@
+"""Start, watch and end a group of processes; say what is installed; build Horovod.
+
+    ktrainer launch -n 2 script.py key=value
+    │  checks the configuration, makes a private folder of pipes        launch.py
+    ├─ mpirun (flags: command.py; listening on loopback: network.py)
+    │  ├─ rank 0: python -m ktrainer.launch.worker FOLDER script.py …   worker.py
+    │  └─ rank 1: …       output and errors come back through the pipes channel.py
+    ├─ merges output by rank, waits, passes signals on                  watch.py, output.py
+    └─ ends whatever is left, and says who failed first                 processes.py, report.py
+
+Nothing here imports TensorFlow in the launching process.
+"""

@@ -1,0 +1,92 @@
+"""How a rank talks to the launcher: three named pipes each, in a private folder.
+
+| pipe | carries |
+|---|---|
+| `RANK.out`, `RANK.err` | the rank's standard output and error, as bytes |
+| `RANK.say` | JSON lines: that it started, how it failed, that it ended |
+
+Pipes, unlike what mpirun forwards, tell the ranks apart whatever they print, lose nothing when
+mpirun ends the group, and keep mpirun's own messages separate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+PIPES = ("out", "err", "say")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the launcher tells all ranks.
+
+    Attributes:
+        cpus: for each local rank the processor numbers that it may use; empty: all.
+        terminal_out, terminal_err: path of the terminal that rank 0 writes to directly, so that
+            live displays work; None: it goes through its pipe like the others.
+    """
+
+    cpus: list[list[int]] = field(default_factory=list)
+    terminal_out: str | None = None
+    terminal_err: str | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """One line that a rank says to the launcher.
+
+    Attributes:
+        event: it started, failed, or reached the end of the script.
+        pid: its process id.
+        time: seconds since the epoch, on that rank.
+        code: the exit code that goes with a failure.
+        kind: the exception's class, `"package.module.Name"`.
+        text: the traceback, as Python prints it.
+        follows: the failure is what one sees when another rank has gone.
+    """
+
+    event: Literal["started", "failed", "ended"]
+    pid: int = 0
+    time: float = 0.0
+    code: int = 0
+    kind: str = ""
+    text: str = ""
+    follows: bool = False
+
+
+def pipe_path(folder: Path, rank: int, pipe: str) -> Path:
+    """Where a rank's pipe is."""
+    return folder / f"{rank}.{pipe}"
+
+
+def fault_path(folder: Path, rank: int) -> Path:
+    """Where Python's fault handler writes a rank's stack when the process crashes."""
+    return folder / f"{rank}.fault"
+
+
+def prepare(folder: Path, ranks: int, options: Options) -> None:
+    """Make the pipes of all ranks, and leave them the options."""
+    (folder / "options.json").write_text(json.dumps(asdict(options)))
+    for rank in range(ranks):
+        for pipe in PIPES:
+            os.mkfifo(pipe_path(folder, rank, pipe), mode=0o600)
+
+
+def read_options(folder: Path) -> Options:
+    """What the launcher left with `prepare`."""
+    values: dict[str, Any] = json.loads((folder / "options.json").read_text())
+    return Options(**values)
+
+
+def encode(note: Note) -> bytes:
+    """A note as one line."""
+    return json.dumps(asdict(note)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Note:
+    """The note in a line that `encode` made."""
+    return Note(**json.loads(line))

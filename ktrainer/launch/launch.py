@@ -1,0 +1,236 @@
+"""`ktrainer launch -n 2 script.py key=value ...`: run a script in several processes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ktrainer.config import Config, load_config, parse_known_cli
+from ktrainer.errors import ConfigError
+from ktrainer.launch import command
+from ktrainer.launch.channel import Options
+from ktrainer.launch.output import LineMerger
+from ktrainer.launch.report import SIGNAL_BASE, first_failure, others
+from ktrainer.launch.watch import End, Group
+from ktrainer.plan import WorldFacts, make_plan
+
+TIMED_OUT = 124  # as timeout(1)
+READER_GONE = 141  # what a shell says of a program whose reader has closed the pipe
+_THREADS = "KTRAINER_THREADS"
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `ktrainer launch`."""
+    parser.description = (
+        "Start a script in several processes on this host, print what they print with the rank in "
+        "front, and end them all when one fails. Words key=value and --config FILE after the "
+        "script are checked before anything is started."
+    )
+    parser.add_argument("-n", "--ranks", type=_positive(int), required=True, help="processes")
+    parser.add_argument(
+        "--threads",
+        type=_positive(int),
+        help=f"threads of each process (default: world.threads, else {_THREADS}, else the cores "
+        "divided by the processes)",
+    )
+    parser.add_argument(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="put [rank] before each line (default: with more than one process)",
+    )
+    parser.add_argument(
+        "--bind",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="give each process cores of its own, when there are enough",
+    )
+    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="end after S seconds")
+    parser.add_argument(
+        "--grace",
+        type=_positive(float),
+        metavar="S",
+        default=30.0,
+        help="seconds that processes have to end after SIGTERM (default: 30)",
+    )
+    parser.add_argument(
+        "--network",
+        choices=["loopback", "any"],
+        default="loopback",
+        help="where processes may listen for one another (default: loopback, on no other port)",
+    )
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check key=value and --config before the start; --no-check for scripts that give "
+        "them another meaning",
+    )
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the group; returns the exit code.
+
+    0 when all ranks ended well; the code of the rank that failed first, 128 plus the number of the
+    signal that ended it; 124 after `--timeout`; after Ctrl-C or SIGTERM the code that a rank chose
+    to exit with, else 130 or 143.
+
+    Raises:
+        ConfigError: the script's configuration cannot work, or there is no such script.
+        SetupError: there is no mpirun.
+    """
+    if not Path(args.script).is_file():
+        raise ConfigError(f"there is no script {args.script!r}")
+    config = _check(args.args, args.ranks) if args.check else None
+    line = command.mpirun_command(
+        args.ranks,
+        [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script, *args.args],
+        mpirun=command.find_mpirun(),
+        root=hasattr(os, "geteuid") and os.geteuid() == 0,
+    )
+    cpus = command.available_cpus()
+    asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
+    threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
+    env = rank_environment(os.environ, threads, args.network, config)
+    slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
+    # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
+    options = _options(slices if slices and threads <= len(slices[0]) else [])
+    out, err = _mergers(args.ranks, args.prefix, options)
+    group = Group(args.ranks, out, err, grace=args.grace, timeout=args.timeout)
+    try:
+        end = group.run(line, env, options, loopback=args.network == "loopback")
+    except BrokenPipeError:
+        _ignore_output()
+        return READER_GONE
+    return _conclude(end, args)
+
+
+def rank_environment(
+    given: Mapping[str, str], threads: int, network: command.Network, config: Config | None
+) -> dict[str, str]:
+    """The environment of the ranks: ours, then MPI's and the libraries' where `given` is silent."""
+    defaults = {
+        **command.mpi_environment(network),
+        **command.thread_environment(threads, given),
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": _python_path(given),
+    }
+    if config is None or not config.logging.tensorflow:
+        defaults["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    return {**defaults, **given, "PYTHONPATH": defaults["PYTHONPATH"]}
+
+
+def _python_path(given: Mapping[str, str]) -> str:
+    """PYTHONPATH with the folder that this very package is in, wherever the user stands."""
+    own = str(Path(__file__).resolve().parents[2])
+    path = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(path if own in path else [*path, own])
+
+
+def _check(words: Sequence[str], ranks: int) -> Config | None:
+    """The configuration that `words` make, checked; None when they say nothing of one."""
+    path, overrides, _ = parse_known_cli(words)
+    if path is None and not overrides:
+        return None
+    # The script that registers its callbacks does not run here.
+    config = load_config(path, overrides, on_unknown_callback=lambda _error: None)
+    # Without a word on the backend, the script may well choose one in its code.
+    named = any(word.partition("=")[0].split(".")[0] == "backend" for word in overrides)
+    if named or config.backend.name != "local":
+        cores = len(command.available_cpus()) or os.cpu_count() or 1
+        make_plan(config, WorldFacts(ranks, ranks, cores, horovod=find_spec("horovod") is not None))
+    return config
+
+
+def _threads_asked(environ: Mapping[str, str]) -> int | None:
+    value = environ.get(_THREADS)
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError("must be a whole number from 1", path=_THREADS, value=value)
+    return int(value)
+
+
+def _options(slices: list[list[int]]) -> Options:
+    return Options(slices, *(_terminal(stream) for stream in (sys.stdout, sys.stderr)))
+
+
+def _terminal(stream: object) -> str | None:
+    """Path of the terminal that a stream is, if it has one."""
+    try:
+        return os.ttyname(stream.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _mergers(ranks: int, prefix: bool | None, options: Options) -> tuple[LineMerger, LineMerger]:
+    shown = ranks > 1 if prefix is None else prefix
+    sys.stdout.flush()
+    sys.stderr.flush()
+    out, err = (
+        LineMerger(stream.buffer, ranks, prefix=shown, beside_display=terminal is not None)
+        for stream, terminal in (
+            (sys.stdout, options.terminal_out),
+            (sys.stderr, options.terminal_err),
+        )
+    )
+    return out, err
+
+
+def _conclude(end: End, args: argparse.Namespace) -> int:
+    """Say what is to be said, the first failure's traceback last; returns the exit code."""
+    if end.code != 0 and sys.stdout.isatty():
+        print(_SHOW_CURSOR, end="", flush=True)  # a display that was cut short had hidden it
+    if end.stopped_by == "timeout":
+        _say(f"ended after {args.timeout:g} seconds (--timeout)")
+        return TIMED_OUT
+    if isinstance(end.stopped_by, int):
+        _say(f"ended by {signal.Signals(end.stopped_by).name}")
+        chosen = [n.code for n in end.failures.values() if n.kind == "builtins.SystemExit"]
+        return chosen[0] if chosen else SIGNAL_BASE + end.stopped_by
+    failure = first_failure(end.failures, end.gone, end.code, end.said, end.faults)
+    if failure is None:
+        return 0
+    for line in others(end.failures, failure):
+        _say(line)
+    rest = "; all others were ended" if failure.rank is not None and args.ranks > 1 else ""
+    if failure.text:
+        _say(f"{failure.headline}{rest}:")
+        print(failure.text.rstrip(), file=sys.stderr, flush=True)
+    else:
+        _say(failure.headline + rest)
+    return failure.code or 1
+
+
+def _say(text: str) -> None:
+    print(f"ktrainer launch: {text}", file=sys.stderr, flush=True)
+
+
+def _ignore_output() -> None:
+    """Keep the interpreter from complaining at exit that nobody reads."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, number)
+
+
+def _positive(kind: type) -> type:
+    """An argparse type: a number above 0."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if value <= 0:
+            raise ValueError(text)
+        return float(value) if kind is float else value
+
+    parse.__name__ = f"{kind.__name__} above 0"
+    return parse  # type: ignore[return-value]

@@ -1,0 +1,56 @@
+"""Merge what the ranks print: line by line, each with its rank in front."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+_LONGEST = 1 << 16  # bytes of one line; a longer one is cut, so that memory stays bounded
+_CLEAR_LINE = b"\r\x1b[2K"
+
+
+class LineMerger:
+    """Writes whole lines of several ranks to one stream.
+
+    Args:
+        stream: where lines go.
+        ranks: the world size; decides the width of the prefix.
+        prefix: put `[rank] ` before each line.
+        beside_display: rank 0 draws on the same terminal. A line of another rank then first wipes
+            the line that the cursor is in, and rank 0 draws its display anew below.
+    """
+
+    def __init__(
+        self, stream: BinaryIO, ranks: int, *, prefix: bool = True, beside_display: bool = False
+    ) -> None:
+        self._stream = stream
+        width = len(str(ranks - 1))
+        self._prefixes = [f"[{r:>{width}}] ".encode() if prefix else b"" for r in range(ranks)]
+        self._partial = [b""] * ranks
+        self._lead = _CLEAR_LINE if beside_display else b""
+
+    def feed(self, rank: int, data: bytes) -> None:
+        """Take bytes of a rank, and write the lines that they complete."""
+        *lines, rest = (self._partial[rank] + data).split(b"\n")
+        while len(rest) > _LONGEST:
+            lines.append(rest[:_LONGEST])
+            rest = rest[_LONGEST:]
+        self._partial[rank] = rest
+        self._write(rank, lines)
+
+    def tell(self, line: str) -> None:
+        """Write a line of the launcher's own."""
+        self._stream.write(self._lead + line.encode() + b"\n")
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Write lines that never ended."""
+        for rank, rest in enumerate(self._partial):
+            if rest:
+                self._write(rank, [rest])
+        self._partial = [b""] * len(self._partial)
+
+    def _write(self, rank: int, lines: list[bytes]) -> None:
+        if lines:
+            prefix = self._lead + self._prefixes[rank]
+            self._stream.write(b"".join(prefix + line + b"\n" for line in lines))
+            self._stream.flush()

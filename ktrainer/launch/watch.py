@@ -1,0 +1,263 @@
+"""One group of ranks under mpirun: start it, read what it prints, wait, and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from ktrainer.launch import kernel, processes
+from ktrainer.launch.channel import PIPES, Note, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.network import narrow_to_loopback
+from ktrainer.launch.output import LineMerger
+
+POLL_SECONDS = 0.1
+HASTE_SECONDS = 0.01
+FAILURE_SECONDS = 5.0  # what mpirun has to end the group once a rank has failed
+INTERRUPT_SECONDS = 5.0  # what ranks have to end after Ctrl-C
+NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
+_SHARED_MEMORY = "/dev/shm"
+_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+_CHUNK = 1 << 16
+_SAID_AT_MOST = 1 << 16  # bytes kept of mpirun's own output
+
+
+@dataclass
+class End:
+    """How a group ended.
+
+    Attributes:
+        code: mpirun's exit code.
+        said: what mpirun itself printed.
+        failures: rank -> what it reported.
+        gone: ranks that started and ended without a word, in that order.
+        faults: rank -> stack of a crash.
+        stopped_by: the signal that this process got, or `"timeout"`, or None.
+    """
+
+    code: int = 0
+    said: str = ""
+    failures: dict[int, Note] = field(default_factory=dict)
+    gone: list[int] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    stopped_by: int | str | None = None
+
+
+@contextlib.contextmanager
+def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """MPI settings that keep the segments through which ranks talk in a folder of their own.
+
+    MPI leaves segments behind when ranks are killed; they go with the folder. None is made where
+    the environment `given` already says which to use.
+    """
+    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
+        with tempfile.TemporaryDirectory(prefix="ktrainer-", dir=_SHARED_MEMORY) as name:
+            yield {_SEGMENTS: name}
+    else:
+        yield {}
+
+
+class Group:
+    """Ranks started by one mpirun, from start to end.
+
+    Args:
+        ranks: the world size.
+        out, err: where the ranks' output goes.
+        grace: seconds that ranks have to end after SIGTERM.
+        timeout: seconds after which the group is ended; None: never.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        out: LineMerger,
+        err: LineMerger,
+        *,
+        grace: float,
+        timeout: float | None = None,
+    ) -> None:
+        self._ranks, self._grace, self._timeout = ranks, grace, timeout
+        self._mergers = {"out": out, "err": err}
+        self._selector = selectors.DefaultSelector()
+        self._said = b""
+        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks), b"")
+        self._started: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._signals: list[int] = []
+        self._kill_at: float | None = None
+        self._loopback = self._narrowed = False
+        self.end = End()
+
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str], options: Options, *, loopback: bool
+    ) -> End:
+        """Start the group, and return when nothing of it is left.
+
+        Args:
+            command: the mpirun command line; `{folder}` stands for the private folder.
+            loopback: keep mpirun's listening sockets on loopback.
+        """
+        self._loopback = loopback
+        with (
+            tempfile.TemporaryDirectory(prefix="ktrainer-") as name,
+            shared_memory_folder(env) as memory,
+            self._catch_signals(),
+            contextlib.closing(self._selector),
+        ):
+            folder = Path(name)
+            prepare(folder, self._ranks, options)
+            self._open_pipes(folder)
+            words = [word.replace("{folder}", name) for word in command]
+            self._process = self._start(words, {**memory, **env})
+            try:
+                self._watch()
+            finally:
+                processes.end_all(spare=self._process.pid)
+                self._process.wait()
+            self._finish(folder)
+        return self.end
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        kernel.adopt_orphans()
+        # Terminals belong to the launcher; in a session of its own, mpirun gets no Ctrl-C but ours.
+        started = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL if os.isatty(0) else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=kernel.end_with_parent,
+        )
+        assert started.stdout is not None
+        os.set_blocking(started.stdout.fileno(), False)
+        self._selector.register(started.stdout, selectors.EVENT_READ, ("mpirun", -1))
+        return started
+
+    def _open_pipes(self, folder: Path) -> None:
+        for rank in range(self._ranks):
+            for pipe in PIPES:
+                opened = os.open(pipe_path(folder, rank, pipe), os.O_RDONLY | os.O_NONBLOCK)
+                self._selector.register(opened, selectors.EVENT_READ, (pipe, rank))
+
+    def _watch(self) -> None:
+        began = time.monotonic()
+        while self._process.poll() is None:
+            # Until mpirun's sockets have been found, look often: that is how long they are open.
+            self._read(POLL_SECONDS if self._narrowed or not self._loopback else HASTE_SECONDS)
+            now = time.monotonic()
+            if self._loopback and now - began < NETWORK_SECONDS:
+                self._keep_on_loopback()
+            if self._timeout is not None and now - began > self._timeout:
+                self.end.stopped_by = "timeout"
+                return
+            if self._signals:
+                self._pass_on(self._signals.pop(0))
+            if self.end.failures and self._kill_at is None:
+                self._kill_at = now + FAILURE_SECONDS
+            if self._kill_at is not None and now > self._kill_at:
+                return
+
+    def _read(self, seconds: float) -> bool:
+        """Handle what has arrived. Returns whether anything had."""
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            pipe, rank = key.data
+            try:
+                data = os.read(key.fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._close(key)
+                if pipe == "say" and rank not in self._ended | set(self.end.failures):
+                    self.end.gone.append(rank)
+            elif pipe == "say":
+                self._hear(rank, data)
+            elif pipe == "mpirun":
+                self._said = (self._said + data)[-_SAID_AT_MOST:]
+            else:
+                self._mergers[pipe].feed(rank, data)
+        return bool(ready)
+
+    def _hear(self, rank: int, data: bytes) -> None:
+        *lines, self._notes[rank] = (self._notes[rank] + data).split(b"\n")
+        for line in lines:
+            note = decode(line)
+            if note.event == "started":
+                self._started[rank] = note.pid
+            elif note.event == "failed":
+                self.end.failures[rank] = note
+            else:
+                self._ended.add(rank)
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+        else:
+            key.fileobj.close()  # type: ignore[attr-defined]
+
+    def _keep_on_loopback(self) -> None:
+        try:
+            self._narrowed |= narrow_to_loopback(self._process.pid)
+        except psutil.NoSuchProcess:
+            return
+        except OSError as error:
+            self._loopback = False
+            text = f"mpirun listens on all interfaces; cannot keep it on loopback: {error}"
+            self._mergers["err"].tell(f"ktrainer launch: {text}")
+
+    def _pass_on(self, number: int) -> None:
+        """A signal for this process is for the ranks; a second one ends them at once."""
+        if self.end.stopped_by is not None:
+            self._kill_at = 0.0
+            return
+        self.end.stopped_by = number
+        interrupted = number == signal.SIGINT
+        seconds = min(INTERRUPT_SECONDS, self._grace) if interrupted else self._grace
+        self._kill_at = time.monotonic() + seconds
+        ranks = []
+        for pid in self._started.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks.append(psutil.Process(pid))
+        processes.send(ranks, number)
+        if not ranks:
+            self._kill_at = 0.0
+
+    def _finish(self, folder: Path) -> None:
+        # All writers are gone: every pipe ends, unless it never began.
+        while self._read(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._close(key)
+        for merger in self._mergers.values():
+            merger.finish()
+        self.end.code = self._process.returncode
+        self.end.said = self._said.decode(errors="replace")
+        for rank in range(self._ranks):
+            with contextlib.suppress(FileNotFoundError):
+                if text := fault_path(folder, rank).read_text(errors="replace"):
+                    self.end.faults[rank] = text
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

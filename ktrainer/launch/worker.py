@@ -1,0 +1,147 @@
+"""One rank: runs the user's script, and tells the launcher how that went.
+
+Started by mpirun as `python -m ktrainer.launch.worker FOLDER SCRIPT ARGS...`. Imports only the
+standard library, so the script finds an interpreter as fresh as `python SCRIPT` would give it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import NoReturn
+
+from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
+from ktrainer.launch.kernel import end_with_parent
+
+# What a rank sees once another has gone; by name, so that nothing need be imported.
+_FOLLOWS = frozenset(
+    {
+        "ktrainer.errors.DeadlineExceeded",
+        "ktrainer.errors.PeerLost",
+        "horovod.common.exceptions.HorovodInternalError",
+        "mpi4py.MPI.Exception",
+        "builtins.KeyboardInterrupt",
+    }
+)
+_INTERRUPTED = 130
+_FOLLOWER_WAITS = 1.0  # seconds
+
+
+def main(argv: list[str]) -> None:
+    """Redirect output, then run the script as `__main__`."""
+    folder, script, *args = argv
+    end_with_parent()
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
+    options = read_options(Path(folder))
+    if options.cpus:
+        os.sched_setaffinity(0, options.cpus[local_rank])
+    _redirect(Path(folder), rank, options)
+    say = os.open(pipe_path(Path(folder), rank, "say"), os.O_WRONLY)
+    _say(say, Note("started", pid=os.getpid()))
+    # The file stays open for as long as the process may crash.
+    faulthandler.enable(fault_path(Path(folder), rank).open("w"))
+    # Registered first, so called last: after whatever the script leaves to the exit.
+    atexit.register(_say, say, Note("ended", pid=os.getpid()))
+    try:
+        _run(script, args)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _fail(say, error, error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:
+        _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _redirect(folder: Path, rank: int, options: Options) -> None:
+    terminals = (options.terminal_out, options.terminal_err) if rank == 0 else (None, None)
+    for number, pipe, terminal in zip((1, 2), ("out", "err"), terminals, strict=True):
+        opened = None
+        if terminal is not None:
+            with contextlib.suppress(OSError):
+                opened = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
+        if opened is None:
+            opened = os.open(pipe_path(folder, rank, pipe), os.O_WRONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+    # Lines appear when they are printed, also where the interpreter takes a pipe for a file.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _run(script: str, args: list[str]) -> None:
+    """Execute a file as `python script args...` does."""
+    module = ModuleType("__main__")
+    module.__file__ = script
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+
+
+def _fail(say: int, error: BaseException, code: int) -> NoReturn:
+    """Report, and leave without MPI_Finalize, which would wait for ranks that cannot come."""
+    note = Note(
+        "failed",
+        pid=os.getpid(),
+        time=time.time(),
+        code=code,
+        kind=_name(type(error)),
+        text=_format(error),
+        follows=_follows(error),
+    )
+    _say(say, note)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if note.follows and not isinstance(error, KeyboardInterrupt):
+        # mpirun ends all ranks once one has left; let the one at fault say why before that.
+        time.sleep(_FOLLOWER_WAITS)
+    os._exit(code)
+
+
+def _say(say: int, note: Note) -> None:
+    # Without a launcher there is nobody to tell.
+    with contextlib.suppress(OSError):
+        data = encode(note)
+        while data:
+            data = data[os.write(say, data) :]
+
+
+def _format(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"{error.code}\n" if isinstance(error.code, str) else ""
+    return "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+
+
+def _users_frames(error: BaseException) -> TracebackType | None:
+    """The traceback from the script on, without the frames of this file."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return frame
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is one that a lost peer causes."""
+    while error is not None:
+        if any(_name(base) in _FOLLOWS for base in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,48 @@
+"""Lines of several ranks are merged whole."""
+
+from __future__ import annotations
+
+import io
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktrainer.launch.output import LineMerger
+
+
+def test_lines_are_whole_and_prefixed() -> None:
+    stream = io.BytesIO()
+    merger = LineMerger(stream, 11)
+    merger.feed(0, b"be")
+    merger.feed(10, b"other\n")
+    merger.feed(0, b"gin\nend")
+    merger.finish()
+    assert stream.getvalue() == b"[10] other\n[ 0] begin\n[ 0] end\n"
+
+
+def test_line_beside_a_display_wipes_the_line_under_the_cursor() -> None:
+    stream = io.BytesIO()
+    merger = LineMerger(stream, 2, beside_display=True)
+    merger.feed(1, b"one\ntwo\n")
+    assert stream.getvalue() == b"\r\x1b[2K[1] one\n\r\x1b[2K[1] two\n"
+
+
+def test_line_without_end_is_cut() -> None:
+    stream = io.BytesIO()
+    merger = LineMerger(stream, 1, prefix=False)
+    merger.feed(0, b"x" * 200_000)
+    assert stream.getvalue().count(b"\n") == 3
+    merger.finish()
+    assert stream.getvalue().replace(b"\n", b"") == b"x" * 200_000
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b)), st.data())
+def test_no_byte_is_lost_however_it_arrives(lines: list[bytes], data: st.DataObject) -> None:
+    text = b"".join(line + b"\n" for line in lines)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    stream = io.BytesIO()
+    merger = LineMerger(stream, 1, prefix=False)
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        merger.feed(0, text[start:end])
+    merger.finish()
+    assert stream.getvalue() == text

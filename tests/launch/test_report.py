@@ -1,0 +1,68 @@
+"""Which rank is to blame."""
+
+from __future__ import annotations
+
+from ktrainer.launch.channel import Note, decode, encode
+from ktrainer.launch.report import first_failure, others
+
+SIGNALLED = """\
+--------------------------------------------------------------------------
+prterun noticed that process rank 1 with PID 12743 on node here exited on
+signal 9 (Killed).
+--------------------------------------------------------------------------
+"""
+EXITED = """\
+   Process name: [prterun-here-12759@1,2]
+   Exit code:    3
+"""
+
+
+def failed(time: float, *, follows: bool = False, kind: str = "builtins.ValueError") -> Note:
+    return Note("failed", 1, time, 1, kind, f"Traceback\n{kind}: at {time}\n", follows)
+
+
+def test_notes_survive_the_pipe() -> None:
+    note = failed(1.5)
+    assert decode(encode(note)) == note
+
+
+def test_earliest_error_that_is_nobody_elses_is_first() -> None:
+    lost = failed(1.0, follows=True, kind="ktrainer.errors.PeerLost")
+    notes = {0: lost, 2: failed(2.0), 1: failed(3.0)}
+    first = first_failure(notes, [0, 1, 2], 1, "", {})
+    assert first is not None
+    assert (first.rank, first.code, first.headline) == (2, 1, "rank 2 raised ValueError")
+    assert others(notes, first) == [
+        "rank 0 then failed too: ktrainer.errors.PeerLost: at 1.0",
+        "rank 1 then failed too: builtins.ValueError: at 3.0",
+    ]
+
+
+def test_killed_rank_comes_before_those_that_lost_it() -> None:
+    notes = {0: failed(1.0, follows=True)}
+    first = first_failure(notes, [1], 137, SIGNALLED, {1: "the stack"})
+    assert first is not None
+    assert (first.rank, first.code, first.text) == (1, 137, "the stack")
+    assert "signal 9 (SIGKILL" in first.headline
+
+
+def test_rank_that_left_with_a_code_is_named() -> None:
+    first = first_failure({}, [2, 0, 1], 3, EXITED, {})
+    assert first is not None
+    assert (first.rank, first.code, first.headline) == (2, 3, "rank 2 ended with exit code 3")
+
+
+def test_without_mpiruns_word_the_first_to_fall_silent_is_named() -> None:
+    first = first_failure({}, [1, 0], 139, "", {})
+    assert first is not None
+    assert (first.rank, first.code) == (1, 139)
+
+
+def test_mpirun_that_started_nobody_speaks_itself() -> None:
+    first = first_failure({}, [], 213, "no such file", {})
+    assert first is not None
+    assert (first.rank, first.code, first.text) == (None, 213, "no such file")
+
+
+def test_no_failure() -> None:
+    assert first_failure({}, [0, 1], 0, "", {}) is None
