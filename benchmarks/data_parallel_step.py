@@ -1,0 +1,128 @@
+"""What a data-parallel step costs: no communication, our engines, and a hand-written loop.
+
+    ktrainer launch -n 2 benchmarks/data_parallel_step.py
+
+An MLP of 2.9 million parameters (784-1024-1024-1024-10), SGD with momentum, 64 examples a
+process, one thread a process. All variants take turns in one run, so that the ratios hold on a
+noisy machine; rank 0 prints the median milliseconds of a step and the ratio to "none".
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import ktrainer  # before TensorFlow, to keep its log quiet
+from ktrainer.steps import Program, StepOptions
+from ktrainer.world import open_world
+from ktrainer.world.plane import GradientPlane
+from ktrainer.world.plane_mpi import MpiPlane
+
+BATCH = 64
+
+
+@dataclass
+class Share:
+    batch: tuple[tf.Tensor, tf.Tensor]
+    examples: int
+    global_examples: int
+
+
+def build_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    return model
+
+
+def batches(rank: int, count: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    random = np.random.default_rng(rank)
+    return [
+        (
+            tf.constant(random.random((BATCH, 784), dtype=np.float32)),
+            tf.constant(random.integers(0, 10, BATCH)),
+        )
+        for _ in range(count)
+    ]
+
+
+def ours(plane: GradientPlane | None, rank: int, size: int) -> Callable[[Any], Any]:
+    program = Program(build_model(), StepOptions(), plane, rank)
+    program.build((tf.TensorSpec([None, 784]), tf.TensorSpec([None], tf.int64)))
+    rows = BATCH * (size if plane is not None else 1)
+    return lambda batch: program.train([Share(batch, BATCH, rows)])
+
+
+def hand_written() -> Callable[[Any], Any]:
+    """What a Horovod user writes today: a tape, an all-reduce a gradient, apply."""
+    import horovod.tensorflow as hvd
+
+    model = build_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metric = keras.metrics.Mean()
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        variables = [v.value for v in model.trainable_variables]
+        gradients = tape.gradient(value, variables)
+        gradients = [hvd.allreduce(g, name=f"hand.{i}") for i, g in enumerate(gradients)]
+        model.optimizer.apply(gradients, model.trainable_variables)
+        metric.update_state(value)
+        return metric.result()
+
+    return lambda batch: step(*batch)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30, help="steps a round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--horovod", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    world = open_world()
+    variants = {"none": ours(None, world.rank, world.size)}
+    variants["mpi"] = ours(MpiPlane(world), world.rank, world.size)
+    if args.horovod:
+        from ktrainer.world.plane_horovod import HorovodPlane
+
+        variants["horovod"] = ours(HorovodPlane(world), world.rank, world.size)
+        variants["horovod, by hand"] = hand_written()
+    data = batches(world.rank, args.steps)
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(args.rounds + 1):
+        for name, step in variants.items():
+            world.barrier()
+            start = time.perf_counter()
+            for batch in data:
+                logs = step(batch)
+            tf.nest.map_structure(float, logs)
+            world.barrier()
+            if round_:  # the first compiles
+                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    if world.is_root:
+        print(f"ktrainer {ktrainer.__version__}, {world.size} processes, batch {BATCH} each")
+        for name, values in times.items():
+            ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
+            print(
+                f"{name:17s} {statistics.median(values):7.2f} ms a step   "
+                f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a step costs on one process: Keras' `Model.fit` and ktrainer's loop, on small models.
+
+    python benchmarks/keras_fit.py
+
+A tiny MLP (784-64-10) and a small convolutional network, batches of 64 from memory, SGD with
+momentum, one thread for one operation. Where steps are as short as these, the time goes into the
+loop around them. Keras' `steps_per_execution` and our `trainer.steps_per_call` put several steps
+into one compiled call. Variants take turns, so that ratios hold on a noisy machine; shown is the
+fastest epoch of each, in milliseconds a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+BATCH = 64
+
+
+def mlp() -> keras.Model:
+    hidden = layers.Dense(64, activation="relu")
+    return keras.Sequential([keras.Input((28, 28, 1)), layers.Flatten(), hidden, layers.Dense(10)])
+
+
+def cnn() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(8, 3, strides=2, activation="relu"),
+            layers.Conv2D(16, 3, strides=2, activation="relu"),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+class EpochTimes(keras.callbacks.Callback):
+    """Seconds of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def compiled(build: Callable[[], keras.Model], steps: int = 1) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = build()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(
+        keras.optimizers.SGD(0.01, momentum=0.9),
+        loss,
+        metrics=["accuracy"],
+        steps_per_execution=steps,
+        jit_compile=False,
+    )
+    return model
+
+
+def keras_fit(build: Callable[[], keras.Model], data: Any, epochs: int, steps: int) -> list[float]:
+    times = EpochTimes()
+    compiled(build, steps).fit(data, epochs=epochs, shuffle=False, verbose=0, callbacks=[times])
+    return times.seconds
+
+
+def ours(build: Callable[[], keras.Model], data: Any, epochs: int, steps: int) -> list[float]:
+    times = EpochTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            "trainer": {"epochs": epochs, "steps_per_call": steps},
+            "logging": {"progress": "none"},
+            "world": {"threads": 1},
+            "run": {"dir": folder},
+        }
+        with Trainer(config) as trainer:
+            trainer.fit(compiled(build), data, callbacks=[times])
+    return times.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps an epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs a round; the first compiles")
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    random = np.random.default_rng(0)
+    x = random.random((BATCH * args.steps, 28, 28, 1), dtype=np.float32)
+    y = random.integers(0, 10, len(x))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).cache().prefetch(4)
+    variants = [
+        (who, run, steps)
+        for steps in (1, 10)
+        for who, run in (("Model.fit", keras_fit), ("ktrainer", ours))
+    ]
+    best: dict[tuple[str, str, int], float] = defaultdict(lambda: float("inf"))
+    for _ in range(args.rounds):
+        for name, build in (("MLP", mlp), ("CNN", cnn)):
+            for who, run, steps in variants:
+                seconds = min(run(build, data, args.epochs, steps)[1:])
+                key = name, who, steps
+                best[key] = min(best[key], seconds / args.steps * 1e3)
+    print("| model | steps a call | Model.fit | ktrainer | ratio |\n|---|---|---|---|---|")
+    for name in ("MLP", "CNN"):
+        for steps in (1, 10):
+            theirs, mine = best[name, "Model.fit", steps], best[name, "ktrainer", steps]
+            print(f"| {name} | {steps} | {theirs:.2f} ms | {mine:.2f} ms | {mine / theirs:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

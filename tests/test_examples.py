@@ -1,0 +1,139 @@
+"""Every example, in real processes, with a few steps each; and what the README shows."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dist.harness.group import ROOT
+
+EXAMPLES = ROOT / "examples"
+FEW_STEPS = ["trainer.max_steps=3", "trainer.limit_val_batches=2", "logging.every=1ba"]
+
+# Example -> what rank 0 says at the end.
+SAYS = {
+    "digits": r"validation accuracy 0\.\d+; the model is in .*digits\.keras",
+    "mnist_cnn": r"validation: \{'loss': \d.*'accuracy': 0\.\d+",
+    "shakespeare": r"--- a sample\nROMEO:[\s\S]{100,}---",
+    "custom_callback": r"lowest loss [\d.]+ at step \d+, in 1 epochs",
+    "vae": r"val_kl [\d.]+[\s\S]*(\n.{28}){14}\n$",
+    "gan": r"g_loss [\d.]+[\s\S]*(\n.{28}){14}\n$",
+}
+
+
+@pytest.fixture(scope="session")
+def data_folder(shared_data: Path | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real data where there is some, else files of the same kinds with made-up contents."""
+    if shared_data is not None:
+        return shared_data
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    write_idx(folder / "t10k-images-idx3-ubyte.gz", random.integers(0, 256, (400, 28, 28)))
+    write_idx(folder / "t10k-labels-idx1-ubyte.gz", random.integers(0, 10, 400))
+    (folder / "input.txt").write_text("ROMEO:\nBut soft, what light?\n" * 2000)
+    return folder
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+    with gzip.open(path, "wb") as file:
+        file.write(header + array.astype(np.uint8).tobytes())
+
+
+def _run_script(path: str, *words: str) -> str:
+    """Run a script as `python path words...` would, in this rank; returns what it printed."""
+    argv, modules, said = sys.argv, set(sys.modules), io.StringIO()
+    sys.argv = [path, *words]
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.path.remove(str(Path(path).parent))
+        sys.argv = argv
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(EXAMPLES)):
+                del sys.modules[name]
+    return said.getvalue()
+
+
+def _backend(size: int) -> list[str]:
+    return ["backend=data_parallel"] if size > 1 else []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", SAYS)
+def test_example(ranks, data_folder, tmp_path, name, size):
+    words = ["--data-dir", str(data_folder), *FEW_STEPS, f"run.dir={tmp_path}", *_backend(size)]
+    said = ranks(size).run(_run_script, str(EXAMPLES / f"{name}.py"), *words, deadline=180)
+    assert re.search(SAYS[name], said[0]), said[0]
+    assert said[1:] == [""] * (size - 1), "only rank 0 may print"
+
+
+def test_no_example_is_forgotten():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "data"}
+
+
+def test_digits_learn_the_same_on_one_and_two_ranks(ranks, tmp_path):
+    """The quick start's losses of ten steps: equal to float32 rounding."""
+    losses = {}
+    for size in (1, 2):
+        words = ["trainer.max_steps=10", "logging.every=1ba", f"run.dir={tmp_path / str(size)}"]
+        script = str(EXAMPLES / "digits.py")
+        ranks(size).run(_run_script, script, *words, *_backend(size), deadline=180)
+        with (tmp_path / str(size) / "metrics.csv").open() as file:
+            losses[size] = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(losses[1]) > 10
+    np.testing.assert_allclose(losses[1], losses[2], rtol=1e-5)
+
+
+def test_config_file_takes_the_place_of_the_scripts_settings(ranks, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text("trainer: {epochs: 2, limit_train_batches: 2, limit_val_batches: 1}\n")
+    words = ["--config", str(file), f"run.dir={tmp_path / 'run'}"]
+    (said,) = ranks(1).run(_run_script, str(EXAMPLES / "digits.py"), *words, deadline=180)
+    assert "epoch 2/2" in said
+
+
+def test_stop_at_is_known_by_name(ranks, tmp_path):
+    goal = "callbacks={goal: {type: stop_at, metric: accuracy, value: 0.0}}"
+    words = ["trainer.limit_train_batches=3", f"run.dir={tmp_path}", goal, *_backend(2)]
+    script = str(EXAMPLES / "custom_callback.py")
+    said = ranks(2).run(_run_script, script, *words, deadline=180)
+    assert "in 1 epochs" in said[0]
+
+
+@pytest.mark.slow
+def test_quick_start_through_the_launcher(tmp_path):
+    """What `make train` runs, with fewer epochs: started and watched by `ktrainer launch`."""
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "examples/digits.py"]
+    words = ["backend=data_parallel", "trainer.epochs=2", f"run.dir={tmp_path}"]
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 processes, backend data_parallel" in done.stdout
+    accuracy = re.search(r"validation accuracy ([\d.]+)", done.stdout)
+    assert accuracy, done.stdout
+    assert float(accuracy[1]) > 0.85
+    assert (tmp_path / "digits.keras").is_file()
+    assert done.stderr == ""
+
+
+def test_the_readmes_example(ranks, tmp_path, monkeypatch):
+    """The first Python block of the README is a whole script; it runs as it is."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code
+    script = tmp_path / "train.py"
+    script.write_text(code[1])
+    words = ["trainer.max_steps=2", f"run.dir={tmp_path}", *_backend(2)]
+    said = ranks(2).run(_run_script, str(script), *words, deadline=180)
+    assert "2 processes, backend data_parallel" in said[0]
