@@ -14,9 +14,12 @@ from ktrainer import Callback, Trainer, rank_zero_only, register
 
 # isort: split
 import keras
-from data import command_line
+from data import data_folder
 from digits import build_model, load_split
 from keras import ops
+
+# Over ktrainer's own; a file and key=value win.
+DEFAULTS = {"trainer": {"epochs": 5}, "logging": {"every": "10ba"}}
 
 
 @register("stop_at")
@@ -77,8 +80,8 @@ def report(best: BestStep, history: keras.callbacks.History) -> None:
 
 def main() -> None:
     best = BestStep()
-    _, argv = command_line("trainer.epochs=5", "logging.every=10ba")
-    trainer = Trainer.from_cli([CentralizeGradients(), best], argv=argv)
+    _, argv = data_folder()  # not needed: scikit-learn brings the digits along
+    trainer = Trainer.from_cli([CentralizeGradients(), best], argv=argv, defaults=DEFAULTS)
     train, validation = load_split()
     report(best, trainer.fit(build_model, train, validation_data=validation))
 

@@ -12,18 +12,12 @@ Images = tuple[np.ndarray, np.ndarray]
 SHAKESPEARE = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
 
 
-def command_line(*settings: str) -> tuple[Path | None, list[str]]:
-    """The folder given as `--data-dir` (None: let Keras download), and words for `from_cli`.
-
-    These are a script's own `settings`, then what the user gave, which wins. A user's `--config`
-    file takes the place of the settings.
-    """
+def data_folder() -> tuple[Path | None, list[str]]:
+    """The folder given as `--data-dir` (None: let Keras download), and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--data-dir", type=Path, help="folder with the data, in files as published")
-    own, given = parser.parse_known_args()
-    if any(word.startswith("--config") for word in given):
-        return own.data_dir, given
-    return own.data_dir, [*settings, *given]
+    own, rest = parser.parse_known_args()
+    return own.data_dir, rest
 
 
 def mnist(folder: Path | None = None) -> tuple[Images, Images]:

@@ -13,10 +13,12 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 
 # isort: split
 import keras
-from data import command_line
+from data import data_folder
 from keras import layers
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+
+DEFAULTS = {"trainer": {"epochs": 15}}  # over ktrainer's; a file and key=value win
 
 
 def build_model() -> keras.Model:
@@ -48,8 +50,8 @@ def load_split() -> tuple[Any, Any]:
 
 
 def main() -> None:
-    _, argv = command_line("trainer.epochs=15")
-    trainer = Trainer.from_cli(argv=argv)
+    _, argv = data_folder()  # not needed: scikit-learn brings the digits along
+    trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     train, validation = load_split()
     history = trainer.fit(build_model, train, validation_data=validation)
     trainer.save(trainer.run_dir / "digits.keras")

@@ -14,10 +14,12 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 # isort: split
 import keras
 import tensorflow as tf
-from data import command_line, mnist
+from data import data_folder, mnist
 from keras import layers, ops
 from vae import picture
 
+# Over ktrainer's own; a file and key=value win.
+DEFAULTS = {"trainer": {"epochs": 5}, "data": {"batch_size": 64}}
 LATENT = 32
 
 
@@ -89,8 +91,8 @@ def build_model() -> GAN:
 
 
 def main() -> None:
-    folder, argv = command_line("trainer.epochs=5", "data.batch_size=64")
-    trainer = Trainer.from_cli(argv=argv)
+    folder, argv = data_folder()
+    trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     (images, _), _ = mnist(folder)
     trainer.fit(build_model, (images,))
     if trainer.world.is_root:

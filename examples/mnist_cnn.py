@@ -11,8 +11,11 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 
 # isort: split
 import keras
-from data import command_line, mnist
+from data import data_folder, mnist
 from keras import layers
+
+# Over ktrainer's own; a file and key=value win.
+DEFAULTS = {"trainer": {"epochs": 3}, "data": {"batch_size": 64}}
 
 
 def build_model() -> keras.Model:
@@ -38,8 +41,8 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    folder, argv = command_line("trainer.epochs=3", "data.batch_size=64")
-    trainer = Trainer.from_cli(argv=argv)
+    folder, argv = data_folder()
+    trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     train, validation = mnist(folder)
     trainer.fit(build_model, train, validation_data=validation)
     results = trainer.evaluate(trainer.model, validation)

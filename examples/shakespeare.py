@@ -12,7 +12,7 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 # isort: split
 import keras
 import numpy as np
-from data import command_line, shakespeare
+from data import data_folder, shakespeare
 from keras import layers
 
 CONTEXT, WIDTH, HEADS, BLOCKS = 128, 128, 4, 2
@@ -26,6 +26,9 @@ class Positions(layers.Layer):
 
     def call(self, x: keras.KerasTensor) -> keras.KerasTensor:
         return x + self.table
+
+
+DEFAULTS = {"trainer": {"clip": {"global_norm": 1.0}}}  # over ktrainer's; a file and key=value win
 
 
 def block(x: keras.KerasTensor) -> keras.KerasTensor:
@@ -71,8 +74,8 @@ def write(model: keras.Model, prompt: str, length: int, temperature: float = 0.7
 
 
 def main() -> None:
-    folder, argv = command_line("trainer.clip.global_norm=1.0")
-    trainer = Trainer.from_cli(argv=argv)
+    folder, argv = data_folder()
+    trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     text = shakespeare(folder)
     cut = len(text) * 95 // 100
     validation = windows(text[cut:])

@@ -16,9 +16,11 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 import keras
 import numpy as np
 import tensorflow as tf
-from data import command_line, mnist
+from data import data_folder, mnist
 from keras import layers, ops
 
+# Over ktrainer's own; a file and key=value win.
+DEFAULTS = {"trainer": {"epochs": 5}, "data": {"batch_size": 128}}
 LATENT = 8
 
 
@@ -92,8 +94,8 @@ def picture(image: np.ndarray) -> str:
 
 
 def main() -> None:
-    folder, argv = command_line("trainer.epochs=5", "data.batch_size=128")
-    trainer = Trainer.from_cli(argv=argv)
+    folder, argv = data_folder()
+    trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     (x, _), (x_val, _) = mnist(folder)
     trainer.fit(build_model, (x,), validation_data=(x_val,))
     if trainer.world.is_root:

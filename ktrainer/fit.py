@@ -43,6 +43,7 @@ class Fit:
     ) -> None:
         self.trainer = trainer
         self._feeds: list[Feed] = []
+        self.callbacks: keras.callbacks.CallbackList | None = None
         config = trainer.config
         assert trainer.model is not None
         self.model = trainer.model
@@ -69,6 +70,8 @@ class Fit:
 
     def run(self) -> keras.callbacks.History:
         """Train; see `ktrainer.loop`."""
+        if not self.trainer.config.trainer.fast_dev_run:
+            _ = self.trainer.run_dir  # made now: it says what runs, even if nothing else is written
         schedule = make_schedule(self.trainer.config)
         loop = Loop(
             self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
@@ -93,9 +96,12 @@ class Fit:
             self.trainer.progress = progress
 
     def close(self) -> None:
-        """Stop the feeds' background work."""
+        """Stop the feeds' background work, and let callbacks go of files and the screen."""
         for feed in self._feeds:
             feed.close()
+        for callback in self.callbacks.callbacks if self.callbacks is not None else ():
+            if isinstance(callback, Callback):
+                callback.close()
 
     def _feed(self, data: Any, **settings: Any) -> Feed:
         trainer = self.trainer

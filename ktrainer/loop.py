@@ -14,6 +14,9 @@
         on_epoch_end
     on_train_end
 
+An epoch that a stop cuts short is validated and reported like any other, as in Keras, but does
+not count as finished: a checkpoint of it goes on inside it.
+
 Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
 them together; no rank leaves the loop alone.
 """
@@ -144,27 +147,36 @@ class Loop:
             self.model.reset_metrics()
         self._examples = 0
         self.callbacks.on_epoch_begin(epoch)
-        logs: Any = {}
-        shares = self.feed.epoch(epoch, skip=first * self.schedule.accumulate)
-        with closing(shares):  # type: ignore[type-var]
-            for updates in self._updates(shares):
-                logs = self._train(updates)
-                if self._agree_to_stop():
-                    break
+        logs, cut = self._batches(epoch, skip=first * self.schedule.accumulate)
         if progress.batch == 0:
             if self.feed.exhausted and epoch > 0:
                 self.model.stop_training = True  # a generator that has nothing more to give
             else:
                 raise DataError("the training data has no batches")
+        self.trainer.epoch_complete = not cut
         epoch_logs = self._global_logs(logs)
         if self._due(self._validate, epoch_end=True):
-            epoch_logs |= self._validation_logs()
+            epoch_logs |= self._validation_logs(keep=cut)
         elif self._validated[0] == progress.step:  # after the epoch's last update
             epoch_logs |= self._validated[1]
         self.callbacks.on_epoch_end(epoch, epoch_logs)
-        progress.finish_epoch()
+        if not cut:
+            progress.finish_epoch()
         self.model.stop_training = self.world.any(self.model.stop_training, "stop after epoch")
         return epoch_logs
+
+    def _batches(self, epoch: int, skip: int) -> tuple[Any, bool]:
+        """Train on an epoch's shares but the first `skip`; returns the last logs, and whether
+        a stop left some of the shares."""
+        logs: Any = {}
+        shares = self.feed.epoch(epoch, skip=skip)
+        with closing(shares):  # type: ignore[type-var]
+            for updates in self._updates(shares):
+                logs = self._train(updates)
+                if self._agree_to_stop():
+                    known = self.trainer.steps_per_epoch
+                    return logs, known is None or self.trainer.progress.batch < known
+        return logs, False
 
     def _updates(self, shares: Iterator[Share]) -> Iterator[list[list[Share]]]:
         """Lists of updates that go into one call, each a list of shares."""
@@ -227,19 +239,17 @@ class Loop:
         return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
 
     def _validate_inside_epoch(self) -> None:
-        """Validate, and put the training metrics of the epoch so far back."""
-        kept = [(v, v.numpy()) for v in self.model.metrics_variables]
-        examples = self._examples
-        logs = self._validation_logs()
-        for variable, value in kept:
-            variable.assign(value)
-        self._examples = examples
+        logs = self._validation_logs(keep=True)
         self._validated = self.trainer.progress.step, logs
         emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
 
-    def _validation_logs(self) -> dict[str, Any]:
+    def _validation_logs(self, keep: bool) -> dict[str, Any]:
+        """Validate; to `keep` is to put the metrics of the epoch so far back."""
         assert self.validation is not None
+        kept = [(v, v.numpy()) for v in self.model.metrics_variables if keep]
         logs = evaluate(self.program, self.validation, self.callbacks, self.world)
+        for variable, value in kept:
+            variable.assign(value)
         return {f"val_{name}": value for name, value in logs.items()}
 
 

@@ -49,6 +49,7 @@ class Trainer:
         model: the model of the current or last call.
         timers: seconds spent so far, by what: "data", "step", "communication".
         steps_per_epoch: updates an epoch; None when unknown.
+        epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Trainer:
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
         self.steps_per_epoch: int | None = None
+        self.epoch_complete = True
         self._run_dir: Path | None = None
         self._active: Any = None
         self._start_tensorflow()
@@ -74,15 +76,18 @@ class Trainer:
         cls,
         callbacks: Iterable[keras.callbacks.Callback] = (),
         argv: Sequence[str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> Trainer:
         """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`).
+
+        `defaults` are the script's own, a nested dict; the file and the command line win.
 
         A script with flags of its own takes them first, with `parse_known_args`, and hands on
         the rest. A `ConfigError` ends the program with its message and status 2.
         """
         try:
             path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
-            return cls(path, callbacks, overrides)
+            return cls(load_config(path, overrides, defaults=defaults), callbacks)
         except ConfigError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             raise SystemExit(2) from None

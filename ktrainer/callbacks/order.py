@@ -120,4 +120,7 @@ def on_terminal(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the screen is a terminal: ours, or the launcher's, which says so in
     KTRAINER_TERMINAL (`1`, or `0` to deny)."""
     told = environ.get("KTRAINER_TERMINAL")
-    return told == "1" if told in ("0", "1") else sys.stdout.isatty()
+    if told in ("0", "1"):
+        return told == "1"
+    # mpirun gives rank 0 a pseudo-terminal, whatever its own output is.
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in environ

@@ -203,8 +203,7 @@ class Checkpoint(Callback):
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """Where to go on: at the next epoch, unless a stop cut this one short."""
         progress = Progress.from_dict(self.progress.to_dict())
-        steps = self.steps_per_epoch
-        if progress.epoch == epoch and (steps is None or progress.batch >= steps):
+        if progress.epoch == epoch and getattr(self.trainer, "epoch_complete", True):
             progress.finish_epoch()
         return progress
 

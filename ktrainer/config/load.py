@@ -1,6 +1,6 @@
-"""Making the one configuration: schema < YAML < command line, strictly.
+"""Making the one configuration: schema < script < YAML < command line, strictly.
 
-    layers (file, key=value) -> choose the backend -> unknown keys -> merge onto the schema
+    layers (script, file, key=value) -> choose the backend -> unknown keys -> merge onto the schema
     -> resolve ${...} -> types -> bounds and contradictions -> frozen `Config`
 
 Nothing here starts a process or imports TensorFlow.
@@ -9,7 +9,7 @@ Nothing here starts a process or imports TensorFlow.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, cast
@@ -33,9 +33,11 @@ def load_config(
     source: Any = None,
     overrides: Sequence[str] = (),
     *,
+    defaults: Mapping[str, Any] | None = None,
     on_unknown_callback: Callable[[ConfigError], None] | None = None,
 ) -> Config:
-    """The configuration made of the schema's defaults, `source` and `overrides`, later ones first.
+    """The configuration made of the schema's defaults, `defaults`, `source` and `overrides`, later
+    ones first.
 
     Args:
         source: path of a YAML file, a nested dict, an OmegaConf `DictConfig`, a `Config`, or
@@ -44,6 +46,7 @@ def load_config(
             `backend=data_parallel`. Naming a backend replaces the one in `source`, its keys
             included; other keys change one thing. Their order makes no difference, but that a
             later word wins over an earlier one for the same key.
+        defaults: a script's own defaults, a nested dict, over the schema's.
         on_unknown_callback: called with the error for each callback whose name nobody has
             registered, in place of raising it; for tools that run without the user's script.
 
@@ -56,7 +59,7 @@ def load_config(
     """
     if isinstance(source, Config) and not overrides:
         return source
-    layers = [read_source(source), _tree(read_overrides(overrides))]
+    layers = [read_source(defaults), read_source(source), _tree(read_overrides(overrides))]
     secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
     try:
         config = _make(layers)

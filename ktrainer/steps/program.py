@@ -148,7 +148,9 @@ class Program:
                 "predict": self.model.predict_step,
             }[kind]
             traced = self._traced(python_step(step), kind, blank=key[1])
-            if not self.model.run_eagerly:
+            if self.model.run_eagerly:
+                traced = _on_tensors(traced)
+            else:
                 xla = self.options.xla and self.plane is None
                 traced = tf.function(
                     traced, jit_compile=xla or None, reduce_retracing=True, autograph=False
@@ -189,6 +191,15 @@ class Program:
             if cause is not None:
                 raise cause from error
             raise
+
+
+def _on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` for batches of NumPy arrays: an eager step expects tensors, as tracing gives."""
+
+    def convert(part: Any) -> Any:
+        return tf.convert_to_tensor(part) if isinstance(part, np.ndarray) else part
+
+    return lambda batch, weight: step(keras.tree.map_structure(convert, batch), weight)
 
 
 def _trace(step: Callable[..., Any], spec: Any) -> None:

@@ -63,3 +63,10 @@ def test_the_checkpoint_keeps_the_states_of_all() -> None:
 def test_the_launcher_knows_about_the_terminal(told: str, terminal: bool) -> None:
     assert on_terminal({"KTRAINER_TERMINAL": told}) is terminal
     assert on_terminal({}) is False  # pytest's stdout is none
+
+
+def test_the_pseudo_terminal_of_mpirun_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert on_terminal({}) is True
+    assert on_terminal({"OMPI_COMM_WORLD_SIZE": "2"}) is False
+    assert on_terminal({"OMPI_COMM_WORLD_SIZE": "2", "KTRAINER_TERMINAL": "1"}) is True

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -162,3 +163,17 @@ def test_orphans_are_found() -> None:
     pid = int(orphans[0].split(":")[1])
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+
+
+class _OnlyThere:
+    """Pickles on a rank, and loads nowhere."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_result_that_does_not_load_is_an_error_of_that_task(ranks: Callable[..., Any]) -> None:
+    for outcome in ranks(2).outcomes(_OnlyThere):
+        assert isinstance(outcome.error, TypeError)
+        assert "no number" in str(outcome.error)
+    assert [rank for rank, _, _ in ranks(2).run(_place, 10)] == [0, 10]

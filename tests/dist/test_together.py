@@ -127,7 +127,7 @@ def _stop_on(rank: int) -> tuple[int, int]:
 
 
 def test_one_rank_that_stops_stops_all_at_that_step(ranks: Callable[..., Any]) -> None:
-    assert ranks(3).run(_stop_on, 1) == [(3, 1)] * 3
+    assert ranks(3).run(_stop_on, 1) == [(3, 0)] * 3
 
 
 def _nan_on(rank: int) -> tuple[int, bool]:

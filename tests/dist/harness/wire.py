@@ -86,11 +86,12 @@ def pack_error(error: BaseException, seconds: float) -> bytes:
 
 
 def unpack_result(message: bytes) -> tuple[Any, BaseException | None, str, float]:
-    """`(value, error, traceback, seconds)`."""
+    """`(value, error, traceback, seconds)`; a value that does not load here is an error."""
     value, error, text, seconds = pickle.loads(message)
-    return (
-        None if value is None else pickle.loads(value),
-        None if error is None else pickle.loads(error),
-        text,
-        seconds,
-    )
+    if error is not None:
+        return None, pickle.loads(error), text, seconds
+    try:
+        return pickle.loads(value), None, text, seconds
+    except Exception as cause:
+        failed = TypeError(f"the result does not unpickle in the test's process: {cause!r}")
+        return None, failed, str(failed), seconds
