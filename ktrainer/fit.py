@@ -43,7 +43,7 @@ class Fit:
     ) -> None:
         self.trainer = trainer
         self._feeds: list[Feed] = []
-        self.callbacks: keras.callbacks.CallbackList | None = None
+        self.callbacks = keras.callbacks.CallbackList()
         config = trainer.config
         assert trainer.model is not None
         self.model = trainer.model
@@ -99,7 +99,7 @@ class Fit:
         """Stop the feeds' background work, and let callbacks go of files and the screen."""
         for feed in self._feeds:
             feed.close()
-        for callback in self.callbacks.callbacks if self.callbacks is not None else ():
+        for callback in self.callbacks.callbacks:
             if isinstance(callback, Callback):
                 callback.close()
 
