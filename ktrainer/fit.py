@@ -31,6 +31,7 @@ class Fit:
         trainer: whose config, world and backend are used.
         data, validation_data, class_weight: as in `Trainer.fit`.
         callbacks: callbacks of this call only.
+        again: whether the Trainer has fitted before.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Fit:
         validation_data: Any,
         class_weight: Mapping[int, float] | None,
         callbacks: list[Any],
+        again: bool = False,
     ) -> None:
-        self.trainer = trainer
+        self.trainer, self.again = trainer, again
         self._feeds: list[Feed] = []
         self.callbacks = keras.callbacks.CallbackList()
         config = trainer.config
@@ -49,6 +51,9 @@ class Fit:
         self.model = trainer.model
         check_model(self.model, config)
         limits = config.trainer
+        # Before the feeds: which collectives follow depends on these.
+        given = {"validation data": "none" if validation_data is None else "given"}
+        check_agreement(trainer.world, data_facts=given)
         try:
             self.feed = self._feed(
                 data,
@@ -81,12 +86,12 @@ class Fit:
     def resume(self) -> None:
         """Restore what `checkpoint.resume` asks for, on all ranks."""
         config = self.trainer.config
-        if config.trainer.fast_dev_run:
-            return
-        directory = config.checkpoint.dir or self.trainer.run_dir / "checkpoints"
+        mode = config.checkpoint.resume
+        if config.trainer.fast_dev_run or (self.again and mode not in ("auto", "never")):
+            return  # the checkpoint of a path is where the first `fit` begins
         progress = resume(
-            config.checkpoint.resume,
-            directory,
+            mode,
+            self.trainer.checkpoint_dir,
             model=self.model,
             world=self.trainer.world,
             callbacks=self.callbacks.callbacks,
@@ -119,7 +124,7 @@ class Fit:
         trainer, config = self.trainer, self.trainer.config
         batches, accumulate = self.feed.num_batches, config.trainer.accumulate
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
-        every = assemble(writing_nothing(config), trainer.world, users)
+        every = assemble(callbacks_config(config, trainer), trainer.world, users)
         mine = on_rank(every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
         # must be traced after that.
@@ -144,7 +149,6 @@ class Fit:
         if trainer.world.size > 1:
             check_agreement(
                 trainer.world,
-                config=config.to_dict(redacted=True),
                 model_facts=model_facts(self.model),
                 data_facts=self._data_facts() if config.health.check_data else {},
                 versions=library_versions(),
@@ -177,10 +181,11 @@ def data_config(config: Config) -> DataConfig:
     return config.data
 
 
-def writing_nothing(config: Config) -> Config:
-    """The configuration of callbacks; a `fast_dev_run` leaves no files."""
+def callbacks_config(config: Config, trainer: Trainer) -> Config:
+    """The configuration of callbacks: where this `fit` saves; a `fast_dev_run` leaves no files."""
     if not config.trainer.fast_dev_run:
-        return config
+        directory = str(trainer.checkpoint_dir)
+        return replace(config, checkpoint=replace(config.checkpoint, dir=directory))
     return replace(
         config,
         checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),

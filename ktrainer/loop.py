@@ -24,6 +24,7 @@ them together; no rank leaves the loop alone.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
@@ -97,12 +99,19 @@ class Loop:
         self._examples = 0  # this rank's, in the epoch so far
         self._validated: tuple[int, dict[str, Any]] = (-1, {})  # step and logs of the last one
         self._started = 0.0
+        self._late = False  # `max_time` has passed, on any rank
 
     def run(self) -> Any:
         """Train to the end; returns Keras' History."""
         self.model.stop_training = False
         self.callbacks.on_train_begin()
         self.trainer.resume()
+        if self.model.stop_training and self.world.is_root:
+            warnings.warn(
+                "training had been stopped when the checkpoint was made, so there is nothing to "
+                "do; checkpoint.resume=never starts afresh",
+                stacklevel=2,
+            )
         self._start_clock()
         self._skip_to_initial_epoch()
         logs: dict[str, Any] | None = None
@@ -124,12 +133,16 @@ class Loop:
     def _skip_to_initial_epoch(self) -> None:
         """Go on where Keras' BackupAndRestore, which runs on rank 0, says."""
         epoch = self.world.broadcast(int(self.model._initial_epoch or 0), what="initial epoch")
-        if epoch > self.trainer.progress.epoch:
-            self.trainer.progress.epoch = epoch
+        progress = self.trainer.progress
+        if epoch > progress.epoch:
+            progress.epoch = epoch
+            # The learning rate and `max_steps` go by the step.
+            progress.step = epoch * (self.trainer.steps_per_epoch or 0)
 
     def _finished(self) -> bool:
         return (
             self.model.stop_training
+            or self._late
             or self.trainer.progress.epoch >= self.schedule.epochs
             or self._steps_left() == 0
             or self.feed.exhausted
@@ -213,7 +226,8 @@ class Loop:
             progress.advance(sum(share.global_examples for share in shares))
             self._examples += sum(share.examples for share in shares)
         progress.elapsed = time.monotonic() - self._started
-        self.trainer.timers["communication"] = self.trainer.communication_seconds
+        if (waited := self.trainer.communication_seconds) is not None:
+            self.trainer.timers["communication"] = waited
         emit(ours, "on_step_end", progress.step, logs)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
@@ -231,9 +245,11 @@ class Loop:
     def _agree_to_stop(self) -> bool:
         limit = self.schedule.max_seconds
         late = limit is not None and self.trainer.progress.elapsed >= limit
-        stop = self.world.any(self.model.stop_training or late, "stop")
-        self.model.stop_training = stop
-        return stop or self._steps_left() == 0
+        # Not a stop that a checkpoint should remember: a later run may have more time.
+        flags = np.array([bool(self.model.stop_training), late], np.int32)
+        stopped, self._late = map(bool, self.world.oob_allreduce(flags, "max", "stop"))
+        self.model.stop_training = stopped
+        return stopped or self._late or self._steps_left() == 0
 
     def _global_logs(self, logs: Any) -> dict[str, Any]:
         return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
@@ -274,6 +290,8 @@ def evaluate(
             callbacks.on_test_batch_end(batch, logs)
             if world.any(model.stop_evaluating, "stop evaluating"):
                 break
+    if not logs:
+        raise DataError("the data to evaluate on has no batches")
     results = global_results(model.metrics, world, logs=logs, examples=examples)
     callbacks.on_test_end(results)
     return results
@@ -300,6 +318,4 @@ def predict(
 
 
 def _concatenate(parts: Any) -> Any:
-    import numpy as np
-
     return np.concatenate(parts, axis=0)

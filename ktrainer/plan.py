@@ -192,6 +192,13 @@ def _engine(config: Config, facts: WorldFacts) -> str | None:
             path="backend.engine",
             value="horovod",
         )
+    if backend.engine == "horovod" and facts.horovod_nccl and facts.gpus and not facts.gpu_each:
+        raise ConfigError(
+            f"{facts.local_size} processes share {facts.gpus} GPU(s) on this node, and NCCL needs "
+            "one for each: start fewer, or set backend.engine=mpi.",
+            path="backend.engine",
+            value="horovod",
+        )
     return backend.engine
 
 
@@ -209,8 +216,7 @@ def _notes(config: Config, facts: WorldFacts, engine: str | None) -> list[str]:
             "the number of processes, so results will depend on it."
         )
     if 0 < facts.gpus < facts.local_size:
-        note = f"{facts.local_size} processes share {facts.gpus} GPU(s) on this node"
-        notes.append(note + ("; NCCL needs one for each." if engine == "horovod" else "."))
+        notes.append(f"{facts.local_size} processes share {facts.gpus} GPU(s) on this node.")
     if facts.cores < facts.local_size:
         notes.append(f"{facts.local_size} processes share {facts.cores} core(s) on this node.")
     if config.trainer.precision == "mixed_float16" and not facts.gpus:

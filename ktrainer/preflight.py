@@ -40,12 +40,12 @@ _REMEDIES = {
 def check_agreement(
     world: World,
     *,
-    config: Mapping[str, Any],
-    model_facts: Mapping[str, str],
-    data_facts: Mapping[str, str],
-    versions: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    model_facts: Mapping[str, str] | None = None,
+    data_facts: Mapping[str, str] | None = None,
+    versions: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compare what must be the same on every rank, before the first step.
+    """Compare what must be the same on every rank, before the first step; None is not compared.
 
     Args:
         world: the ranks.
@@ -60,10 +60,10 @@ def check_agreement(
     if world.size == 1:
         return
     facts = {
-        **_flatten("config", config),
-        **_flatten("model", model_facts),
-        **_flatten("data", data_facts),
-        **_flatten("version", versions),
+        **_flatten("config", config or {}),
+        **_flatten("model", model_facts or {}),
+        **_flatten("data", data_facts or {}),
+        **_flatten("version", versions or {}),
     }
     what = "compare config, model and data"
     digests = _exchange(world, _digest64(sorted(facts.items())), what)

@@ -6,12 +6,14 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.plan import Plan, WorldFacts, make_plan
+from ktrainer.preflight import check_agreement
 from ktrainer.progress import Progress
 from ktrainer.quiet import quiet_tensorflow
 from ktrainer.world import World, open_world
@@ -19,6 +21,7 @@ from ktrainer.world import World, open_world
 if TYPE_CHECKING:
     import keras
 
+    from ktrainer.config import DataConfig
     from ktrainer.steps import Program
 
 
@@ -47,7 +50,8 @@ class Trainer:
         world: rank, size, and collectives for user code.
         progress: counters of the current or last `fit`.
         model: the model of the current or last call.
-        timers: seconds spent so far, by what: "data", "step", "communication".
+        timers: seconds spent so far, by what: "data", "step", "communication"
+            (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
@@ -61,13 +65,17 @@ class Trainer:
         self.config = load_config(config, overrides)
         self.callbacks = list(callbacks)
         self.world: World = open_world(self.config.world.deadline)
+        # Before any other collective: which ones follow depends on the configuration.
+        check_agreement(self.world, config=self.config.to_dict(redacted=True))
         self.plan: Plan = make_plan(self.config, WorldFacts.detect(self.world))
         self.progress = Progress()
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
         self.steps_per_epoch: int | None = None
         self.epoch_complete = True
+        self.stop_reason: str | None = None
         self._run_dir: Path | None = None
+        self._fits = 0
         self._active: Any = None
         self._start_tensorflow()
 
@@ -123,7 +131,10 @@ class Trainer:
         self.model = self._resolve(model)
         self.progress = Progress()
         self.timers.clear()
-        self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
+        self.stop_reason = None
+        self._fits += 1
+        again = self._fits > 1
+        self._active = Fit(self, data, validation_data, class_weight, [*callbacks], again)
         try:
             return self._active.run()
         finally:
@@ -133,13 +144,22 @@ class Trainer:
         """Loss and metrics of `model` over all of `data`, the same on every rank."""
         from ktrainer.loop import evaluate
 
-        return self._over(model, data, evaluate)
+        return self._over(model, data, evaluate, self.config.data)
 
     def predict(self, model: Any, x: Any) -> Any:
-        """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank."""
+        """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank.
+
+        Args:
+            model: as in `fit`; it need not be compiled.
+            x: inputs: an array, or a list or dict of arrays for several; or data as in `fit`,
+                such as `(x, y)` or a tf.data.Dataset, whose labels are not looked at.
+        """
         from ktrainer.loop import predict
 
-        return self._over(model, x if not _is_array(x) else (x,), predict)
+        inputs = isinstance(x, (list, dict)) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+        # Dealt out, the rows would come back in another order.
+        config = replace(self.config.data, shard="batch", batch="global")
+        return self._over(model, (x,) if inputs else x, predict, config)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
@@ -159,8 +179,18 @@ class Trainer:
         return self._run_dir
 
     @property
-    def communication_seconds(self) -> float:
-        """Seconds this rank has waited in gradient communication so far."""
+    def checkpoint_dir(self) -> Path:
+        """Where the checkpoints of this `fit` go.
+
+        Each `fit` of a script has a folder of its own (`checkpoints`, `checkpoints-2`, ...), so
+        that a script that trains in several parts goes on in the right one.
+        """
+        folder = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
+        return folder if self._fits <= 1 else folder.with_name(f"{folder.name}-{self._fits}")
+
+    @property
+    def communication_seconds(self) -> float | None:
+        """Seconds this rank has waited in gradient communication so far; None if unknown."""
         return self.backend.communication_seconds
 
     def request_stop(self, reason: str) -> None:
@@ -204,7 +234,7 @@ class Trainer:
             )
         return model
 
-    def _over(self, model: Any, data: Any, run: Callable[..., Any]) -> Any:
+    def _over(self, model: Any, data: Any, run: Callable[..., Any], config: DataConfig) -> Any:
         """Evaluate or predict over `data`, with the program of the last call if it fits."""
         import keras
 
@@ -212,7 +242,7 @@ class Trainer:
 
         self.model = self._resolve(model)
         program = self.program_for(self.model)
-        feed = make_feed(data, world=self.world, config=self.config.data, training=False, seed=None)
+        feed = make_feed(data, world=self.world, config=config, training=False, seed=None)
         callbacks = keras.callbacks.CallbackList([], model=self.model, add_history=False)
         try:
             return run(program, feed, callbacks, self.world)
@@ -226,7 +256,3 @@ class Trainer:
         if self._active is None or self._active.program.model is not model:
             return self.backend.prepare(model, StepOptions())
         return self._active.program
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")

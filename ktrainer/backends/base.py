@@ -41,8 +41,8 @@ class Backend(ABC):
         """The compiled steps of `model`, nothing run yet."""
 
     @property
-    def communication_seconds(self) -> float:
-        """Seconds this rank has waited in gradient communication so far."""
+    def communication_seconds(self) -> float | None:
+        """Seconds this rank has waited in gradient communication so far; None if unknown."""
         return 0.0
 
     def close(self) -> None:  # noqa: B027 - not every backend holds something

@@ -31,7 +31,7 @@ class DataParallel(Backend):
         return Program(model, options, self._plane, self.world.rank)
 
     @property
-    def communication_seconds(self) -> float:
+    def communication_seconds(self) -> float | None:
         return self._plane.seconds if self._plane is not None else 0.0
 
     def close(self) -> None:

@@ -18,19 +18,15 @@ def claim_device(world: World, threads: int | None = None) -> None:
         threads: threads for one operation; None leaves TensorFlow's own choice.
 
     Raises:
-        SetupError: TensorFlow was already running with other devices, or there are fewer
-            GPUs than ranks on this node.
+        SetupError: TensorFlow was already running with other devices.
     """
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and world.size > 1:
-        if world.local_size > len(gpus):
-            raise SetupError(
-                f"{world.local_size} ranks on this node share {len(gpus)} GPUs; start at most "
-                f"{len(gpus)} ranks a node, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
-            )
-        gpus = [gpus[world.local_rank]]
+        # A launcher may show each rank its own GPU only; and ranks may share GPUs, as the plan
+        # notes, unless NCCL is used, which the plan refuses.
+        gpus = [gpus[world.local_rank % len(gpus)]]
         _configure(tf.config.set_visible_devices, gpus, "GPU")
     for gpu in gpus:
         _configure(tf.config.experimental.set_memory_growth, gpu, True)

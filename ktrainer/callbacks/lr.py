@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the global step.
 
 Events used: `set_model` (take over schedules before the step is traced), `on_train_begin` and
-`on_epoch_begin` (note what others restored), `on_step_begin` (set the rate of the coming step).
+`on_epoch_begin` (note what others restored), `on_step_begin` (set the rate of the coming step),
+`on_train_end` (set the base rate again).
 
     rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
 
@@ -142,6 +143,12 @@ class LearningRate(Callback):
             elif factor != rate.factor or self._look:
                 self._set_float(optimizer, rate, factor)
         self._look = False
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_end(logs)
+        for optimizer, rate in self._known():
+            if rate.base is not None:
+                self._set_float(optimizer, rate, 1.0)  # a saved model is not scaled again
 
     def _known(self) -> Iterator[tuple[Any, _Rate]]:
         for optimizer in self._optimizers:

@@ -137,10 +137,8 @@ class Checkpoint(Callback):
                     stacklevel=3,
                 )
             return False
-        if self.mode == "auto":
-            self.mode = direction(self.model, self.best)
-        known = self.best_value
-        better = known is None or (value < known if self.mode == "min" else value > known)
+        known, less = self.best_value, self._direction() == "min"
+        better = known is None or (value < known if less else value > known)
         if not self._agreed(better and math.isfinite(value)):
             return False
         self.best_value = value
@@ -189,10 +187,17 @@ class Checkpoint(Callback):
         store, step = self._store(), self.progress.step
         try:
             store.save(arrays, state, step, metric=metric, world_size=self.world.size)
-            store.prune(self.keep, self.best, "max" if self.mode == "max" else "min")
+            store.prune(self.keep, self.best, self._direction() if self.best else "min")
         except (CheckpointError, OSError) as error:
             return str(error)
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            return f"{type(error).__name__}: {error}"
         return None
+
+    def _direction(self) -> str:
+        """`min` or `max`: which way `best` is better."""
+        assert self.best is not None
+        return direction(self.model, self.best) if self.mode == "auto" else self.mode
 
     def _store(self) -> Any:
         from ktrainer.checkpoint.store import Store

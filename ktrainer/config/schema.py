@@ -148,14 +148,11 @@ class LrPhase:
         multiplier: factor on the base learning rate while it lasts. Where phases overlap, their
             factors multiply.
         end: when it ends. null: never.
-        staircase: whether a factor that is a function of the position, which only code can
-            give, sees whole numbers alone.
     """
 
     start: str = duration(MISSING, units=("ep", "ba"), positive=False)
     multiplier: float = number(MISSING, at_least=0)
     end: str | None = duration(None, units=("ep", "ba"))
-    staircase: bool = True
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class LrConfig:
             for data.batch=per_worker, where more processes make a larger batch.
         warmup: rise from 1/size of the learning rate to all of it over this long, such as "5ep" or
             "1000ba" (Goyal et al., 2017); one process has nothing to rise to. null: no warm-up.
-        schedule: list of {start, multiplier, end, staircase}.
+        schedule: list of {start, multiplier, end}.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.
     """
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -16,7 +14,7 @@ import psutil
 
 from ktrainer.errors import SetupError
 from ktrainer.launch.command import available_cpus, find_mpirun
-from ktrainer.quiet import quiet_tensorflow
+from ktrainer.quiet import muted, quiet_tensorflow
 from ktrainer.start import REMEDY
 
 _LATER = "no: not part of this version"
@@ -44,7 +42,7 @@ def gather() -> dict[str, Any]:
     A part that is missing or broken is a dict with `"error"`, the reason and the remedy.
     """
     quiet_tensorflow()
-    with _muted():
+    with muted():
         parts: dict[str, Any] = {
             "python": {"version": platform.python_version(), "executable": sys.executable},
             "ktrainer": {"version": _version("ktrainer")},
@@ -197,17 +195,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-@contextlib.contextmanager
-def _muted() -> Iterator[None]:
-    """Keep what C++ libraries print while they load off the screen."""
-    sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)

@@ -110,6 +110,7 @@ class CapturedUpdate:
             uniform=is_uniform(batch),
             denominators=tf.unstack(denominators),
             capture=True,
+            xla=self.options.xla,
         )
         kept = [(v, tf.identity(v)) for v in self.model.metrics_variables] if blank else []
         with seams(context, optimizers_of(self.model)):

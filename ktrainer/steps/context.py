@@ -19,6 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.errors import ModelError
 from ktrainer.steps.options import GradientHook
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
 
@@ -41,6 +42,7 @@ class StepContext:
         capture: keep what `optimizer.apply` is called with in `captured`, and do not apply it.
         assigned: variables that the step assigned, by id.
         applies: how many times an optimizer was applied.
+        xla: whether the step is compiled with XLA, in which nothing can be communicated.
     """
 
     weight: tf.Tensor
@@ -55,6 +57,7 @@ class StepContext:
     captured: list[tuple[Any, list[Any], list[Any]]] = field(default_factory=list)
     assigned: dict[int, Any] = field(default_factory=dict)
     applies: int = 0
+    xla: bool = False
     order: InOrder = field(default_factory=InOrder)
     _next: int = 0
 
@@ -89,6 +92,12 @@ class StepContext:
         """
         if self.plane is None or self.record:
             return tensor
+        if self.xla:
+            raise ModelError(
+                "this model communicates in its forward pass (BatchNormalization with "
+                "synchronized=True does), which XLA cannot compile; set trainer.xla=false, or "
+                "synchronized=False"
+            )
         plane = self.plane
 
         @tf.custom_gradient

@@ -89,7 +89,9 @@ class Program:
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
         """One update per share, all in one compiled call; the logs of the last."""
-        stacked = stack_shares(shares) if len(shares) > 1 else None
+        # Under XLA with ranks a call holds no more than one share's computation.
+        alone = len(shares) == 1 or (self.options.xla and self.plane is not None)
+        stacked = None if alone else stack_shares(shares)
         if stacked is None:
             for share in shares:
                 logs = self.train([share])

@@ -1,12 +1,12 @@
 """The places in Keras where a step must know that it sees one share of a larger batch.
 
 Keras 3 has no interface for a distribution that is not its own, so `seams(context)` replaces
-seven functions of Keras for as long as a step is traced, and puts them back:
+a few functions of Keras for as long as a step is traced, and puts them back:
 
 | replaced | because |
 |---|---|
 | `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all shares |
-| `metrics.Mean.update_state`, `Sum.update_state` | a scalar counts with the share's weight |
+| `metrics.Mean.update_state` | a scalar counts with the share's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
 | `Variable._direct_assign` | to learn which statistics a step moved |
@@ -48,8 +48,7 @@ def seams(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None
     BatchNormalization = keras.layers.BatchNormalization
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (loss_module, "reduce_weighted_values", _reduce_weighted_values),
-        (reduction_metrics.Mean, "update_state", _update_reduction),
-        (reduction_metrics.Sum, "update_state", _update_reduction),
+        (reduction_metrics.Mean, "update_state", _update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", _next_seed),
@@ -113,7 +112,7 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
     return reduce_weighted_values
 
 
-def _update_reduction(context: StepContext, original: Callable[..., Any]) -> Any:
+def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         if sample_weight is None:
             values = ops.convert_to_tensor(values)

@@ -27,6 +27,13 @@ class InOrder:
 
     def __init__(self) -> None:
         self._last: list[tf.Operation] = []
+        self._numbered = 0
+
+    def number(self) -> int:
+        """1, 2, 3, ...: the place of a collective in this trace, the same on every rank, however
+        often each of them has traced a step before."""
+        self._numbered += 1
+        return self._numbered
 
     def __call__(self, collective: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
         """The outputs of `collective`, which starts only after the one before has ended."""
@@ -44,13 +51,13 @@ class GradientPlane(ABC):
     Attributes:
         name: the engine's name.
         size: how many ranks are summed over.
-        seconds: time spent waiting in collectives so far.
+        seconds: time spent waiting in collectives so far; None if the engine cannot tell.
         error: the exception that ended the last collective.
     """
 
     name: str
     size: int = 1
-    seconds: float = 0.0
+    seconds: float | None = 0.0
     error: BaseException | None = None
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """The gradient plane on Horovod: NCCL on GPUs, MPI or Gloo on CPUs.
 
 Each gradient is an all-reduce of its own, started as soon as the backward pass has made it;
-Horovod's background thread fuses what is ready and runs it beside the rest of the pass. Only
+Horovod's background thread fuses what is ready and runs it beside the rest of the pass. It pairs
+the ranks' tensors by name, so names count within a trace: ranks trace at different times. Only
 Horovod's core is used: its Keras layer averages nothing on Keras 3.
 """
 
@@ -29,6 +30,7 @@ class HorovodPlane(GradientPlane):
     """
 
     name = "horovod"
+    seconds = None  # Horovod's thread waits, not the step; nobody here sees for how long
 
     def __init__(
         self, world: World, compression: str = "none", sparse_as_dense: bool = False
@@ -44,18 +46,17 @@ class HorovodPlane(GradientPlane):
         self.size = self._hvd.size()
         self._compression = getattr(self._hvd.Compression, compression)
         self._sparse_as_dense = sparse_as_dense
-        self._named = 0
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
     ) -> list[Gradient]:
-        return [self._reduce(gradient, weight) for gradient in gradients]
+        return [self._reduce(gradient, weight, order.number()) for gradient in gradients]
 
-    def _reduce(self, gradient: Gradient, weight: tf.Tensor) -> Gradient:
+    def _reduce(self, gradient: Gradient, weight: tf.Tensor, number: int) -> Gradient:
         if self._sparse_as_dense:
             gradient = tf.convert_to_tensor(gradient)
         if isinstance(gradient, tf.IndexedSlices):
-            name = self._name("rows")
+            name = f"ktrainer.rows.{number}"
             # A stand-in's rows have weight 0, so they add nothing wherever they go.
             values = weighted(gradient.values, weight)
             wire, context = self._compression.compress(values)
@@ -67,12 +68,13 @@ class HorovodPlane(GradientPlane):
         return self._hvd.allreduce(
             weighted(gradient, weight),
             op=self._hvd.Sum,
-            name=self._name("gradient"),
+            name=f"ktrainer.gradient.{number}",
             compression=self._compression,
         )
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
-        return self._hvd.allreduce(vector, op=self._hvd.Sum, name=self._name("forward"))
+        name = f"ktrainer.forward.{order.number()}"
+        return self._hvd.allreduce(vector, op=self._hvd.Sum, name=name)
 
     def failure(self, error: BaseException) -> BaseException | None:
         if "Horovod" not in str(error):
@@ -81,11 +83,6 @@ class HorovodPlane(GradientPlane):
             f"rank {self.world.rank} lost a peer, or waited over {self.world.deadline:g} s for "
             f"it, at step {self.world.step} in 'all-reduce of gradients' through Horovod"
         )
-
-    def _name(self, kind: str) -> str:
-        """A name for one collective; Horovod pairs the ranks' tensors by it, in any order."""
-        self._named += 1
-        return f"ktrainer.{kind}.{self._named}"
 
 
 def initialised_horovod(deadline: float = 300.0) -> Any:

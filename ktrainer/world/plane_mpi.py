@@ -39,6 +39,7 @@ class MpiPlane(GradientPlane):
     """
 
     name = "mpi"
+    seconds: float = 0.0
 
     def __init__(
         self,

@@ -169,7 +169,7 @@ def test_a_callback_is_taken_away_by_null():
 def test_schedule_items_are_typed():
     config = load_config(None, ["lr.schedule=[{start: 3ep, multiplier: 0.1}]"])
     phase = config.lr.schedule[0]
-    assert (phase.start, phase.multiplier, phase.end, phase.staircase) == ("3ep", 0.1, None, True)
+    assert (phase.start, phase.multiplier, phase.end) == ("3ep", 0.1, None)
 
 
 def test_the_result_is_read_only_and_can_be_sent():
