@@ -109,8 +109,8 @@ class PyDatasetSource(PythonSource):
     """The batches of a `keras.utils.PyDataset`, in its own order.
 
     `workers`, `use_multiprocessing` and `max_queue_size` are honoured; `on_epoch_begin` and
-    `on_epoch_end` are called as `Model.fit` calls them (which calls `on_epoch_end` once more,
-    before the first epoch). A resumed run calls them for the epochs that it skips, so that a
+    `on_epoch_end` are called as `Model.fit` calls them (which calls `on_epoch_end` once more
+    before the first epoch, and before each validation). A resumed run calls them for the epochs that it skips, so that a
     dataset which reorders itself there is where it was.
     """
 
@@ -152,7 +152,7 @@ class PyDatasetSource(PythonSource):
             self.dataset.on_epoch_end()
 
     def _begin(self, epoch: int) -> None:
-        if not self._reset:
+        if not self._reset or epoch < self._epochs_begun:  # validation opens the same one again
             self._reset = True
             self.dataset.on_epoch_end()
         while self._epochs_begun < epoch:

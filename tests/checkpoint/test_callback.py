@@ -159,3 +159,31 @@ def test_when_rank_zero_cannot_write_all_end(ranks, tmp_path) -> None:
         assert isinstance(outcome.error, CheckpointError)
         assert "No space left" in str(outcome.error)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_is_known_before_an_epoch_is_judged(tmp_path) -> None:
+    """After a resume, saves inside the first epoch must not take a high accuracy for a bad one."""
+
+    class Score(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["val_accuracy"] = [1.0, 0.9][epoch]
+
+    def run(every: str, epochs: int) -> None:
+        keeper = Checkpoint(tmp_path, every=every, keep=1, best="val_accuracy")
+        fit(small_model(metrics=["accuracy"]), [Score(), keeper], epochs=epochs)
+
+    run("1ep", 2)
+    assert steps(tmp_path) == [5, 10]
+    with pytest.raises(KeyboardInterrupt):
+        run_until_step_2(tmp_path)
+    assert steps(tmp_path) == [2, 5]
+
+
+def run_until_step_2(directory: Path) -> None:
+    class Killed(Callback):
+        def on_step_begin(self, step: int) -> None:
+            if step == 2:
+                raise KeyboardInterrupt
+
+    keeper = Checkpoint(directory, every="2ba", keep=1, best="val_accuracy")
+    fit(small_model(metrics=["accuracy"]), [Killed(), keeper])

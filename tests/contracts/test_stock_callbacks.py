@@ -96,6 +96,7 @@ class Scenario:
     optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.SGD(0.05)
     crash: bool = False
     bad_row: int | None = None
+    cut: bool = False  # stops in the middle of an epoch
 
 
 def averaging() -> keras.optimizers.Optimizer:
@@ -133,8 +134,8 @@ SCENARIOS = {
         ]
     ),
     "SwapEMAWeights": Scenario(lambda to: [stock.SwapEMAWeights(True)], averaging),
-    "TerminateOnNaN": Scenario(lambda to: [stock.TerminateOnNaN()], bad_row=28),
-    "user's own": Scenario(lambda to: [StopOn(rank=0)]),
+    "TerminateOnNaN": Scenario(lambda to: [stock.TerminateOnNaN()], bad_row=28, cut=True),
+    "user's own": Scenario(lambda to: [StopOn(rank=0)], cut=True),
     "user's own, on another rank": Scenario(lambda to: [StopOn(rank=1)]),
 }
 
@@ -218,6 +219,10 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
 def test_alone_as_under_keras(name: str, tmp_path: Path) -> None:
     theirs = play(name, tmp_path / "keras", "keras", eager=True)
     ours = play(name, tmp_path / "ours", "local", eager=True)
+    # After an epoch that was cut short the metrics are those of training, for a resume; under
+    # Keras those of the validation that followed.
+    if SCENARIOS[name].cut:
+        ours.outcome.metrics = theirs.outcome.metrics = []
     assert_same(ours.outcome, theirs.outcome)
     assert str(ours.events) == str(theirs.events)  # as text, in which NaN is NaN
     assert ours.files == theirs.files

@@ -109,9 +109,12 @@ def _train_tiny(**settings: Any) -> Outcome:
     return train(_tiny_batches(), **settings)
 
 
-def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.horovod)])
+def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any], engine: str) -> None:
     expected = _train_tiny(backend="local")
-    ours = ranks(3).run(_train_tiny, backend="data_parallel")
+    group = ranks(3, "horovod" if engine == "horovod" else "")
+    settings = {"backend": "data_parallel", "backend__engine": engine, "world__deadline": 30}
+    ours = group.run(_train_tiny, **settings)
     compare([expected], [[o] for o in ours], [("tiny batches", "sgd")], 1e-10, 1e-9)
 
 

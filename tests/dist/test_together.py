@@ -1,4 +1,4 @@
-"""What ranks decide, they decide together; what must be equal is checked, and named if it is not."""
+"""What ranks decide, they decide together."""
 
 from __future__ import annotations
 
@@ -8,89 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer.errors import DataError, DeadlineExceeded, DivergenceError
+from ktrainer.errors import DataError, DeadlineExceeded, DivergenceError, ModelError
 from tests.dist.cases import vectors
-
-
-def _trainer(callbacks: tuple[Any, ...] = (), **settings: Any) -> Any:
-    from ktrainer import Trainer
-
-    words = ["backend=data_parallel", *(f"{k.replace('__', '.')}={v}" for k, v in settings.items())]
-    return Trainer({"logging": {"progress": "none", "csv": False}}, callbacks, words)
-
-
-def _model(units: int = 8, extra: tuple[Any, ...] = ()) -> Any:
-    import keras
-
-    layers = [keras.Input((8,)), keras.layers.Dense(units, activation="relu"), *extra]
-    model = keras.Sequential([*layers, keras.layers.Dense(3)])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.05), loss, metrics=["accuracy"])
-    return model
-
-
-def _weights(model: Any) -> bytes:
-    return b"".join(v.numpy().tobytes() for v in model.variables)
-
-
-def _unseeded_shuffle() -> None:
-    import tensorflow as tf
-
-    x, y = vectors()
-    with _trainer(seed="null") as trainer:
-        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(241).batch(32)
-        trainer.fit(_model(), data)
-
-
-def test_an_unseeded_shuffle_is_found_before_step_1(ranks: Callable[..., Any]) -> None:
-    for outcome in ranks(2).outcomes(_unseeded_shuffle):
-        assert isinstance(outcome.error, DivergenceError), outcome
-        assert "data training/first batch/x" in str(outcome.error)
-        assert "seed" in str(outcome.error)
-
-
-def _another_model() -> None:
-    with _trainer() as trainer:
-        trainer.fit(lambda: _model(8 + trainer.world.rank), vectors())
-
-
-def test_another_model_is_found_before_step_1(ranks: Callable[..., Any]) -> None:
-    for outcome in ranks(3).outcomes(_another_model):
-        assert isinstance(outcome.error, DivergenceError), outcome
-        assert "[8, 8]" in str(outcome.error)
-        assert "[8, 10]" in str(outcome.error)
-
-
-def _another_config() -> None:
-    from ktrainer.world import current
-
-    with _trainer(lr__warmup=f"{1 + current().rank}ep") as trainer:
-        trainer.fit(_model, vectors())
-
-
-def test_another_config_is_found_before_step_1(ranks: Callable[..., Any]) -> None:
-    for outcome in ranks(2).outcomes(_another_config):
-        assert isinstance(outcome.error, DivergenceError), outcome
-        assert "lr.warmup" in str(outcome.error)
-
-
-def _drift() -> None:
-    import keras
-
-    class Drift(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 2 and trainer.world.rank == 1:
-                bias = self.model.layers[-1].bias
-                bias.assign_add([1e-7, 0, 0])
-
-    with _trainer((Drift(),), health__audit_every="4ba") as trainer:
-        trainer.fit(_model, vectors())
-
-
-def test_the_audit_names_the_first_variable_that_differs(ranks: Callable[..., Any]) -> None:
-    for outcome in ranks(2).outcomes(_drift):
-        assert isinstance(outcome.error, DivergenceError), outcome
-        assert "bias" in str(outcome.error)
+from tests.dist.small import ENGINES, group_mode, small_model, make_trainer, weights_of
 
 
 def _leave_early() -> None:
@@ -101,8 +21,8 @@ def _leave_early() -> None:
             if batch == 1 and trainer.world.rank == 1:
                 raise ValueError("enough")
 
-    with _trainer((Leave(),), world__deadline=2) as trainer:
-        trainer.fit(_model, vectors())
+    with make_trainer((Leave(),), world__deadline=2) as trainer:
+        trainer.fit(small_model, vectors())
 
 
 def test_a_wait_for_a_rank_that_left_ends_and_names_the_step(ranks: Callable[..., Any]) -> None:
@@ -121,8 +41,8 @@ def _stop_on(rank: int) -> tuple[int, int]:
             if batch == 2 and trainer.world.rank == rank:
                 self.model.stop_training = True
 
-    with _trainer((Stop(),), trainer__epochs=5) as trainer:
-        trainer.fit(_model, vectors())
+    with make_trainer((Stop(),), trainer__epochs=5) as trainer:
+        trainer.fit(small_model, vectors())
         return trainer.progress.step, trainer.progress.epoch
 
 
@@ -134,8 +54,8 @@ def _nan_on(rank: int) -> tuple[int, bool]:
     x, y = vectors()
     x = x.copy()
     x[64 + 1] = np.nan  # in the slice of rank 0 of the third batch
-    with _trainer(data__shuffle="false", trainer__epochs=3) as trainer:
-        trainer.fit(_model, (x, y))
+    with make_trainer(data__shuffle="false", trainer__epochs=3) as trainer:
+        trainer.fit(small_model, (x, y))
         return trainer.progress.step, bool(np.isfinite(x[:64]).all())
 
 
@@ -143,33 +63,35 @@ def test_a_nan_on_one_rank_stops_all_at_that_step(ranks: Callable[..., Any]) -> 
     assert ranks(2).run(_nan_on, 0) == [(3, True)] * 2
 
 
-def _overflow_on_one_rank() -> tuple[float, int, bytes]:
-    """mixed_float16 with one example that overflows, on one rank's slice only."""
+def _overflow_on_one_rank(accumulate: int) -> tuple[float, int, bytes]:
+    """mixed_float16 with one example that overflows in the second update, on one rank only."""
     x, y = vectors()
     x = x.copy()
-    x[32 + 1] = 6e4
-    with _trainer(
+    x[32 * accumulate + 1] = 6e4
+    with make_trainer(
         trainer__precision="mixed_float16",
         data__shuffle="false",
         health__nan="ignore",
         trainer__max_steps=3,
+        trainer__accumulate=accumulate,
     ) as trainer:
-        trainer.fit(_model, (x, y))
+        trainer.fit(small_model, (x, y))
         optimizer = trainer.model.optimizer
         scale = float(optimizer.dynamic_scale.numpy())
-        return scale, int(optimizer.iterations.numpy()), _weights(trainer.model)
+        return scale, int(optimizer.iterations.numpy()), weights_of(trainer.model)
 
 
-def test_ranks_skip_an_overflow_together(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(2).run(_overflow_on_one_rank)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_skip_an_overflow_together(ranks: Callable[..., Any], accumulate: int) -> None:
+    outcomes = ranks(2).run(_overflow_on_one_rank, accumulate)
     assert outcomes[0] == outcomes[1]
     scale, updates, _ = outcomes[0]
     assert (scale, updates) == (2.0**14, 2)  # halved once, and that step left out
 
 
 def _no_data() -> None:
-    with _trainer() as trainer:
-        trainer.fit(_model, (np.zeros((0, 8)), np.zeros((0,), int)))
+    with make_trainer() as trainer:
+        trainer.fit(small_model, (np.zeros((0, 8)), np.zeros((0,), int)))
 
 
 def test_no_data_is_an_error_on_every_rank(ranks: Callable[..., Any]) -> None:
@@ -200,9 +122,9 @@ def _random_layers(seed: int) -> tuple[bytes, bytes]:
                 return x * kept
             return x
 
-    with _trainer(trainer__epochs=2, seed=seed, health__audit_every="null") as trainer:
+    with make_trainer(trainer__epochs=2, seed=seed, health__audit_every="null") as trainer:
         mask = Mask()
-        model = _model(8, (keras.layers.BatchNormalization(), mask))
+        model = small_model(8, (keras.layers.BatchNormalization(), mask))
         trainer.fit(model, vectors())
         shared = [v for v in model.variables if v is not mask.seen]
         return mask.seen.numpy().tobytes(), b"".join(v.numpy().tobytes() for v in shared)
@@ -216,29 +138,32 @@ def test_dropout_differs_and_weights_do_not(ranks: Callable[..., Any]) -> None:
     assert ranks(3).run(_random_layers, 5) == first
 
 
-def _per_worker(size_each: int) -> tuple[int, bytes]:
+def _per_worker(size_each: int, engine: str) -> tuple[int, bytes]:
     """Each rank's own data, of different lengths: 10, 7 and no batches."""
     import tensorflow as tf
 
-    with _trainer(data__batch="per_worker", world__deadline=20) as trainer:
+    with make_trainer(
+        data__batch="per_worker", backend__engine=engine, world__deadline=20
+    ) as trainer:
         x, y = vectors()
         count = [10, 7, 0][trainer.world.rank] * size_each
         data = tf.data.Dataset.from_tensor_slices((x, y)).take(count).batch(size_each)
-        trainer.fit(_model, data)
-        return trainer.progress.examples, _weights(trainer.model)
+        trainer.fit(small_model, data)
+        return trainer.progress.examples, weights_of(trainer.model)
 
 
-def test_uneven_data_of_ranks_is_used_up_without_waiting(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(3).run(_per_worker, 4)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_uneven_data_of_ranks_is_used_up_without_waiting(
+    ranks: Callable[..., Any], engine: str
+) -> None:
+    outcomes = ranks(3, group_mode(engine)).run(_per_worker, 4, engine)
     assert [examples for examples, _ in outcomes] == [68] * 3
     assert len({weights for _, weights in outcomes}) == 1
 
 
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.horovod)])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_step_that_hides_its_update_is_refused(ranks: Callable[..., Any], engine: str) -> None:
-    from ktrainer.errors import ModelError
-
-    group = ranks(2, "horovod" if engine == "horovod" else "")
+    group = ranks(2, group_mode(engine))
     for outcome in group.outcomes(_hidden_update, engine):
         assert isinstance(outcome.error, ModelError), outcome
         assert "cannot be summed over ranks" in str(outcome.error)
@@ -270,5 +195,36 @@ def _hidden_update(engine: str) -> None:
 
     model = ByHand()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with _trainer(backend__engine=engine) as trainer:
+    with make_trainer(backend__engine=engine) as trainer:
         trainer.fit(model, vectors())
+
+
+def _predicted(shard: str) -> tuple[Any, Any]:
+    """Predictions of a model that gives its inputs back, dealt out or not."""
+    import keras
+    import tensorflow as tf
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
+    x = np.arange(22.0, dtype="float32")[:, None]
+    with make_trainer(data__shard=shard) as trainer:
+        return trainer.predict(model, tf.data.Dataset.from_tensor_slices(x).batch(4)), x
+
+
+def test_predictions_come_in_the_order_of_the_data(ranks: Callable[..., Any]) -> None:
+    for shard in ("batch", "element"):
+        for predicted, expected in ranks(3).run(_predicted, shard):
+            np.testing.assert_array_equal(predicted, expected)
+
+
+def _synchronized_under_xla() -> None:
+    import keras
+
+    extra = (keras.layers.BatchNormalization(synchronized=True),)
+    with make_trainer(trainer__xla="true") as trainer:
+        trainer.fit(small_model(8, extra), vectors())
+
+
+def test_xla_refuses_to_communicate_in_the_forward_pass(ranks: Callable[..., Any]) -> None:
+    for outcome in ranks(2).outcomes(_synchronized_under_xla):
+        assert isinstance(outcome.error, ModelError), outcome
+        assert "trainer.xla=false" in str(outcome.error)

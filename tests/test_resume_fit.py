@@ -1,0 +1,116 @@
+"""`fit` after a crash, with more time, and again: where it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from ktrainer import Trainer
+
+ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
+
+
+def settings(directory: Path, **more: Any) -> list[str]:
+    words = {
+        "run.dir": directory,
+        "data.batch_size": BATCH,
+        "trainer.epochs": 3,
+        "trainer.accumulate": 2,
+        "checkpoint.every": "1ba",
+        "logging.progress": "none",
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+def model() -> keras.Model:
+    """Everything that has a state: dropout, moving statistics, slots, a schedule, metrics."""
+    it = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3, seed=4),
+            layers.Dense(3),
+        ]
+    )
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    it.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
+    return it
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(ROWS, 6)).astype("float32"), random.integers(0, 3, ROWS)
+
+
+def train(words: list[str]) -> tuple[dict[str, list[float]], list[bytes], int]:
+    """History, the bits of all variables, and the step, after a `fit` as in a new process."""
+    keras.utils.clear_session()
+    with Trainer(overrides=words) as trainer:
+        history = trainer.fit(model, data(), validation_data=data()).history
+        variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
+        return history, [v.numpy().tobytes() for v in variables], trainer.progress.step
+
+
+def in_parts(directory: str, backend: str, *ends: int) -> list[Any]:
+    """A run without interruption, and one that was stopped after each of `ends` updates."""
+    whole = train(settings(Path(directory) / "whole", backend=backend))
+    for end in ends:
+        train(settings(Path(directory) / "parts", backend=backend, trainer__max_steps=end))
+    return [whole, train(settings(Path(directory) / "parts", backend=backend))]
+
+
+def test_a_run_in_parts_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
+    whole, parts = in_parts(str(tmp_path), "local", 2, 8, 10)
+    assert parts == whole
+    assert whole[2] == 15
+
+
+def test_ranks_go_on_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 3, 8, deadline=120):
+        assert parts == whole
+        assert whole[2] == 15
+
+
+def test_a_run_that_was_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", trainer__accumulate=1)
+    _, _, step = train([*words, "trainer.max_time=0.01s"])
+    assert step < 30
+    history, _, step = train([*words, "trainer.max_time=1h"])
+    assert step == 30
+    assert len(history["loss"]) == 3
+
+
+def test_a_stopped_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run")
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, baseline=0.0)
+    with Trainer(overrides=words, callbacks=[stop]) as trainer:
+        trainer.fit(model, data())
+    keras.utils.clear_session()
+    with Trainer(overrides=words) as trainer, pytest.warns(UserWarning, match="resume=never"):
+        trainer.fit(model, data())
+
+
+def test_each_fit_of_a_script_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    def script() -> list[tuple[int, list[float]]]:
+        keras.utils.clear_session()
+        with Trainer(overrides=settings(tmp_path / "run")) as trainer:
+            it, parts = model(), []
+            for _ in range(2):
+                history = trainer.fit(it, data()).history
+                parts.append((trainer.progress.step, history["loss"]))
+            return parts
+
+    first = script()
+    assert [step for step, _ in first] == [15, 15]
+    assert first[0][1] != first[1][1], "the second fit trains on"
+    assert {"checkpoints", "checkpoints-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert script() == first, "both are restored, each from its own"
