@@ -110,8 +110,8 @@ class PyDatasetSource(PythonSource):
 
     `workers`, `use_multiprocessing` and `max_queue_size` are honoured; `on_epoch_begin` and
     `on_epoch_end` are called as `Model.fit` calls them (which calls `on_epoch_end` once more
-    before the first epoch, and before each validation). A resumed run calls them for the epochs that it skips, so that a
-    dataset which reorders itself there is where it was.
+    before the first epoch, and before each validation). A resumed run calls them for the epochs
+    that it skips, so that a dataset which reorders itself there is where it was.
     """
 
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:

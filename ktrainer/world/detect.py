@@ -48,7 +48,7 @@ def open_world(deadline: float = 300.0) -> World:
         elif kind == "horovod":
             from ktrainer.world.horovod import HorovodWorld
 
-            _current = HorovodWorld()
+            _current = HorovodWorld(deadline)
         else:
             _current = SingleWorld()
     _current.deadline = deadline

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ktrainer.errors import DeadlineExceeded, PeerLost
 from ktrainer.world.base import ReduceOp, World
@@ -19,13 +22,15 @@ class HorovodWorld(World):
 
     name = "horovod"
 
-    def __init__(self) -> None:
-        self._hvd = initialised_horovod()
+    def __init__(self, deadline: float = 300.0) -> None:
+        self.deadline = deadline
+        self._hvd = initialised_horovod(deadline)  # reads its own limits once, now
         self.rank, self.size = self._hvd.rank(), self._hvd.size()
         self.local_rank, self.local_size = self._hvd.local_rank(), self._hvd.local_size()
         # Horovod's calls block without end; in a thread of its own a call can be given up.
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "ktrainer-horovod")
         self._count = 0
+        _end_with_an_uncaught_exception()
 
     def _wait(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._count += 1  # the same on every rank: host messages are made in one order
@@ -34,7 +39,9 @@ class HorovodWorld(World):
             return future.result(self.deadline)
         except concurrent.futures.TimeoutError:
             raise DeadlineExceeded(self.rank, self.step, what, self.deadline) from None
-        except self._hvd.mpi_ops.HorovodInternalError as error:
+        except tf.errors.OpError as error:
+            if "Horovod has been shut down" not in str(error):
+                raise
             raise PeerLost(
                 f"rank {self.rank} lost a peer at step {self.step} in {what!r}: {error}"
             ) from error
@@ -72,8 +79,28 @@ class HorovodWorld(World):
             array = array.astype(np.float64)
         ops = {"sum": "Sum", "average": "Average", "min": "Min", "max": "Max"}
         operation = getattr(self._hvd, ops[op])
+        narrow = array.dtype if array.dtype.itemsize == 2 and array.dtype.kind in "fV" else None
+        if narrow is not None:
+            array = array.astype(np.float32)
         result = self._wait(what, self._hvd.allreduce, array.reshape(-1), op=operation)
-        return result.numpy().reshape(array.shape)
+        result = result.numpy().reshape(array.shape)
+        return result if narrow is None else result.astype(narrow)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _end_with_an_uncaught_exception() -> None:
+    """An exception that nobody catches ends this process, and `horovodrun` then all others.
+
+    Otherwise the interpreter would wait at its exit for a call that was given up.
+    """
+    report = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        report(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    sys.excepthook = end

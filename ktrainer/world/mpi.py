@@ -110,7 +110,7 @@ class MpiWorld(World):
         self.wait(self.comm.Iallreduce(array, result, _OPS[op]), what)
         if op == "average":
             result = result / array.dtype.type(self.size)
-        return result.astype(narrow) if narrow is not None else result.reshape(np.shape(value))
+        return (result if narrow is None else result.astype(narrow)).reshape(np.shape(value))
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():

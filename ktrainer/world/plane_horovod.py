@@ -58,23 +58,26 @@ class HorovodPlane(GradientPlane):
         if isinstance(gradient, tf.IndexedSlices):
             name = f"ktrainer.rows.{number}"
             # A stand-in's rows have weight 0, so they add nothing wherever they go.
-            values = weighted(gradient.values, weight)
+            values = _widened(weighted(gradient.values, weight))
             wire, context = self._compression.compress(values)
             values = self._compression.decompress(
                 self._hvd.allgather(wire, name=f"{name}.values"), context
             )
+            values = tf.cast(values, gradient.values.dtype)
             indices = self._hvd.allgather(gradient.indices, name=f"{name}.indices")
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
-        return self._hvd.allreduce(
-            weighted(gradient, weight),
+        total = self._hvd.allreduce(
+            _widened(weighted(gradient, weight)),
             op=self._hvd.Sum,
             name=f"ktrainer.gradient.{number}",
             compression=self._compression,
         )
+        return tf.cast(total, gradient.dtype)
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
         name = f"ktrainer.forward.{order.number()}"
-        return self._hvd.allreduce(vector, op=self._hvd.Sum, name=name)
+        total = self._hvd.allreduce(_widened(vector), op=self._hvd.Sum, name=name)
+        return tf.cast(total, vector.dtype)
 
     def failure(self, error: BaseException) -> BaseException | None:
         if "Horovod" not in str(error):
@@ -83,6 +86,11 @@ class HorovodPlane(GradientPlane):
             f"rank {self.world.rank} lost a peer, or waited over {self.world.deadline:g} s for "
             f"it, at step {self.world.step} in 'all-reduce of gradients' through Horovod"
         )
+
+
+def _widened(tensor: tf.Tensor) -> tf.Tensor:
+    """16-bit floats as float32: Horovod has no bfloat16, and their sums are better so."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype.size == 2 else tensor
 
 
 def initialised_horovod(deadline: float = 300.0) -> Any:

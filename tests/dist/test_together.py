@@ -228,3 +228,18 @@ def test_xla_refuses_to_communicate_in_the_forward_pass(ranks: Callable[..., Any
     for outcome in ranks(2).outcomes(_synchronized_under_xla):
         assert isinstance(outcome.error, ModelError), outcome
         assert "trainer.xla=false" in str(outcome.error)
+
+
+def _in_bfloat16(engine: str) -> bytes:
+    import keras
+
+    dense = keras.layers.Dense(8, dtype="bfloat16")
+    with make_trainer(backend__engine=engine) as trainer:
+        trainer.fit(small_model(8, (dense,)), vectors())
+        return weights_of(trainer.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_in_bfloat16(ranks: Callable[..., Any], engine: str) -> None:
+    first, second = ranks(2, group_mode(engine)).run(_in_bfloat16, engine)
+    assert first == second
