@@ -90,8 +90,8 @@ def test_a_run_that_was_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
 
 
 def test_a_stopped_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
-    words = settings(tmp_path / "run")
-    stop = keras.callbacks.EarlyStopping("loss", patience=0, baseline=0.0)
+    words = settings(tmp_path / "run", checkpoint__every="1ep")
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
     with Trainer(overrides=words, callbacks=[stop]) as trainer:
         trainer.fit(model, data())
     keras.utils.clear_session()

@@ -17,7 +17,7 @@ from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError
 from ktrainer.world import SingleWorld
-from tests.callbacks.helpers import Sized, everything, fit, small_model
+from tests.callbacks.helpers import EachStep, Sized, everything, fit, rate_of, small_model
 
 ALONE = SingleWorld()
 
@@ -119,8 +119,10 @@ def test_a_resumed_rate_does_not_compound(tmp_path) -> None:
         def on_train_begin(self, logs: Any = None) -> None:
             resume("auto", tmp_path, model=other, world=ALONE, callbacks=[rate])
 
-    fit(other, [rate, Restores()], epochs=4, initial_epoch=2)
-    assert float(other.optimizer.learning_rate) == pytest.approx(0.4)
+    rates = EachStep(rate_of)
+    fit(other, [rate, Restores(), rates], epochs=4, initial_epoch=2)
+    assert rates.seen[-1] == pytest.approx(0.4)
+    assert rate_of(other) == pytest.approx(0.1)  # once trained, the base rate again
     whole = small_model()
     fit(whole, [LearningRate(**settings)], epochs=4)
     for a, b in zip(everything(whole), everything(other), strict=True):

@@ -21,6 +21,7 @@ def reset() -> None:
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
+    tf.random.set_seed(None)  # as at the start: operations without a seed draw one each
     tf.config.run_functions_eagerly(False)
     tf.config.optimizer.set_jit("")
     # There is no public way back from `enable_op_determinism`.
