@@ -1,0 +1,1 @@
+"""Pipeline parallelism: a model's graph cut into stages, and the schedules that run them."""
