@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from ktrainer.backends.pipeline.graph import trace
+from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.errors import DataError, ModelError
 from tests.pipeline import models
 
@@ -50,6 +51,7 @@ def test_outputs_and_gradients_equal_the_models(name: str) -> None:
     make, spec, x = _ZOO[name]
     model = make()
     graph = trace(model, spec, training=False)
+    _check_structure(graph, model)
     variables = [v.value for v in model.trainable_variables]
 
     def gradients(call: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
@@ -67,14 +69,10 @@ def test_outputs_and_gradients_equal_the_models(name: str) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", _ZOO)
-def test_every_node_needs_only_earlier_ones_and_names_are_unique(name: str) -> None:
-    make, spec, _ = _ZOO[name]
-    model = make()
-    graph = trace(model, spec)
+def _check_structure(graph: Graph, model: keras.Model) -> None:
     there = set(graph.inputs)
     for node in graph.nodes:
-        assert set(node.inputs) <= there
+        assert set(node.inputs) <= there, "a node needs a later one"
         there.update(node.outputs)
     names = [node.name for node in graph.nodes]
     assert len(names) == len(set(names))
@@ -250,6 +248,26 @@ def test_losses_of_a_layer_called_twice_are_both_kept() -> None:
     trace(model, training=False).compute(x)
     assert [float(loss) for loss in layer.losses] == expected
     assert len(expected) == 2
+
+
+def test_a_nested_model_that_is_called_twice() -> None:
+    twin = keras.Sequential([keras.Input((4,)), layers.Dense(3, name="dense")], name="twin")
+    left, right = keras.Input((4,)), keras.Input((4,))
+    model = keras.Model([left, right], ops.abs(twin(left) - twin(right)))
+    graph = trace(model, training=False)
+    assert [n.name for n in graph.nodes][:2] == ["twin/dense", "twin/dense:1"]
+    x = [_random(3, 4), _random(3, 4) + 1]
+    np.testing.assert_array_equal(graph.compute(x), model(x))
+
+
+def test_a_model_is_traced_without_allocating_its_variables() -> None:
+    with keras.StatelessScope(initialize_variables=False):
+        model = models.Tied()
+        graph = trace(model, _TOKENS, training=False)
+        assert all(v._value is None for v in model.trainable_variables)
+    for variable in model.variables:
+        variable._deferred_initialize()
+    np.testing.assert_array_equal(graph.compute(_tokens()), model(_tokens()))
 
 
 def test_a_layer_that_cannot_be_opened_is_one_node() -> None:

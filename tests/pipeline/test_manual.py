@@ -16,6 +16,7 @@ from ktrainer.backends.pipeline.graph import Graph, trace
 from ktrainer.backends.pipeline.manual import (
     partition,
     stage_of,
+    stages_by_name,
     stages_by_pattern,
     stages_by_scope,
 )
@@ -198,6 +199,27 @@ def test_later_calls_of_a_layer_match_as_the_first_does() -> None:
     assert stages_by_pattern({0: "first|again"}, graph) == [0, 0, 0, 0]
     with pytest.raises(ConfigError, match="'again:1' is on stage 0, but needs what 'first'"):
         stages_by_pattern({0: "again", 1: "first"}, graph)
+
+
+def test_the_stages_of_one_mode_carry_over_to_the_other() -> None:
+    class Modes(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = layers.Dense(4, name="one"), layers.Dense(4, name="two")
+            self.noise = layers.GaussianNoise(0.1, name="noise")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            x = self.one(x)
+            if training:
+                return self.two(self.noise(x))
+            return ops.softmax(self.two(x))
+
+    model, spec = Modes(), tf.TensorSpec((None, 4))
+    training, inference = (trace(model, spec, training=t) for t in (True, False))
+    stages = stages_by_pattern({0: "one|noise", 1: "two"}, training)
+    other = stages_by_name(_stages(training, stages), inference)
+    assert _stages(inference, other) == {"one": 0, "two": 1, "softmax": 1}
+    assert stages_by_name({"one": 0, "softmax": 1, "two": 1}, training) == [0, 0, 1]
 
 
 def test_patterns_match_whole_names_only(tied: Graph) -> None:

@@ -127,16 +127,20 @@ def _forward_backward(node: Node) -> Callable[..., Any]:
     variables = [v.value for v in node.trainable]
 
     def step(*arguments: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        sources = [*variables, *(x for x in arguments if x.dtype.is_floating)]
+        sources = [*variables, *filter(_differentiable, arguments)]
         # Updates of variables, such as moving statistics, end in the scope and are dropped.
         with keras.StatelessScope(), tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             outputs = node(dict(zip(node.inputs, arguments, strict=True)))
-        results = [x for x in outputs if x.dtype.is_floating]
+        results = [x for x in outputs if _differentiable(x)]
         gradients = tape.gradient(results, sources) if results and sources else []
         return outputs, [g for g in gradients if g is not None]
 
     return step
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, tf.Tensor) and x.dtype.is_floating
 
 
 def _forward(graph: Graph, node: Node, batch: int) -> tf.Graph:

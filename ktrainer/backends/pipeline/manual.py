@@ -135,6 +135,22 @@ def stages_by_pattern(
     return _complete(graph, found, default or 0)
 
 
+def stages_by_name(stage_of: Mapping[str, int], graph: Graph) -> list[int]:
+    """The stage of each node of a model's other graph, for inference or for training.
+
+    Nodes that the partitioned graph does not have, because the model's code branches on the mode,
+    stay with what they are computed from.
+
+    Args:
+        stage_of: node -> stage, of a `Partition` of the one graph.
+        graph: the other one.
+
+    Raises:
+        ConfigError: data would flow backwards in this graph.
+    """
+    return _complete(graph, [stage_of.get(node.name) for node in graph.nodes], None)
+
+
 def _compiled(patterns: Mapping[int, str]) -> dict[int, re.Pattern[str]]:
     if sorted(patterns) != list(range(len(patterns))):
         raise ConfigError(
@@ -172,8 +188,12 @@ def _refuse_left_out(nodes: Sequence[Node], found: Sequence[int | None]) -> None
         )
 
 
-def _complete(graph: Graph, found: Sequence[int | None], default: int) -> list[int]:
-    """A stage for every node, and a check that none of them sends data backwards."""
+def _complete(graph: Graph, found: Sequence[int | None], default: int | None) -> list[int]:
+    """A stage for every node, and a check that none of them sends data backwards.
+
+    Nodes without a stage go to the default one if they have variables and there is a default,
+    and else stay with their inputs.
+    """
     stages: dict[int, int] = {}
     at: dict[int, int] = {}  # tensor -> stage that has it
     for position, (node, stage) in enumerate(zip(graph.nodes, found, strict=True)):
@@ -181,13 +201,14 @@ def _complete(graph: Graph, found: Sequence[int | None], default: int) -> list[i
         if stage is None and not node.inputs:
             continue  # computed from variables alone: where it is first used, below
         if stage is None:
-            stage = default if node.variables or not before else max(before)
+            go = default is not None and (node.variables or not before)
+            stage = default or 0 if go else max(before, default=0)
         stages[position] = stage
         at.update(dict.fromkeys(node.outputs, stage))
     for position, node in enumerate(graph.nodes):
         if position not in stages:
             users = [stages[p] for p, n in enumerate(graph.nodes) if {*n.inputs} & {*node.outputs}]
-            stages[position] = min(users, default=default)
+            stages[position] = min(users, default=default or 0)
     _refuse_backwards(graph, stages)
     return [stages[position] for position in range(len(graph.nodes))]
 
