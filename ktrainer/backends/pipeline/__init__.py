@@ -1,5 +1,4 @@
-"""A model cut into stages, each on a process of its own, fed with microbatches.
+"""Pipeline parallelism: a model's graph cut into stages, and the schedules that run them.
 
-What each process does, and when, is pure data: `schedule.make_schedule` makes it, `simulate` says
-how long it takes, `transfers` says what crosses between ranks, and `grid` prints it.
+The parts are here, tested and pure; the backend that runs them is not part of this version.
 """

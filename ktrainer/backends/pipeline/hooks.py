@@ -1,0 +1,119 @@
+"""Watch Keras create operations and record calls, for as long as somebody watches.
+
+Keras has no events for this, so three functions are replaced while the first watcher is there
+and put back when the last one leaves:
+
+| replaced | because |
+|---|---|
+| `Operation.__new__` | a layer or op comes into being here, also as part of another one |
+| `Node.__init__` | every call on symbolic tensors, of a layer or of an op, is recorded here |
+| `Layer.symbolic_call` | here a layer decides to be one node, whatever its `call` does |
+
+Watchers belong to the context that entered them: other threads run as if there were none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import keras
+from keras.src.ops.node import Node
+
+
+class Watcher:
+    """What may be watched; the defaults do nothing."""
+
+    def created(self, operation: Any) -> None:
+        """An operation or layer was created; its `__init__` has not run yet."""
+
+    def called(self, node: Any) -> None:
+        """An operation or layer was called on symbolic tensors."""
+
+    def symbolic_call(
+        self, layer: Any, proceed: Callable[[], Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """The symbolic outputs of a layer; `proceed()` gives those that Keras would make."""
+        return proceed()
+
+
+_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("ktrainer_watchers", default=())
+_lock = threading.Lock()
+_originals: dict[tuple[Any, str], Any] = {}
+_users = 0
+
+
+@contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell `watcher` what happens in Keras inside the block, before those entered earlier."""
+    _enter()
+    token = _watchers.set((watcher, *_watchers.get()))
+    try:
+        yield
+    finally:
+        _watchers.reset(token)
+        _leave()
+
+
+def installed() -> bool:
+    """Whether anybody watches, in any thread."""
+    return bool(_originals)
+
+
+def _enter() -> None:
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _replace(keras.Operation, "__new__", _new)
+            _replace(Node, "__init__", _node)
+            _replace(keras.layers.Layer, "symbolic_call", _symbolic_call)
+
+
+def _leave() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users == 0:
+            for (owner, name), original in _originals.items():
+                setattr(owner, name, original)
+            _originals.clear()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    # vars() and not getattr(): a static method is put back as a static method.
+    _originals[owner, name] = vars(owner)[name]
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _new(original: Callable[..., Any]) -> Any:
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        operation = original(cls, *args, **kwargs)
+        for watcher in _watchers.get():
+            watcher.created(operation)
+        return operation
+
+    return staticmethod(new)
+
+
+def _node(original: Callable[..., Any]) -> Any:
+    def init(node: Any, *args: Any, **kwargs: Any) -> None:
+        original(node, *args, **kwargs)
+        for watcher in _watchers.get():
+            watcher.called(node)
+
+    return init
+
+
+def _symbolic_call(original: Callable[..., Any]) -> Any:
+    def symbolic_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        proceed = partial(original, layer, *args, **kwargs)
+        for watcher in _watchers.get():
+            proceed = partial(watcher.symbolic_call, layer, proceed, args, kwargs)
+        return proceed()
+
+    return symbolic_call

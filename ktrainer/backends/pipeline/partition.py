@@ -1,0 +1,223 @@
+"""Cut a model into pipeline stages, so that the slowest stage is as fast as can be.
+
+Pure: it knows nothing of Keras, only the cost and size of each node of a graph in topological
+order. Stages are contiguous in that order:
+
+    node    0   1   2 | 3   4 | 5   6   7        cuts (3, 5) make 3 stages
+                      |       |
+    a skip from 1 to 6 is forwarded through stage 1: it crosses both cuts, and counts on both
+
+A stage's load is (1 - w) * its share of the time + w * its share of the memory, where w is
+`memory_weight`, and the cuts minimise the greatest load; among those that do, what crosses the
+cuts; among those, the sum of the squared loads. Exact, by dynamic programming over the positions
+of the cuts (as torchgpipe's `BlockPartitioning` and GPipe's heuristics approximate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktrainer.backends.pipeline.search import Measures, best_cuts, least_peak
+from ktrainer.backends.pipeline.stages import Partition, summarise
+from ktrainer.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable: its size, and whether it is trained. The same one may be read by many nodes."""
+
+    name: str
+    bytes: int
+    parameters: int = 0
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a partition has to know about a node.
+
+    Attributes:
+        name: unique.
+        cost: compute time of a microbatch, forward and backward, in any unit.
+        inputs: names of the tensors it needs; those that no node makes are the model's inputs,
+            which every process has anyway, so they cross no cut.
+        outputs: names of the tensors that it makes.
+        variables: those that it reads.
+    """
+
+    name: str
+    cost: float
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How stages are weighed.
+
+    Attributes:
+        optimize: `"speed"` or `"memory"`; sets `memory_weight` to 0.2 or 0.8.
+        memory_weight: 0 balances time only, 1 memory only.
+        memory_limit: bytes that a stage may take, or None.
+        time_per_byte: time that a byte takes to cross a cut, in the unit of the costs. A stage
+            is charged for the cut behind it, forward and backward together.
+        state_factor: bytes in memory for each byte of a trainable variable: 4 for Adam (the
+            variable, its gradient, two slots). Other variables take their own size.
+        in_flight: microbatches whose activations a stage holds at once: one number, or one for
+            each stage (1F1B: partitions - stage).
+    """
+
+    optimize: str = "speed"
+    memory_weight: float | None = None
+    memory_limit: int | None = None
+    time_per_byte: float = 0.0
+    state_factor: float = 4.0
+    in_flight: int | tuple[int, ...] = 1
+
+    @property
+    def weight(self) -> float:
+        """The weight of memory that these settings come to."""
+        if self.memory_weight is not None:
+            return self.memory_weight
+        return 0.2 if self.optimize == "speed" else 0.8
+
+    def check(self) -> None:
+        """Raise a ConfigError for a value that makes no sense."""
+        if self.optimize not in ("speed", "memory"):
+            raise ConfigError(
+                f"must be 'speed' or 'memory', but is {self.optimize!r}.",
+                path="backend.optimize",
+                value=self.optimize,
+                known=("speed", "memory"),
+            )
+        if not 0 <= self.weight <= 1:
+            raise ConfigError(
+                f"must be from 0 (balance time only) to 1 (memory only), but is {self.weight}. "
+                f"The nearest legal value is {min(1, max(0, self.weight))}.",
+                path="backend.memory_weight",
+            )
+
+    def held(self, stages: int) -> tuple[int, ...]:
+        """Microbatches in flight on each of `stages` stages."""
+        if isinstance(self.in_flight, int):
+            return (self.in_flight,) * stages
+        if len(self.in_flight) != stages:
+            raise ValueError(f"in_flight has {len(self.in_flight)} numbers for {stages} stages")
+        return self.in_flight
+
+
+def partition(
+    nodes: Sequence[NodeFacts],
+    tensors: Mapping[str, int],
+    outputs: Sequence[str],
+    stages: int,
+    settings: Settings | None = None,
+) -> Partition:
+    """The best way to cut nodes into contiguous stages.
+
+    Args:
+        nodes: in topological order.
+        tensors: bytes of each tensor, for one microbatch.
+        outputs: tensors that the last stage needs at the end, for the loss.
+        stages: how many, each of at least one node.
+
+    Raises:
+        ConfigError: fewer nodes than stages, or no cuts that keep within the memory limit; names
+            the nearest value that works.
+    """
+    settings = settings or Settings()
+    settings.check()
+    if not 1 <= stages <= len(nodes):
+        nearest = min(max(stages, 1), len(nodes))
+        raise ConfigError(
+            f"the model has {len(nodes)} layers and ops, which cannot be cut into {stages} stages "
+            f"of at least one each. The nearest legal value is {nearest}.",
+            path="backend.partitions",
+        )
+    measures = measure(nodes, tensors, outputs, settings)
+    held = settings.held(stages)
+    cuts = best_cuts(measures, held, settings.weight, settings.memory_limit)
+    if cuts is None:
+        least = least_peak(measures, held)
+        raise ConfigError(
+            f"no way to cut the model into {stages} stages keeps each within "
+            f"{settings.memory_limit} bytes. The least that does is {least}; or use more "
+            "partitions, or smaller microbatches.",
+            path="backend.memory_limit",
+        )
+    bounds = (0, *cuts, len(nodes))
+    of = [s for s in range(stages) for _ in range(bounds[s], bounds[s + 1])]
+    return summarise(nodes, tensors, outputs, of, settings)
+
+
+def assigned(
+    nodes: Sequence[NodeFacts],
+    tensors: Mapping[str, int],
+    outputs: Sequence[str],
+    stage_of: Sequence[int],
+    stages: int,
+    settings: Settings | None = None,
+) -> Partition:
+    """The partition that a user has set by hand: the stage of each node.
+
+    Stages need not be contiguous in topological order, but data must flow to higher stages only.
+
+    Raises:
+        ConfigError: a stage is empty, data would flow backwards, or a stage is over the limit.
+    """
+    settings = settings or Settings()
+    settings.check()
+    empty = sorted(set(range(stages)) - set(stage_of))
+    if empty:
+        raise ConfigError(
+            f"stage {empty[0]} has no layers; give it some, or set backend.partitions to "
+            f"{len(set(stage_of))}.",
+            path="backend.stages",
+        )
+    makers = {t: s for node, s in zip(nodes, stage_of, strict=True) for t in node.outputs}
+    for node, stage in zip(nodes, stage_of, strict=True):
+        late = next((t for t in node.inputs if makers.get(t, 0) > stage), None)
+        if late is not None:
+            raise ConfigError(
+                f"{node.name!r} on stage {stage} needs {late!r}, which stage {makers[late]} "
+                f"makes: data flows to higher stages only. Put {node.name!r} on stage "
+                f"{makers[late]}.",
+                path="backend.stages",
+            )
+    result = summarise(nodes, tensors, outputs, stage_of, settings)
+    over = [s for s in result.stages if settings.memory_limit and s.memory > settings.memory_limit]
+    if over:
+        raise ConfigError(
+            f"stage {over[0].index} takes {over[0].memory} bytes. The least limit that these "
+            f"stages keep is {max(s.memory for s in result.stages)}.",
+            path="backend.memory_limit",
+        )
+    return result
+
+
+def measure(
+    nodes: Sequence[NodeFacts],
+    tensors: Mapping[str, int],
+    outputs: Sequence[str],
+    settings: Settings,
+) -> Measures:
+    """What the search needs: times, and sizes by position."""
+    makers = {t: position for position, node in enumerate(nodes) for t in node.outputs}
+    last = {t: position for position, node in enumerate(nodes) for t in node.inputs}
+    last.update(dict.fromkeys(outputs, len(nodes)))
+    # A tensor made at p and last used at q crosses the cuts before p + 1, ..., q.
+    spans = [(made + 1, last[t], tensors[t]) for t, made in makers.items() if t in last]
+    uses: dict[str, tuple[float, list[int]]] = {}
+    for position, node in enumerate(nodes):
+        for v in {v.name: v for v in node.variables}.values():
+            size = v.bytes * (settings.state_factor if v.trainable else 1)
+            uses.setdefault(v.name, (size, []))[1].append(position)
+    return Measures.of(
+        times=[node.cost for node in nodes],
+        activations=[sum(tensors[t] for t in node.outputs) for node in nodes],
+        spans=spans,
+        variables=list(uses.values()),
+        time_per_byte=settings.time_per_byte,
+    )
