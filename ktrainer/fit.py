@@ -151,7 +151,7 @@ class Fit:
                 trainer.world,
                 model_facts=model_facts(self.model),
                 data_facts=self._data_facts() if config.health.check_data else {},
-                versions=library_versions(),
+                versions=versions_that_compute(),
             )
 
     def _data_facts(self) -> dict[str, str]:
@@ -193,7 +193,7 @@ def callbacks_config(config: Config, trainer: Trainer) -> Config:
     )
 
 
-def library_versions() -> dict[str, str]:
+def versions_that_compute() -> dict[str, str]:
     """The versions that ranks must share to compute the same."""
     names = ("ktrainer", "keras", "numpy", "tensorflow")
     return {name: str(getattr(import_module(name), "__version__", "?")) for name in names}

@@ -10,7 +10,7 @@ weights that differ; here it happens before the first step, or not at all.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from ktrainer.callbacks.variables import model_variables
 from ktrainer.errors import DivergenceError, ModelError
 from ktrainer.progress import Progress
 from ktrainer.world import World
-
-BUCKET_BYTES = 64 * 2**20  # bounds the extra host memory; one message carries up to this much
+from ktrainer.world.arrays import broadcast_arrays
 
 
 class BroadcastVariables(Callback):
@@ -80,38 +79,10 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
     """Set `named` variables to the values of rank `root`, bitwise, in few fused messages."""
     arrays = [np.asarray(variable.numpy()) for _, variable in named]
     _check_same_variables(named, arrays, world)
-    for bucket in _buckets(arrays):
-        flat = (
-            np.concatenate(
-                [np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in bucket]
-            )
-            if bucket
-            else np.empty(0, np.uint8)
-        )
-        received = world.broadcast(flat, root, "broadcast of variables")
-        if world.rank == root:
-            continue
-        start = 0
-        for i in bucket:
-            stop = start + arrays[i].nbytes
-            value = received[start:stop].view(arrays[i].dtype).reshape(arrays[i].shape)
-            named[i][1].assign(value)
-            start = stop
-
-
-def _buckets(arrays: Iterable[np.ndarray]) -> list[list[int]]:
-    """Indices of `arrays`, in runs of at most BUCKET_BYTES (or one array)."""
-    buckets: list[list[int]] = []
-    size = BUCKET_BYTES
-    for i, array in enumerate(arrays):
-        if array.nbytes == 0:
-            continue
-        if size + array.nbytes > BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(i)
-        size += array.nbytes
-    return buckets
+    received = broadcast_arrays(arrays, world, root, "broadcast of variables")
+    if world.rank != root:
+        for (_, variable), value in zip(named, received, strict=True):
+            variable.assign(value)
 
 
 def _check_same_variables(

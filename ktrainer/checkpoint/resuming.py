@@ -21,8 +21,7 @@ from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
 from ktrainer.world import World
-
-_BUCKET_BYTES = 64 * 2**20
+from ktrainer.world.arrays import broadcast_arrays
 
 
 def resume(
@@ -121,39 +120,12 @@ def _share(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]
         return arrays
     specs = [(name, array.shape, array.dtype.name) for name, array in arrays.items()]
     specs = world.broadcast(specs, 0, "names in a checkpoint")
-    received: dict[str, np.ndarray] = {}
-    for bucket in _buckets(specs):
-        sizes = [_bytes(shape, dtype) for _, shape, dtype in bucket]
-        if world.is_root:
-            parts = [
-                np.ascontiguousarray(arrays[n]).reshape(-1).view(np.uint8) for n, _, _ in bucket
-            ]
-            flat = np.concatenate(parts)
-        else:
-            flat = np.empty(sum(sizes), np.uint8)
-        flat = world.broadcast(flat, 0, "arrays of a checkpoint")
-        for (name, shape, dtype), part in zip(
-            bucket, np.split(flat, np.cumsum(sizes)[:-1]), strict=True
-        ):
-            received[name] = part.copy().view(dtype_named(dtype)).reshape(shape)
-    return received
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * dtype_named(dtype).itemsize
-
-
-def _buckets(specs: list[Any]) -> list[list[Any]]:
-    buckets: list[list[Any]] = []
-    size = _BUCKET_BYTES
-    for spec in specs:
-        nbytes = _bytes(spec[1], spec[2])
-        if size + nbytes > _BUCKET_BYTES:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(spec)
-        size += nbytes
-    return buckets
+    mine = [
+        arrays[name] if world.is_root else np.empty(shape, dtype_named(dtype))
+        for name, shape, dtype in specs
+    ]
+    received = broadcast_arrays(mine, world, 0, "arrays of a checkpoint")
+    return {name: array for (name, _, _), array in zip(specs, received, strict=True)}
 
 
 def _fill_history(history: Any, state: dict[str, Any]) -> None:

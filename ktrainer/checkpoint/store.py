@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 
 from ktrainer.checkpoint.format import probe, read_manifest, write_checkpoint
 from ktrainer.errors import CheckpointError
+from ktrainer.runfolder import library_versions
 
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.(step-\d{8,})\.(tmp-\d+|old|gone)")
@@ -94,7 +93,7 @@ class Store:
             "serial": serial,
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "world_size": world_size,
-            "versions": versions(),
+            "versions": library_versions(),
         }
         if metric is not None:
             facts["metric"] = {"name": metric[0], "value": float(metric[1])}
@@ -147,14 +146,3 @@ def _entry(path: Path, step: int) -> Entry:
         return Entry(path, step, int(manifest.get("serial", 0)), scored)
     except CheckpointError as error:
         return Entry(path, step, 0, problem=str(error))
-
-
-def versions() -> dict[str, str]:
-    """Versions of what wrote a checkpoint."""
-    found = {"python": platform.python_version()}
-    for name in ("ktrainer", "keras", "tensorflow", "tensorflow-cpu", "numpy", "safetensors"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

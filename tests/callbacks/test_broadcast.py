@@ -45,9 +45,9 @@ def test_before_the_first_step(ranks, optimizer: str, dtype: str) -> None:
 
 
 def _restored_by_root(size_of_bucket: int) -> list:
-    import ktrainer.callbacks.broadcast as broadcast
+    import ktrainer.world.arrays as arrays
 
-    broadcast.BUCKET_BYTES = size_of_bucket  # several messages, and arrays larger than one
+    arrays.BUCKET_BYTES = size_of_bucket  # several messages, and arrays larger than one
     model = small_model(seed=3)
     callback = BroadcastVariables()
     callback.set_model(model)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.resuming as resuming
+import ktrainer.world.arrays as bucketed
 from ktrainer import world
 from ktrainer.callbacks import Callback, Checkpoint, LearningRate
 from ktrainer.checkpoint import resume
@@ -133,7 +133,7 @@ def _resume_on_ranks(directory: str, bucket: int) -> tuple[int, list[np.ndarray]
     here = world.current()
     if not here.is_root:
         directory = "/nowhere"  # a disk of its own, without the files
-    resuming._BUCKET_BYTES = bucket
+    bucketed.BUCKET_BYTES = bucket
     model = small_model(seed=here.rank)
     progress = resume("auto", directory, model=model, world=here)
     assert progress is not None
