@@ -11,14 +11,16 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_LEVEL, _SILENT = "TF_CPP_MIN_LOG_LEVEL", "3"
 
 
 def quiet_tensorflow() -> None:
     """Hide TensorFlow's C++ log unless the user has set its level; name Keras' backend."""
-    if "tensorflow" not in sys.modules and _LEVEL not in os.environ:
-        os.environ[_LEVEL] = "3"
-        sys.meta_path.insert(0, _MutedImport())
+    if "tensorflow" not in sys.modules:
+        os.environ.setdefault(_LEVEL, _SILENT)
+        muting = any(isinstance(finder, _MutedImport) for finder in sys.meta_path)
+        if os.environ[_LEVEL] == _SILENT and not muting:
+            sys.meta_path.insert(0, _MutedImport())
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 

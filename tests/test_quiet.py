@@ -1,0 +1,42 @@
+"""TensorFlow's start-up messages stay off the screen, unless they are asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.dist.harness.group import ROOT
+
+
+def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("TF_")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**plain, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize("env", [{}, {"TF_CPP_MIN_LOG_LEVEL": "3"}], ids=["unset", "silent"])
+def test_nothing_is_said(env: dict[str, str]) -> None:
+    code = "import ktrainer, keras; keras.ops.ones(2); print('done')"
+    done = _run(code, **env, TF_ENABLE_ONEDNN_OPTS="1")  # where TensorFlow uses it, it says so
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_what_is_asked_for_is_said() -> None:
+    code = "import ktrainer, tensorflow, os; os.write(2, b'heard')"
+    assert _run(code, TF_CPP_MIN_LOG_LEVEL="0", TF_ENABLE_ONEDNN_OPTS="1").stderr != "heard"
+
+
+def test_an_error_while_it_is_imported_is_not_lost(tmp_path) -> None:
+    (tmp_path / "tensorflow.py").write_text("raise RuntimeError('broken')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ktrainer\n"
+    code += "try: import tensorflow\nexcept RuntimeError as error: print(error)"
+    assert _run(code).stdout == "broken\n"
