@@ -31,7 +31,6 @@ class Fit:
         trainer: whose config, world and backend are used.
         data, validation_data, class_weight: as in `Trainer.fit`.
         callbacks: callbacks of this call only.
-        again: whether the Trainer has fitted before.
     """
 
     def __init__(
@@ -41,9 +40,8 @@ class Fit:
         validation_data: Any,
         class_weight: Mapping[int, float] | None,
         callbacks: list[Any],
-        again: bool = False,
     ) -> None:
-        self.trainer, self.again = trainer, again
+        self.trainer = trainer
         self._feeds: list[Feed] = []
         self.callbacks = keras.callbacks.CallbackList()
         config = trainer.config
@@ -87,7 +85,7 @@ class Fit:
         """Restore what `checkpoint.resume` asks for, on all ranks."""
         config = self.trainer.config
         mode = config.checkpoint.resume
-        if config.trainer.fast_dev_run or (self.again and mode not in ("auto", "never")):
+        if config.trainer.fast_dev_run or (self.trainer.fits > 1 and mode not in ("auto", "never")):
             return  # the checkpoint of a path is where the first `fit` begins
         progress = resume(
             mode,

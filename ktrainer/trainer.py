@@ -53,6 +53,7 @@ class Trainer:
         timers: seconds spent so far, by what: "data", "step", "communication"
             (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
+        fits: how often `fit` has been called.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
@@ -75,7 +76,7 @@ class Trainer:
         self.epoch_complete = True
         self.stop_reason: str | None = None
         self._run_dir: Path | None = None
-        self._fits = 0
+        self.fits = 0
         self._active: Any = None
         self._start_tensorflow()
 
@@ -132,9 +133,8 @@ class Trainer:
         self.progress = Progress()
         self.timers.clear()
         self.stop_reason = None
-        self._fits += 1
-        again = self._fits > 1
-        self._active = Fit(self, data, validation_data, class_weight, [*callbacks], again)
+        self.fits += 1
+        self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
         try:
             return self._active.run()
         finally:
@@ -186,7 +186,7 @@ class Trainer:
         that a script that trains in several parts goes on in the right one.
         """
         folder = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
-        return folder if self._fits <= 1 else folder.with_name(f"{folder.name}-{self._fits}")
+        return folder if self.fits <= 1 else folder.with_name(f"{folder.name}-{self.fits}")
 
     @property
     def communication_seconds(self) -> float | None:

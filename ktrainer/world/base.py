@@ -95,3 +95,16 @@ class SingleWorld(World):
     ) -> np.ndarray:
         array = np.asarray(value)
         return array.astype(np.float64) if op == "average" and array.dtype.kind in "iub" else array
+
+
+def for_reduction(value: Any, op: ReduceOp) -> tuple[np.ndarray, np.dtype]:
+    """`value` as an array that every engine can reduce, and the dtype of the result.
+
+    Averages of whole numbers are float64. 16-bit floats, which MPI does not add and of which
+    Horovod knows only one kind, travel as float32.
+    """
+    array = np.ascontiguousarray(value)
+    if op == "average" and array.dtype.kind in "iub":
+        array = array.astype(np.float64)
+    narrow = array.dtype.itemsize == 2 and array.dtype.kind in "fV"
+    return (array.astype(np.float32) if narrow else array), array.dtype

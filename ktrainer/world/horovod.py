@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import DeadlineExceeded, PeerLost
-from ktrainer.world.base import ReduceOp, World
+from ktrainer.world.base import ReduceOp, World, for_reduction
 from ktrainer.world.plane_horovod import initialised_horovod
 
 
@@ -74,17 +74,11 @@ class HorovodWorld(World):
     def oob_allreduce(
         self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
     ) -> np.ndarray:
-        array = np.asarray(value)
-        if op == "average" and array.dtype.kind in "iub":
-            array = array.astype(np.float64)
+        array, dtype = for_reduction(value, op)
         ops = {"sum": "Sum", "average": "Average", "min": "Min", "max": "Max"}
         operation = getattr(self._hvd, ops[op])
-        narrow = array.dtype if array.dtype.itemsize == 2 and array.dtype.kind in "fV" else None
-        if narrow is not None:
-            array = array.astype(np.float32)
         result = self._wait(what, self._hvd.allreduce, array.reshape(-1), op=operation)
-        result = result.numpy().reshape(array.shape)
-        return result if narrow is None else result.astype(narrow)
+        return result.numpy().reshape(np.shape(value)).astype(dtype, copy=False)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

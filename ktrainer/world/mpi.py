@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
-from ktrainer.world.base import ReduceOp, World
+from ktrainer.world.base import ReduceOp, World, for_reduction
 
 _OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
@@ -100,17 +100,12 @@ class MpiWorld(World):
     def oob_allreduce(
         self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
     ) -> np.ndarray:
-        array = np.ascontiguousarray(value)
-        if op == "average" and array.dtype.kind in "iub":
-            array = array.astype(np.float64)
-        narrow = array.dtype if array.dtype.itemsize == 2 and array.dtype.kind in "fV" else None
-        if narrow is not None:  # MPI adds no 16-bit floats
-            array = array.astype(np.float32)
+        array, dtype = for_reduction(value, op)
         result = np.empty_like(array)
         self.wait(self.comm.Iallreduce(array, result, _OPS[op]), what)
         if op == "average":
             result = result / array.dtype.type(self.size)
-        return (result if narrow is None else result.astype(narrow)).reshape(np.shape(value))
+        return result.reshape(np.shape(value)).astype(dtype, copy=False)
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.dist import cases
+from tests.dist.small import ENGINES, group_mode
 from tests.dist.cases import CASES, Case, Outcome, difference, several, train
 
 # Two ranks run every case; three and four share them out, to save time.
@@ -103,10 +104,10 @@ def _train_tiny(**settings: Any) -> Outcome:
     return train(_tiny_batches(), **settings)
 
 
-@pytest.mark.parametrize("engine", ["mpi", pytest.param("horovod", marks=pytest.mark.horovod)])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any], engine: str) -> None:
     expected = _train_tiny(backend="local")
-    group = ranks(3, "horovod" if engine == "horovod" else "")
+    group = ranks(3, group_mode(engine))
     settings = {"backend": "data_parallel", "backend__engine": engine, "world__deadline": 30}
     ours = group.run(_train_tiny, **settings)
     compare([expected], [[o] for o in ours], [("tiny batches", "sgd")], 1e-10, 1e-9)

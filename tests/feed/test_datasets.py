@@ -5,13 +5,13 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ktrainer.errors import DataError
 from ktrainer.feed.iterate import elements
+from tests.feed.recorder import Recorder
 from tests.feed.worlds import feed, flat, numbered, rows
 
 
@@ -53,22 +53,6 @@ def test_spec_leaves_the_batch_open() -> None:
     assert made.num_batches == 2
 
 
-class _Recorder(keras.Model):
-    """Remembers the targets of every batch it is trained on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.seen: list[list[int]] = []
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def train_step(self, data: Any) -> Any:
-        self.seen.append(data[1].numpy().tolist())
-        return super().train_step(data)
-
-
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning")
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")
@@ -77,7 +61,7 @@ def test_a_reshuffled_pipeline_gives_the_orders_of_fit(known: bool) -> None:
         dataset = tf.data.Dataset.from_tensor_slices(numbered(12)).shuffle(12, seed=5)
         return (dataset if known else dataset.filter(lambda x, y: True)).batch(5)
 
-    model = _Recorder()
+    model = Recorder()
     model.compile("sgd", "mse", run_eagerly=True)
     model.fit(make(), epochs=3, verbose=0)
     ours = feed(make())

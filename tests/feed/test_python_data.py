@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.errors import ConfigError, DataError
+from tests.feed.recorder import Recorder
 from tests.feed.worlds import feed, flat, numbered, rows
 
 X, Y = numbered(50)
@@ -43,24 +44,10 @@ class Numbers(keras.utils.PyDataset):
         self.random.shuffle(self.order)
 
 
-class _Recorder(keras.Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.seen: list[list[int]] = []
-
-    def call(self, x: Any) -> Any:
-        return self.dense(x)
-
-    def train_step(self, data: Any) -> Any:
-        self.seen.append(data[1].numpy().tolist())
-        return super().train_step(data)
-
-
 @pytest.mark.parametrize("options", [{}, {"workers": 3, "max_queue_size": 2}])
 def test_a_pydataset_gives_what_fit_would_see(options: dict[str, Any]) -> None:
     theirs, ours = Numbers(**options), Numbers(**options)
-    model = _Recorder()
+    model = Recorder()
     model.compile("sgd", "mse", run_eagerly=True)
     model.fit(theirs, epochs=3, verbose=0, shuffle=False)
     made = feed(ours)
