@@ -8,6 +8,7 @@ Every wait has the deadline `world.deadline` and names rank, step and operation 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ class World(ABC):
     Attributes:
         rank, size: this process's number in all, and the number of processes.
         local_rank, local_size: the same on this node.
+        replica, replicas: which share of the data this process trains on, and how many there
+            are; `rank` and `size`, unless several processes hold one copy of the model together.
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
     """
@@ -32,6 +35,26 @@ class World(ABC):
     step: int = 0
     deadline: float = 300.0
     name: str = "world"
+    _share_of_data: tuple[int, int] | None = None
+
+    @property
+    def replica(self) -> int:
+        """Which share of the data this process trains on."""
+        return self._share_of_data[0] if self._share_of_data else self.rank
+
+    @property
+    def replicas(self) -> int:
+        """How many shares the data is cut into."""
+        return self._share_of_data[1] if self._share_of_data else self.size
+
+    def share_data(self, replica: int, replicas: int) -> None:
+        """Let this process take the share of `replica` of `replicas`, as others may too."""
+        self._share_of_data = (replica, replicas)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Who is in it, in the order of ranks: their numbers among all processes."""
+        return range(self.size)
 
     @property
     def is_root(self) -> bool:

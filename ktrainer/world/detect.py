@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ktrainer.errors import SetupError
 from ktrainer.world.base import SingleWorld, World
 
 _MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
-_SLURM_SIZE = "SLURM_NTASKS"
+_SLURM_SIZE = "SLURM_NTASKS"  # in a step, of that step
 _SLURM_STEP = "SLURM_STEP_ID"
 
 _current: World | None = None
@@ -44,7 +45,9 @@ def open_world(deadline: float = 300.0) -> World:
         if kind == "mpi":
             from ktrainer.world.mpi import MpiWorld
 
-            _current = MpiWorld()
+            world = MpiWorld()
+            check_size(world.size)
+            _current = world
         elif kind == "horovod":
             from ktrainer.world.horovod import HorovodWorld
 
@@ -53,6 +56,40 @@ def open_world(deadline: float = 300.0) -> World:
             _current = SingleWorld()
     _current.deadline = deadline
     return _current
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """The variable in which the launcher says how many processes it started, and that number;
+    None if it does not say."""
+    for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if environ.get(key, "0").isdigit() and int(environ.get(key, "0")) > 0:
+            return key, int(environ[key])
+    if _SLURM_STEP in environ and environ.get(_SLURM_SIZE, "").isdigit():
+        return _SLURM_SIZE, int(environ[_SLURM_SIZE])
+    return None
+
+
+def check_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a world of `size` where the launcher started another number of processes: MPI and the
+    launcher do not know each other, and each process would train by itself.
+
+    Raises:
+        SetupError: on each of them, saying how to start.
+    """
+    said = launched(environ)
+    if said is None or said[1] == size:
+        return
+    slurm = _SLURM_STEP in environ
+    remedy = (
+        "Start with `srun --mpi=pmix` (`srun --mpi=list` says what this Slurm has), or with mpirun "
+        "inside of the allocation."
+        if slurm
+        else "Start with `ktrainer launch`, or with the mpirun of the MPI that mpi4py uses."
+    )
+    raise SetupError(
+        f"{said[1]} processes were started ({said[0]}), but MPI in this one sees {size}: the "
+        f"launcher and the MPI library do not work together. {remedy}"
+    )
 
 
 def current() -> World:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ktrainer.errors import DeadlineExceeded, PeerLost
 from ktrainer.world.base import ReduceOp, World, for_reduction
-from ktrainer.world.plane_horovod import initialised_horovod
+from ktrainer.world.horovod_sets import initialised_horovod
 
 
 class HorovodWorld(World):

@@ -1,8 +1,7 @@
 """The world of processes that MPI started.
 
 Each use has a communicator of its own, duplicated from `COMM_WORLD`, so that host messages and
-gradients can be under way at once without being mistaken for one another. Waits poll
-non-blocking requests: that costs about a microsecond and lets every wait have a deadline.
+gradients can be under way at once without being mistaken for one another.
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
-from ktrainer.world.base import ReduceOp, World, for_reduction
+from ktrainer.world.mpi_comm import MpiComm
+from ktrainer.world.mpi_group import MpiGroup
 
-_OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
 
 
-class MpiWorld(World):
+class MpiWorld(MpiComm):
     """Ranks of `MPI.COMM_WORLD`, talking through a communicator of their own."""
-
-    name = "mpi"
 
     def __init__(self) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -34,20 +31,29 @@ class MpiWorld(World):
                 "messages that overlap need; start the script through `ktrainer launch`, or "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
-        self.comm = MPI.COMM_WORLD.Dup()
-        self.rank, self.size = self.comm.rank, self.comm.size
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank, self.local_size = node.rank, node.size
-        node.Free()
+        super().__init__(MPI.COMM_WORLD.Dup())
         _end_all_with_this_rank()
 
-    def wait(self, request: Any, what: str) -> None:
-        """Wait for an MPI request, at most `deadline` seconds.
+    def group(self, ranks: Sequence[int], name: str) -> MpiGroup:
+        """A world of some of the ranks, this one among them.
+
+        Every rank of this world must call it at the same time, each with the ranks of its own
+        group; the groups are disjoint.
+
+        Args:
+            ranks: ranks of this world. Their order is that of the ranks in the group.
+            name: what the group is, for error messages: `"the stages of replica 1"`.
 
         Raises:
-            DeadlineExceeded: naming rank, step and `what`.
-            PeerLost: MPI reported a failed peer.
+            WorldError: on every rank, if the ranks of a group do not all name the same ones.
         """
+        ranks = tuple(int(rank) for rank in ranks)
+        every: list[tuple[int, ...]] = self.allgather(ranks, f"open {name}")
+        _check_groups(every)
+        comm = self.comm.Split(color=ranks[0], key=ranks.index(self.rank))
+        return MpiGroup(self, cast(MPI.Intracomm, comm), ranks, name)
+
+    def wait(self, request: Any, what: str) -> None:
         start = time.monotonic()
         try:
             while not request.Test():
@@ -63,61 +69,18 @@ class MpiWorld(World):
                 f"rank {self.rank} lost a peer at step {self.step} in {what!r}: {error}"
             ) from error
 
-    def barrier(self, what: str = "barrier") -> None:
-        self.wait(self.comm.Ibarrier(), what)
 
-    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
-        if isinstance(value, np.ndarray):
-            return self._broadcast_array(value, root, what)
-        if isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
-            return [self._broadcast_array(v, root, what) for v in value]
-        data = np.frombuffer(_dumps(value), np.uint8) if self.rank == root else None
-        length = np.array([0 if data is None else data.size], np.int64)
-        self.wait(self.comm.Ibcast(length, root), what)
-        buffer = np.empty(int(length[0]), np.uint8) if data is None else data.copy()
-        self.wait(self.comm.Ibcast(buffer, root), what)
-        return value if self.rank == root else _loads(buffer.tobytes())
-
-    def _broadcast_array(self, value: np.ndarray, root: int, what: str) -> np.ndarray:
-        # Bytes: MPI need not know the element type (bfloat16, float16, bool, ...).
-        buffer = np.array(value, order="C", copy=True)
-        self.wait(self.comm.Ibcast(buffer.reshape(-1).view(np.uint8), root), what)
-        return buffer
-
-    def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
-        data = np.frombuffer(_dumps(value), np.uint8)
-        lengths = np.empty(self.size, np.int64)
-        self.wait(self.comm.Iallgather(np.array([data.size], np.int64), lengths), what)
-        gathered = np.empty(int(lengths.sum()), np.uint8)
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        spec = cast(Any, [gathered, (lengths, starts), MPI.BYTE])
-        self.wait(self.comm.Iallgatherv(data, spec), what)
-        return [
-            _loads(gathered[start : start + length].tobytes())
-            for start, length in zip(starts, lengths, strict=True)
-        ]
-
-    def oob_allreduce(
-        self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
-    ) -> np.ndarray:
-        array, dtype = for_reduction(value, op)
-        result = np.empty_like(array)
-        self.wait(self.comm.Iallreduce(array, result, _OPS[op]), what)
-        if op == "average":
-            result = result / array.dtype.type(self.size)
-        return result.reshape(np.shape(value)).astype(dtype, copy=False)
-
-    def close(self) -> None:
-        if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
-            self.comm.Free()
-
-
-def _dumps(value: Any) -> bytes:
-    return MPI.pickle.dumps(value)
-
-
-def _loads(data: bytes) -> Any:
-    return MPI.pickle.loads(data)
+def _check_groups(every: Sequence[tuple[int, ...]]) -> None:
+    """Raise unless the lists by rank describe disjoint groups, each of which all members know."""
+    for rank, ranks in enumerate(every):
+        wrong = [other for other in ranks if not 0 <= other < len(every) or every[other] != ranks]
+        if wrong or rank not in ranks or len(set(ranks)) < len(ranks):
+            raise WorldError(
+                f"the ranks do not agree on who is in a group: rank {rank} is to be in a group of "
+                f"ranks {list(ranks)}, but the groups by rank are {[list(g) for g in every]}. "
+                "Every rank must be in the group that it opens, and name the same ranks in the "
+                "same order as the others of that group."
+            )
 
 
 def _end_all_with_this_rank() -> None:

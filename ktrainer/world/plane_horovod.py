@@ -2,40 +2,51 @@
 
 Each gradient is an all-reduce of its own, started as soon as the backward pass has made it;
 Horovod's background thread fuses what is ready and runs it beside the rest of the pass. It pairs
-the ranks' tensors by name, so names count within a trace: ranks trace at different times. Only
-Horovod's core is used: its Keras layer averages nothing on Keras 3.
+the ranks' tensors by name, so names count within a trace: ranks trace at different times. The
+scope in which TensorFlow traces a collective is left out of its name: with several steps in a
+call, a rank with an example more or fewer may trace them in other scopes. Only Horovod's core is
+used: its Keras layer averages nothing on Keras 3.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from ktrainer.errors import PeerLost, WorldError
 from ktrainer.world.base import World
+from ktrainer.world.horovod_sets import initialised_horovod, process_set_of
 from ktrainer.world.plane import Gradient, GradientPlane, InOrder, weighted
 
 
 class HorovodPlane(GradientPlane):
-    """Sums gradients over Horovod's ranks.
+    """Sums gradients over Horovod's ranks, or a group of them.
 
     Args:
         world: the processes; Horovod must see the same ones.
         compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
         sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
             their rows are gathered from all ranks.
+        ranks: sum over these ranks of `world` only; default: all.
+        all_groups: with `ranks`, the groups of all ranks, in the same order on every rank. Every
+            rank must make a plane for its group at the same time.
     """
 
     name = "horovod"
     seconds = None  # Horovod's thread waits, not the step; nobody here sees for how long
 
     def __init__(
-        self, world: World, compression: str = "none", sparse_as_dense: bool = False
+        self,
+        world: World,
+        compression: str = "none",
+        sparse_as_dense: bool = False,
+        ranks: Sequence[int] | None = None,
+        all_groups: Sequence[Sequence[int]] = (),
     ) -> None:
+        self._set = None if ranks is None else process_set_of(world, ranks, all_groups)
         self._hvd = initialised_horovod(world.deadline)
+        self._set = self._set or self._hvd.global_process_set
         if (self._hvd.rank(), self._hvd.size()) != (world.rank, world.size):
             raise WorldError(
                 f"Horovod sees rank {self._hvd.rank()} of {self._hvd.size()}, MPI rank "
@@ -43,7 +54,7 @@ class HorovodPlane(GradientPlane):
                 "again with `ktrainer horovod build`, or use backend.engine=mpi."
             )
         self.world = world
-        self.size = self._hvd.size()
+        self.size = world.size if ranks is None else len(ranks)
         self._compression = getattr(self._hvd.Compression, compression)
         self._sparse_as_dense = sparse_as_dense
 
@@ -60,23 +71,32 @@ class HorovodPlane(GradientPlane):
             # A stand-in's rows have weight 0, so they add nothing wherever they go.
             values = _widened(weighted(gradient.values, weight))
             wire, context = self._compression.compress(values)
-            values = self._compression.decompress(
-                self._hvd.allgather(wire, name=f"{name}.values"), context
-            )
+            values = self._compression.decompress(self._gather(wire, f"{name}.values"), context)
             values = tf.cast(values, gradient.values.dtype)
-            indices = self._hvd.allgather(gradient.indices, name=f"{name}.indices")
+            indices = self._gather(gradient.indices, f"{name}.indices")
             return tf.IndexedSlices(values, indices, gradient.dense_shape)
         total = self._hvd.allreduce(
             _widened(weighted(gradient, weight)),
             op=self._hvd.Sum,
             name=f"ktrainer.gradient.{number}",
             compression=self._compression,
+            process_set=self._set,
+            ignore_name_scope=True,
         )
         return tf.cast(total, gradient.dtype)
 
+    def _gather(self, tensor: tf.Tensor, name: str) -> tf.Tensor:
+        return self._hvd.allgather(tensor, name=name, process_set=self._set, ignore_name_scope=True)
+
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
         name = f"ktrainer.forward.{order.number()}"
-        total = self._hvd.allreduce(_widened(vector), op=self._hvd.Sum, name=name)
+        total = self._hvd.allreduce(
+            _widened(vector),
+            op=self._hvd.Sum,
+            name=name,
+            process_set=self._set,
+            ignore_name_scope=True,
+        )
         return tf.cast(total, vector.dtype)
 
     def failure(self, error: BaseException) -> BaseException | None:
@@ -91,24 +111,3 @@ class HorovodPlane(GradientPlane):
 def _widened(tensor: tf.Tensor) -> tf.Tensor:
     """16-bit floats as float32: Horovod has no bfloat16, and their sums are better so."""
     return tf.cast(tensor, tf.float32) if tensor.dtype.size == 2 else tensor
-
-
-def initialised_horovod(deadline: float = 300.0) -> Any:
-    """The module `horovod.tensorflow`, initialised once.
-
-    Args:
-        deadline: seconds after which Horovod gives up a tensor that some rank did not submit.
-    """
-    import horovod.tensorflow as hvd
-
-    if not hvd.is_initialized():
-        limits = {
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(max(1, int(deadline / 2))),
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(max(1, int(deadline))),
-        }
-        added = {key: value for key, value in limits.items() if key not in os.environ}
-        os.environ.update(added)
-        hvd.init()  # reads the limits once
-        for key in added:
-            del os.environ[key]
-    return hvd

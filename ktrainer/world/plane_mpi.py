@@ -21,7 +21,7 @@ import tensorflow as tf
 from mpi4py import MPI
 
 from ktrainer.world.buffers import BufferPool, offsets
-from ktrainer.world.mpi import MpiWorld
+from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.plane import Gradient, GradientPlane, InOrder
 
 _HALVES = (tf.float16, tf.bfloat16)
@@ -31,7 +31,8 @@ class MpiPlane(GradientPlane):
     """Sums gradients over the ranks of `world`.
 
     Args:
-        world: the processes; the plane talks through a communicator of its own.
+        world: the processes, or a group of them; the plane talks through a communicator of its
+            own.
         bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own).
         compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
         sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
@@ -43,7 +44,7 @@ class MpiPlane(GradientPlane):
 
     def __init__(
         self,
-        world: MpiWorld,
+        world: MpiComm,
         bucket_mb: float = 25.0,
         compression: str = "none",
         sparse_as_dense: bool = False,
@@ -235,4 +236,6 @@ def _numpy_function(
 ) -> list[tf.Tensor]:
     """`tf.numpy_function` with as many outputs as `inputs` has tensors of `dtype`."""
     outputs = [dtype for tensor in inputs[1:]] or [dtype]
-    return list(tf.numpy_function(call, inputs, outputs, stateful=True))
+    made = tf.numpy_function(call, inputs, outputs, stateful=True)
+    # Called eagerly, a function with one output returns it bare.
+    return [made] if isinstance(made, tf.Tensor) else list(made)

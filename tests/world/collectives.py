@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 
-from ktrainer.world import SingleWorld, World, open_world
+from ktrainer.world import SingleWorld, World, chunks, open_world
 
 SECONDS = 20.0
 LATE = 4  # how many deadlines a late rank is late
@@ -28,9 +28,15 @@ Key = tuple[str, tuple[int, ...], str]  # dtype, shape, operation
 
 @contextmanager
 def opened(kind: str, deadline: float = SECONDS) -> Iterator[World]:
-    """A world of this kind; MPI's stays open for later tasks, as in a script."""
+    """A world of this kind; MPI's stays open for later tasks, as in a script.
+
+    `"group"` is every second rank of MPI's world: the even ones, or the odd ones.
+    """
     if kind == "mpi":
         world = open_world(deadline)
+    elif kind == "group":
+        whole = cast(Any, open_world(deadline))
+        world = whole.group(range(whole.rank % 2, whole.size, 2), "every second rank")
     elif kind == "horovod":
         from ktrainer.world.horovod import HorovodWorld
 
@@ -38,7 +44,7 @@ def opened(kind: str, deadline: float = SECONDS) -> Iterator[World]:
         world.deadline = deadline
     else:
         world = SingleWorld()
-    assert world.name == kind
+    assert world.name == ("mpi" if kind == "group" else kind)
     yield world
     if kind != "mpi":
         world.close()
@@ -136,6 +142,23 @@ def messages(kind: str) -> dict[str, Any]:
         votes = (False, rank == last, rank == 0, True)
         results["any"] = [world.any(vote) for vote in votes]
         return results
+
+
+def messages_in_pieces(most_bytes: int) -> tuple[dict[str, Any], int]:
+    """The same where one message carries little; and into how many pieces the largest one went."""
+    before, split, most = chunks.MOST_BYTES, chunks.pieces, 0
+
+    def counted(data: np.ndarray) -> list[np.ndarray]:
+        nonlocal most
+        parts = split(data)
+        most = max(most, len(parts))
+        return parts
+
+    chunks.MOST_BYTES, chunks.pieces = most_bytes, counted
+    try:
+        return messages("mpi"), most
+    finally:
+        chunks.MOST_BYTES, chunks.pieces = before, split
 
 
 def check_messages(ranks: Sequence[dict[str, Any]]) -> None:

@@ -43,6 +43,12 @@ def test_objects_and_arrays_arrive(ranks: Callable[..., Any], kind: str, size: i
     collectives.check_messages(_group(ranks, kind, size).run(collectives.messages, kind))
 
 
+def test_large_messages_go_in_pieces(ranks: Callable[..., Any]) -> None:
+    results, most = zip(*ranks(3).run(collectives.messages_in_pieces, 100), strict=True)
+    collectives.check_messages(results)
+    assert min(most) > 10
+
+
 @pytest.mark.parametrize(("kind", "size"), WORLDS)
 def test_nobody_leaves_a_barrier_before_all_came(
     ranks: Callable[..., Any], kind: str, size: int

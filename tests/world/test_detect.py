@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from ktrainer.errors import SetupError
 from ktrainer.world import SingleWorld, current, detect, open_world
-from ktrainer.world.detect import launcher
+from ktrainer.world.detect import check_size, launched, launcher
+from tests.dist.harness.group import ROOT
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
@@ -39,6 +44,46 @@ def test_launcher(environ: dict[str, str], kind: str) -> None:
     assert launcher(environ) == kind
 
 
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        pytest.param({}, None, id="plain python"),
+        pytest.param(OPEN_MPI, ("OMPI_COMM_WORLD_SIZE", 2), id="Open MPI"),
+        pytest.param({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("PMI_SIZE", 2), id="PMI"),
+        pytest.param({"MPI_LOCALNRANKS": "2"}, None, id="Intel MPI, which says so of a node"),
+        pytest.param(SRUN, ("SLURM_NTASKS", 2), id="srun"),
+        pytest.param(SBATCH, None, id="the shell of sbatch"),
+        pytest.param({**SRUN, **OPEN_MPI}, ("OMPI_COMM_WORLD_SIZE", 2), id="mpirun in a step"),
+    ],
+)
+def test_what_the_launcher_says(environ: dict[str, str], said: tuple[str, int] | None) -> None:
+    assert launched(environ) == said
+    check_size(said[1] if said else 7, environ)
+
+
+@pytest.mark.parametrize(("environ", "remedy"), [(SRUN, "--mpi=pmix"), (OPEN_MPI, "mpirun")])
+def test_processes_that_mpi_does_not_connect(environ: dict[str, str], remedy: str) -> None:
+    with pytest.raises(SetupError, match=f"2 processes were started.*sees 1: .*{remedy}"):
+        check_size(1, environ)
+
+
+def test_a_copy_that_is_alone_does_not_start(tmp_path: Path) -> None:
+    code = "from ktrainer.world import open_world; open_world(); print('trains alone')"
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**plain, **SRUN, "PYTHONPATH": str(ROOT), "OMPI_MCA_ess_singleton_isolated": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert "2 processes were started (SLURM_NTASKS), but MPI in this one sees 1" in done.stderr
+
+
 def test_one_world_whose_deadline_the_last_call_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "_current", None)
     world = open_world(5)
@@ -51,7 +96,7 @@ def test_horovod_gives_up_when_its_world_does(monkeypatch: pytest.MonkeyPatch) -
     """Its limits are read once, by `init`: those of the deadline asked for, not of the default."""
     limits: dict[str, str] = {}
 
-    def init() -> None:
+    def init(process_sets: Any = None) -> None:
         limits.update({key: os.environ[key] for key in os.environ if "STALL" in key})
 
     horovod = ModuleType("horovod")
