@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omegaconf import MISSING
@@ -58,17 +58,60 @@ class DataParallelConfig(BackendConfig):
 
 @dataclass(frozen=True)
 class PipelineConfig(BackendConfig):
-    """The model cut into stages, one process for each. Not part of this version.
+    """The model cut into stages, one process for each; with more processes, several copies of it.
 
     Attributes:
         name: pipeline.
-        partitions: number of stages.
-        microbatches: parts that a batch is cut into, to keep the stages busy.
+        partitions: processes that hold one copy of the model together. The number of processes is
+            a multiple of it; the quotient is the number of copies (replicas), which share the
+            data as under data_parallel.
+        microbatches: parts that a replica's batch is cut into, to keep the stages busy; 4 for
+            each partition is a good start. 1: the stages work one after another.
+        schedule: the order of forward and backward passes. 1f1b: as fast as gpipe, with fewer
+            activations in memory. gpipe: all forward passes first. interleaved: several stages a
+            process, see chunks, for shorter waits and more messages. zero_bubble: gradients of
+            weights fill the waits.
+        chunks: stages in each process; more than 1 with schedule=interleaved only.
+        active_microbatches: the most microbatches that a process keeps activations of. null: as
+            many as the schedule is fastest with.
+        costs: what the automatic partition weighs layers by. flops: operations, counted. profile:
+            seconds, measured at the start. parameters: their number. uniform: all alike.
+        optimize: what the automatic partition balances most: speed or memory.
+        memory_weight: 0 balances time alone, 1 memory alone. null: 0.2 for optimize=speed, 0.8
+            for optimize=memory.
+        memory_limit: the most that a stage may take (weights, gradients, optimizer slots, and
+            activations in flight), in bytes, or with a unit, such as "2GB" or "1.5GiB". null: no
+            limit.
+        stages: stages by hand, as {0: "embed|block_[0-5]", 1: "block_[6-9]|head"}: a regular
+            expression for each stage, of whole names of layers. Empty: as
+            `with ktrainer.partition(i):` in the model's code says, or automatic without.
+        default_partition: the stage of layers that neither stages nor a partition scope names.
+            null: refused with stages, 0 with scopes.
+        placement: 4 processes and 2 partitions are the replicas (0, 1), (2, 3) with cluster, and
+            (0, 2), (1, 3) with spread.
+        recompute: compute activations again in the backward pass in place of keeping them: less
+            memory for about a third more time.
+        engine: what carries gradients between replicas: mpi, horovod or auto, as for
+            data_parallel. What goes between stages always goes through MPI.
+        compression: none, or fp16: gradients between replicas travel in half precision.
     """
 
     name: str = "pipeline"
     partitions: int = number(MISSING, at_least=1)
     microbatches: int = number(1, at_least=1)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    chunks: int = number(1, at_least=1)
+    active_microbatches: int | None = number(None, at_least=1)
+    costs: Literal["flops", "profile", "parameters", "uniform"] = "flops"
+    optimize: Literal["speed", "memory"] = "speed"
+    memory_weight: float | None = number(None, at_least=0, at_most=1)
+    memory_limit: str | None = None
+    stages: dict[str, str] = field(default_factory=dict)
+    default_partition: int | None = number(None, at_least=0)
+    placement: Literal["cluster", "spread"] = "cluster"
+    recompute: bool = False
+    engine: Literal["auto", "horovod", "mpi"] = "auto"
+    compression: Literal["none", "fp16"] = "none"
 
 
 @dataclass(frozen=True)
@@ -108,7 +151,13 @@ ALIASES = {
     "ddp": "backend=data_parallel",
     "dp": "backend=data_parallel",
     "single": "backend=local",
+    "smp": "backend=pipeline backend.partitions=2",
     "mirrored": "backend=tf_distribute backend.strategy=mirrored",
     "multi_worker_mirrored": "backend=tf_distribute backend.strategy=multi_worker_mirrored",
     "parameter_server": "backend=tf_distribute backend.strategy=parameter_server",
+}
+
+# The same for the values of a key.
+VALUE_ALIASES = {
+    "backend.schedule": {"simple": "gpipe", "dapple": "1f1b", "zb_h1": "zero_bubble"},
 }

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ktrainer import registry
+from ktrainer.config.backends import PipelineConfig
 from ktrainer.config.bounds import DurationBounds, NumberBounds
+from ktrainer.config.pipeline import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import bounds, expected, hints, schema_fields
 from ktrainer.durations import Duration
@@ -31,6 +33,8 @@ def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | N
     _check_trainer(config)
     _check_schedule(config)
     _check_checkpoint(config)
+    if isinstance(config.backend, PipelineConfig):
+        check_pipeline(config, config.backend)
     for name, spec in config.callbacks.items():
         try:
             registry.check(spec, allow=config.allow, path=f"callbacks.{name}")

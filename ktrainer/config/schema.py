@@ -184,7 +184,8 @@ class LoggingConfig:
             else plain.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
-        tensorflow: let TensorFlow's own start-up messages through.
+        tensorflow: let TensorFlow's own start-up messages through. Only what it says after the
+            Trainer is made: import keras after that, or use `ktrainer launch`.
     """
 
     every: str = duration("50ba")
@@ -218,7 +219,8 @@ class WorldConfig:
 
     Attributes:
         deadline: seconds that any wait for another rank may last before it ends with an error.
-        threads: threads of each process. null: the machine's cores divided by its processes.
+        threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer
+            launch` sets it), else the machine's cores divided by its processes.
     """
 
     deadline: float = number(300.0, above=0)

@@ -65,6 +65,8 @@ def _plain_dict(value: Any) -> dict[str, Any]:
 def plain(value: Any, path: str) -> Any:
     """`value` as plain dicts, lists and numbers; paths become text, NumPy scalars numbers."""
     if isinstance(value, Mapping):
+        if path == "backend.stages":  # where keys are numbers
+            value = {str(k) if type(k) is int else k: v for k, v in value.items()}
         for key in value:
             if not isinstance(key, str):
                 where = path or "the configuration"
@@ -193,6 +195,8 @@ def _read_value(key: str, text: str) -> Any:
     except _UNREADABLE as error:
         shown = "***" if is_secret_name(key) else repr(redact_text(text))
         message = f"cannot read the value {shown}: {_brief(error)}"
+        if getattr(error, "problem", None) == "found unexpected ':'":
+            message += ". YAML wants a space after each colon: {key: value}."
         raise ConfigError(message, path=key) from None
     assert isinstance(value, dict)
     return plain(value["value"], key)

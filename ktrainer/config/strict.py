@@ -14,7 +14,7 @@ from omegaconf.errors import (
     MissingMandatoryValue,
 )
 
-from ktrainer.config.backends import BACKENDS, BackendConfig
+from ktrainer.config.backends import BACKENDS, VALUE_ALIASES, BackendConfig
 from ktrainer.config.redact import REDACTED, is_secret_name, redact_text
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import (
@@ -75,6 +75,10 @@ def _unknown(path: str, name: str, value: Any, backend: str) -> ConfigError:
             message = f"is a key of backend={owners[0]}, but the backend is {backend}; "
             message += f"got {shown}. Add backend={owners[0]}, or leave the key out."
             return ConfigError(message, path=path, value=_safe(path, value))
+    if value is None and ":" in name:
+        key, _, rest = name.partition(":")
+        message = f"YAML wants a space after the colon: write {{{key}: {rest or '...'}}}."
+        return ConfigError(message, path=path)
     if "." in name:
         message = "keys with dots are for the command line: in a dict or file, nest the groups."
         return ConfigError(message, path=path, value=_safe(path, value))
@@ -142,6 +146,9 @@ def translate(
     message = f"expected {expected(*found)}, got {shown}."
     if isinstance(value, str) and "oc.env" in value:
         message += " A number from the environment may need ${oc.decode:${oc.env:NAME}}."
+    elsewhere = VALUE_ALIASES.get(path or "", {})
+    if isinstance(value, str) and value in elsewhere:
+        message += f" What others call {value!r} is {path}={elsewhere[value]} here."
     return ConfigError(message, path=path, value=_safe(path or "", value), known=known)
 
 

@@ -10,6 +10,7 @@ from ktrainer.config import BACKENDS, Config, describe, load_config, resolved_ya
 from ktrainer.config.docs import diff_yaml, key_docs, summary
 from ktrainer.config.schematree import group_of, hints, item_group
 from ktrainer.errors import ConfigError
+from ktrainer.plan import WorldFacts, make_plan
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -87,7 +88,17 @@ def test_files_in_configs_are_complete_and_current(path):
 
 def test_configs_holds_each_way_to_run():
     names = [path.stem for path in CONFIGS]
-    assert names == ["data_parallel", "data_parallel_horovod", "local", "per_worker"]
-    engines = [getattr(load_config(path).backend, "engine", None) for path in CONFIGS]
-    assert engines == ["mpi", "horovod", None, "auto"]
-    assert load_config(CONFIGS[3]).data.batch == "per_worker"
+    assert names == [
+        "data_parallel",
+        "data_parallel_horovod",
+        "local",
+        "per_worker",
+        "pipeline",
+        "pipeline_hybrid",
+    ]
+    configs = dict(zip(names, map(load_config, CONFIGS), strict=True))
+    engines = [getattr(config.backend, "engine", None) for config in configs.values()]
+    assert engines == ["mpi", "horovod", None, "auto", "auto", "mpi"]
+    assert configs["per_worker"].data.batch == "per_worker"
+    assert make_plan(configs["pipeline"], WorldFacts(size=2)).replicas == 1
+    assert make_plan(configs["pipeline_hybrid"], WorldFacts(size=4)).replicas == 2

@@ -49,6 +49,22 @@ def test_an_unknown_key_without_a_likeness_lists_what_there_is():
     assert "engine, compression" in str(refused(["backend=data_parallel", "backend.qqqq=1"]))
 
 
+@pytest.mark.parametrize(
+    "word, path",
+    [
+        ("lr.schedule=[{start:1ep, multiplier: 0.1}]", "lr.schedule[0].start:1ep"),
+        ("lr.schedule=[{start: 1ep, multiplier:0.1}]", "lr.schedule[0].multiplier:0.1"),
+        ("trainer.clip={norm:1}", "trainer.clip.norm:1"),
+        ("callbacks={goal:{type: early_stopping}}", "callbacks"),
+        ("callbacks={goal: {type:early_stopping}}", "callbacks.goal"),
+    ],
+)
+def test_a_colon_without_a_space(word, path):
+    error = refused([word])
+    assert error.path == path
+    assert "a space after" in str(error)
+
+
 def test_a_key_of_another_backend_says_whose_it_is():
     error = refused(["backend.engine=mpi"])
     assert (error.path, error.value) == ("backend.engine", "mpi")

@@ -1,0 +1,111 @@
+"""The pipeline's keys: what contradicts, and what they mean as numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ktrainer import registry
+from ktrainer.backends.pipeline.schedule import make_schedule
+from ktrainer.config.backends import PipelineConfig
+from ktrainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ktrainer.config.schema import Config
+
+# Callbacks that write or swap the weights of a whole model, which no process of a pipeline has.
+_WHOLE_MODEL = ("model_checkpoint", "backup_and_restore", "swap_ema_weights")
+
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*")
+_POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def check_pipeline(config: Config, backend: PipelineConfig) -> None:
+    """Refuse keys of the pipeline that cannot work, alone or together.
+
+    Raises:
+        ConfigError: for the first one found, with the nearest value that works.
+    """
+    make_schedule(
+        backend.schedule,
+        backend.partitions,
+        backend.microbatches,
+        backend.chunks,
+        backend.active_microbatches,
+    )
+    memory_limit(backend)
+    _check_stages(backend)
+    _check_callbacks(config)
+    if config.trainer.steps_per_call > 1:
+        raise ConfigError(
+            f"{config.trainer.steps_per_call} does not go with backend=pipeline, whose step is "
+            "many small computations with messages between them, and no single one that could "
+            "be repeated in a call: set it to 1.",
+            path="trainer.steps_per_call",
+            value=config.trainer.steps_per_call,
+        )
+
+
+def memory_limit(backend: PipelineConfig) -> int | None:
+    """`backend.memory_limit` in bytes: "2GB" is 2,000,000,000, "2GiB" 2,147,483,648.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    text = backend.memory_limit
+    if text is None:
+        return None
+    match = _BYTES.fullmatch(text)
+    size = 0
+    if match and (match[2] or not match[3]):
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    if size < 1:
+        message = f'{text!r} is no size: give bytes, or a number with a unit, such as "2GB".'
+        raise ConfigError(message, path="backend.memory_limit", value=text)
+    return size
+
+
+def stage_patterns(backend: PipelineConfig) -> dict[int, str]:
+    """`backend.stages` by number."""
+    return {int(stage): pattern for stage, pattern in backend.stages.items()}
+
+
+def _check_stages(backend: PipelineConfig) -> None:
+    count = backend.partitions * backend.chunks
+    numbers = f"stages are numbered from 0 to {count - 1}"
+    for stage, pattern in backend.stages.items():
+        path = f"backend.stages.{stage}"
+        if not stage.isdecimal() or int(stage) >= count:
+            message = f"there is no stage {stage}: {numbers} (partitions x chunks - 1)."
+            raise ConfigError(message, path=path, value=pattern)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            message = f"{pattern!r} is no regular expression: {error}."
+            raise ConfigError(message, path=path, value=pattern) from None
+    left = [stage for stage in range(count) if str(stage) not in backend.stages]
+    if backend.stages and left and backend.default_partition not in left:
+        raise ConfigError(
+            f"stage {left[0]} has no pattern; {numbers}. Give it one, or set "
+            f"backend.partitions={max(1, len(backend.stages) // backend.chunks)}.",
+            path="backend.stages",
+            value=dict(backend.stages),
+        )
+    if backend.default_partition is not None and backend.default_partition >= count:
+        message = f"there is no stage {backend.default_partition}: {numbers}."
+        raise ConfigError(
+            message, path="backend.default_partition", value=backend.default_partition
+        )
+
+
+def _check_callbacks(config: Config) -> None:
+    """Refuse Keras' callbacks that need every weight in one process."""
+    for name, spec in config.callbacks.items():
+        kind = next((kind for kind in _WHOLE_MODEL if registry.is_type(spec, kind)), None)
+        if kind is not None:
+            raise ConfigError(
+                f"{kind} needs the weights of the whole model, which no process of a pipeline "
+                "has: use checkpoint.every, checkpoint.best, or trainer.save(PATH) in the script.",
+                path=f"callbacks.{name}.type",
+                value=kind,
+            )
