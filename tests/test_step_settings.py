@@ -30,6 +30,33 @@ def test_accumulation_equals_a_large_batch(rows: int) -> None:
         np.testing.assert_allclose(small[key], large[key], rtol=1e-12)
 
 
+def _regularised_with_two_outputs() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(5, "tanh", kernel_regularizer="l2")(inputs)
+    outputs = {"a": layers.Dense(3, name="a")(hidden), "b": layers.Dense(3, name="b")(hidden)}
+    model = keras.Model(inputs, outputs)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), {"a": loss, "b": loss})
+    return model
+
+
+def test_accumulation_with_regularised_weights_and_a_loss_for_each_output() -> None:
+    """Keras keeps a mean for each output's loss, which it weighs by rows where their number is
+    static: every part of an update must count as in one large batch."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    x, y = data(29)
+    given = (x, {"a": y, "b": y})
+    model = _regularised_with_two_outputs
+    one, large = fit(model, given, trainer__epochs=2, data__batch_size=4 * BATCH)
+    four, small = fit(model, given, trainer__epochs=2, trainer__accumulate=4)
+    close(four, one, 1e-13)
+    assert {"loss", "a_loss", "b_loss"} <= large.keys()
+    for key in large:
+        np.testing.assert_allclose(small[key], large[key], rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [("global_norm", "global_clipnorm"), ("norm", "clipnorm"), ("value", "clipvalue")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -34,8 +35,10 @@ class CapturedUpdate:
         options: StepOptions,
         plane: GradientPlane | None,
         rank: int,
+        uniform: bool | None = None,
     ) -> None:
         self.model, self.options, self.plane, self.rank = model, options, plane, rank
+        self._uniform = uniform  # of all the data: one batch alone may be of one length
         self._optimizer: Any = None
         self._variables: list[Any] = []
         self._sums: list[Any] = []
@@ -88,12 +91,16 @@ class CapturedUpdate:
             weight,
             self.plane,
             self.rank,
-            uniform=is_uniform(batch),
+            uniform=is_uniform(batch) if self._uniform is None else self._uniform,
             denominators=[],
             record=True,
             capture=True,
         )
-        with keras.StatelessScope(), seams(context, optimizers_of(self.model)):
+        with (
+            keras.StatelessScope(),
+            seams(context, optimizers_of(self.model)),
+            patch.object(keras.layers.Layer, "_get_regularization_losses", _no_penalties),
+        ):
             self._step(batch)
         counted = context.denominators or []
         return tf.stack(counted) if counted else tf.zeros([0], tf.float64)
@@ -107,7 +114,7 @@ class CapturedUpdate:
             weight,
             self.plane,
             self.rank,
-            uniform=is_uniform(batch),
+            uniform=is_uniform(batch) if self._uniform is None else self._uniform,
             denominators=tf.unstack(denominators),
             capture=True,
             xla=self.options.xla,
@@ -177,6 +184,13 @@ class CapturedUpdate:
             else:
                 gradients.append(None if total is None else tf.identity(total))
         return gradients
+
+
+def _no_penalties(layer: Any) -> list[tf.Tensor]:
+    """Zeros in place of a layer's regularisation losses: they have no denominator, and Keras
+    cannot compute them in a scope that does not hold the weights' values."""
+    regularised = any(v.regularizer is not None for v in layer.trainable_variables)
+    return [tf.zeros((), keras.config.floatx())] if regularised else []
 
 
 def _zeros(gradient: Any, variable: Any) -> Any:

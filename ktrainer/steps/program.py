@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.model_step import (
@@ -32,10 +33,8 @@ from ktrainer.steps.options import StepOptions
 from ktrainer.steps.seams import seams
 from ktrainer.world.plane import GradientPlane
 
-Logs = Any  # dict of scalars as tensors, or what a user's step returns
 
-
-class Program:
+class Program(Steps):
     """The compiled steps of one model on this rank.
 
     Args:
@@ -83,7 +82,11 @@ class Program:
             (share,) = shares
             return self._call(self._function("train", share), share.batch, _weight(share))
         if self._captured is None:
-            self._captured = CapturedUpdate(self.model, self.options, self.plane, self.rank)
+            spec = self._specs.get("train")
+            uniform = None if spec is None else is_uniform(spec)
+            self._captured = CapturedUpdate(
+                self.model, self.options, self.plane, self.rank, uniform
+            )
         captured = self._captured
         return self._call(captured, shares)
 

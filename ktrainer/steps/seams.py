@@ -114,7 +114,9 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
 
 def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if sample_weight is None:
+        # Keras counts each part of a loss once a batch, but with its rows where their number is
+        # static, as it is in a pipeline.
+        if sample_weight is None or isinstance(sample_weight, int):
             values = ops.convert_to_tensor(values)
             if values.shape.rank == 0:
                 sample_weight = tf.cast(context.weight, self.dtype)

@@ -1,0 +1,55 @@
+"""What a backend makes of a model: steps that take shares and give logs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from ktrainer.steps.model_step import ShareLike
+
+Logs = Any  # dict of scalars as tensors, or what a user's step returns
+
+
+class Steps(ABC):
+    """The steps of one model on this rank.
+
+    Attributes:
+        model: a compiled Keras model.
+        counts_metrics: whether metrics are counted, and outputs computed, in this process. Those
+            of all such processes together are the model's.
+    """
+
+    model: keras.Model
+    counts_metrics: bool = True
+
+    @abstractmethod
+    def build(self, spec: Any, training: bool = True) -> None:
+        """Create all variables, without running a step.
+
+        Called again with a wider `spec` when a batch of a new shape appears, on all ranks at
+        the same step.
+
+        Args:
+            spec: nested `tf.TensorSpec` of a share, the batch dimension None.
+            training: build what `train` needs (optimizer slots too), else what `test` needs.
+        """
+
+    @abstractmethod
+    def train(self, shares: Sequence[ShareLike]) -> Logs:
+        """One update of the weights from its shares (one, unless gradients accumulate)."""
+
+    @abstractmethod
+    def train_many(self, shares: Sequence[ShareLike]) -> Logs:
+        """One update per share; the logs of the last."""
+
+    @abstractmethod
+    def test(self, share: ShareLike) -> Logs:
+        """Loss and metrics of one share, the weights left as they are."""
+
+    @abstractmethod
+    def predict(self, share: ShareLike) -> Any:
+        """The model's outputs for one share's true examples, as NumPy arrays; None in a process
+        that computes no outputs."""

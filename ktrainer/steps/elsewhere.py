@@ -1,0 +1,75 @@
+"""A variable without a value: under a pipeline, one that another stage holds.
+
+Keras knows variables without a value, those that are not initialised yet: `_value` is None, and
+whoever asks for the value gets what `_initializer` returns. Here that is an `Elsewhere`, which
+returns nothing but says where the variable is. Shape, dtype, name and `repr` stay as they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from ktrainer.errors import ModelError
+
+
+class Elsewhere:
+    """The initializer of a variable whose value is in another process.
+
+    Attributes:
+        partition: the stage that holds it.
+        name: what errors call it.
+        fetched: its value for the moment, of the variable's shape and dtype: while it is set, the
+            variable can be read, as saving the whole model does. It can never be assigned.
+    """
+
+    def __init__(self, partition: int, name: str) -> None:
+        self.partition, self.name = partition, name
+        self.fetched: np.ndarray | None = None
+
+    def __call__(self, shape: Any, dtype: Any = None) -> tf.Tensor:
+        """What reading the variable gives.
+
+        Raises:
+            ModelError: the value is not in this process.
+        """
+        if self.fetched is not None:
+            with tf.device("CPU"):  # the device has room for its own stage alone
+                return tf.convert_to_tensor(self.fetched, dtype)
+        if in_symbolic_scope():  # only the shape is looked at, as of any variable without a value
+            return tf.zeros(shape, dtype or tf.float32)
+        return self.refuse()
+
+    def refuse(self, *_: Any) -> NoReturn:
+        """Say where the variable is."""
+        raise ModelError(
+            f"variable {self.name} is on stage {self.partition} of the pipeline, not in this "
+            "process. Use trainer.save, trainer.predict or a checkpoint, which bring the stages "
+            "together."
+        )
+
+
+def take_away(variable: Any, partition: int) -> None:
+    """Leave `variable`, a `keras.Variable`, without a value: stage `partition` holds it.
+
+    A value that it has is let go. One that it does not have yet will not be made.
+    """
+    away = Elsewhere(partition, variable.path)
+    variable._value = None
+    variable._initializer = away
+    variable._direct_assign = away.refuse  # where `assign` ends, which would look into `_value`
+    waiting = global_state.get_global_attribute("uninitialized_variables") or []
+    for i, other in enumerate(waiting):
+        if other is variable:
+            del waiting[i]
+            break
+
+
+def elsewhere(variable: Any) -> Elsewhere | None:
+    """What stands in for the value of `variable`; None: the value is here."""
+    away = getattr(variable, "_initializer", None)
+    return away if isinstance(away, Elsewhere) and variable._value is None else None
