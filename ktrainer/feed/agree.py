@@ -13,6 +13,7 @@ from ktrainer.feed.specs import widen
 from ktrainer.world.base import World
 
 HAS_BATCH, ENDED, FAILED = 1, 0, -1
+KINDS = ("arrays", "tf.data.Dataset", "PyDataset", "generator")
 
 T = TypeVar("T")
 
@@ -24,11 +25,17 @@ def exchange(world: World, values: list[int], what: str) -> np.ndarray:
     return world.oob_allreduce(table, "sum", what)
 
 
-def together(world: World, make: Callable[[], T]) -> T:
+def together(world: World, make: Callable[[], T], kind: Callable[[T], str] | None = None) -> T:
     """`make()`, which runs a user's code; if it fails on one rank, no rank goes on without it.
+
+    Args:
+        world: the ranks.
+        make: may fail.
+        kind: which one of KINDS was made; the same on every rank.
 
     Raises:
         PeerLost: on the ranks on which `make` did not fail.
+        DivergenceError: on every rank, if they made different kinds.
     """
     if world.size == 1:
         return make()
@@ -37,11 +44,25 @@ def together(world: World, make: Callable[[], T]) -> T:
         made = make()
     except Exception as error:
         failure = error
-    states = exchange(world, [FAILED if failure else HAS_BATCH], "open the data")
+    made_kind = KINDS.index(kind(cast(T, made))) if kind and failure is None else 0
+    states = exchange(world, [FAILED if failure else HAS_BATCH, made_kind], "open the data")
     if failure is not None:
         raise failure
     raise_failed(states[:, 0])
+    raise_other_kinds(states[:, 1])
     return cast(T, made)
+
+
+def raise_other_kinds(kinds: np.ndarray) -> None:
+    """Raise on every rank if they were given different kinds of data: what they exchange from
+    here on would not fit."""
+    if (kinds == kinds[0]).all():
+        return
+    given = [f"{ranks(np.flatnonzero(kinds == k))}: {KINDS[k]}" for k in dict.fromkeys(kinds)]
+    raise DivergenceError(
+        f"data: ranks were given different kinds of it: {'; '.join(given)}. Give every rank the "
+        "same kind, also where each has data of its own."
+    )
 
 
 def raise_failed(states: np.ndarray) -> None:
@@ -51,27 +72,63 @@ def raise_failed(states: np.ndarray) -> None:
         raise PeerLost(f"the input pipeline failed on {ranks(failed)}; its own error says why")
 
 
-def raise_uneven(states: np.ndarray, batch: int) -> NoReturn:
+def raise_uneven(world: World, states: np.ndarray, batch: int) -> NoReturn:
     """Raise on every rank: some are out of data, others are not, where all see the same data."""
     raise DivergenceError(
         f"data: {ranks(np.flatnonzero(states == ENDED))} ran out of data after {batch} batches, "
-        f"{ranks(np.flatnonzero(states == HAS_BATCH))} did not. With data.batch=global and "
-        "data.shard=batch every rank must be given the same data. If each rank has data of its "
-        "own, set data.batch=per_worker."
+        f"{ranks(np.flatnonzero(states == HAS_BATCH))} did not. {_who_needs_the_same(world)}"
     )
 
 
-def raise_other_rows(table: np.ndarray, names: list[str], where: str) -> None:
+def raise_other_rows(world: World, table: np.ndarray, names: list[str], where: str) -> None:
     """Raise on every rank if the columns of `table` (`rows`, then one per leaf) are not equal."""
     for column, name in enumerate(["number of rows", *names]):
         other = np.flatnonzero(table[:, column] != table[0, column])
         if other.size:
             raise DivergenceError(
                 f"data: {where} differs in {name}: {ranks(other)} got other values than rank 0. "
-                "With data.batch=global every rank must see the same batches in the same order. "
-                "A shuffle needs a seed (`dataset.shuffle(n, seed=0)`), and a pipeline must be "
-                "deterministic; if each rank has data of its own, set data.batch=per_worker."
+                f"{_who_needs_the_same(world)} A shuffle needs a seed "
+                "(`dataset.shuffle(n, seed=0)`), and a pipeline must be deterministic."
             )
+
+
+def raise_other_replica(table: np.ndarray, replica_of: np.ndarray, names: list[str]) -> None:
+    """Raise on every rank if rows of `table` differ within a replica.
+
+    Args:
+        table: a row by rank: the state, the number of rows, then a digest per leaf.
+        replica_of: the replica of each rank.
+        names: of the leaves.
+    """
+    firsts = first_ranks(replica_of)
+    for column, name in enumerate(["having a batch", "number of rows", *names]):
+        expected = table[firsts, column][np.searchsorted(replica_of[firsts], replica_of)]
+        other = np.flatnonzero(table[:, column] != expected)
+        if other.size:
+            replica = int(replica_of[other[0]])
+            raise DivergenceError(
+                f"data: the next batch of replica {replica} differs in {name}: {ranks(other)} got "
+                f"other values than rank {firsts[replica]}, with which it holds one copy of the "
+                "model. Such ranks must be given the same batches: shard and seed the data by "
+                "`ktrainer.world.current().replica`, not by the rank."
+            )
+
+
+def first_ranks(replica_of: np.ndarray) -> np.ndarray:
+    """The lowest rank of each replica: each replica's rows count once."""
+    return np.unique(replica_of, return_index=True)[1]
+
+
+def _who_needs_the_same(world: World) -> str:
+    if world.replicas == 1:
+        return (
+            "All ranks hold one copy of the model together, so all must be given the same batches "
+            "in the same order."
+        )
+    return (
+        "With data.batch=global and data.shard=batch every rank must see the same batches in the "
+        "same order. If each rank has data of its own, set data.batch=per_worker."
+    )
 
 
 def agreed_spec(world: World, spec: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Arrays in memory, sharded by index: each rank gathers its own rows only."""
+"""Arrays in memory, sharded by index: each replica gathers its own rows only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArrayFeed(Feed):
     Args:
         inputs: structure of arrays with equally many rows.
         world: who shares the rows.
-        global_batch: rows a step, over all ranks.
+        global_batch: rows a step, over all replicas.
         shuffle: whether to reorder the rows in every epoch.
         seed: of the order; the same on all ranks.
         limit: batches an epoch, or a fraction of them.
@@ -54,7 +54,7 @@ class ArrayFeed(Feed):
     ) -> None:
         leaves = [_convert(leaf) for leaf in tf.nest.flatten(inputs)]
         self.rows = _rows(inputs, leaves)
-        self.rank, self.size = world.rank, world.size
+        self.replica, self.replicas = world.replica, world.replicas
         self.global_batch, self.shuffle, self.seed = global_batch, shuffle, seed
         self._structure, self._leaves = inputs, leaves
         self._pack = packer(inputs)
@@ -64,7 +64,7 @@ class ArrayFeed(Feed):
         self.element_count = self.rows
         steps = self.rows / global_batch
         self.num_batches = limited(math.floor(steps) if drop_remainder else math.ceil(steps), limit)
-        largest = math.ceil(min(global_batch, self.rows) / self.size)
+        largest = math.ceil(min(global_batch, self.rows) / self.replicas)
         heavy = largest * _row_bytes(leaves, self.rows) > _PREFETCH_BYTES
         self._ahead = prefetch if heavy else 0
         self._prefetcher: Prefetcher | None = None
@@ -94,7 +94,7 @@ class ArrayFeed(Feed):
         for index in range(skip, self.num_batches):
             first = index * self.global_batch
             total = min(self.global_batch, self.rows - first)
-            start, stop = bounds(total, self.rank, self.size)
+            start, stop = bounds(total, self.replica, self.replicas)
             examples = stop - start
             if not examples:
                 start, stop = 0, 1  # a row of this very batch stands in

@@ -1,4 +1,4 @@
-"""tf.data pipelines: the slice of a rank is cut inside the pipeline, off the critical path."""
+"""tf.data pipelines: the slice of a replica is cut inside the pipeline, off the critical path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from ktrainer.errors import DataError
 from ktrainer.feed.digest import tensor_digest
 from ktrainer.feed.iterate import elements
-from ktrainer.feed.source import Piece, Source, count_rows
+from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing
 from ktrainer.world.base import World
 
 
@@ -20,8 +20,8 @@ class DatasetSource(Source):
 
     Args:
         dataset: of batches: `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
-        world: whose rank the slice is for.
-        sliced: whether all ranks run the same pipeline and each takes its slice.
+        world: whose replica the slice is for.
+        sliced: whether all ranks run the same pipeline and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights as Keras does.
         prefetch: batches kept ready; 0 leaves that to the pipeline.
     """
@@ -39,8 +39,8 @@ class DatasetSource(Source):
             dataset = dataset.map(make_class_weight_map_fn(class_weight), tf.data.AUTOTUNE)
         _require_batches(dataset.element_spec)
         self._dataset, self._prefetch = dataset, prefetch
-        self._rank, self._size = world.rank, world.size
-        self._cut = sliced and world.size > 1
+        self._replica, self._replicas = slicing(world, sliced)
+        self._cut = compared(world, sliced)
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
@@ -68,17 +68,17 @@ class DatasetSource(Source):
         return dataset
 
     def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:
-        """This rank's rows, and `[rows of the whole batch, digest of each leaf]`."""
+        """This replica's rows, and `[rows of the whole batch, digest of each leaf]`."""
         # tf.data spreads tuples over the arguments, and nothing else.
         batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
         leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
         rows = rows_in_graph(leaves[0])
         facts = tf.stack([rows, *(tensor_digest(leaf) for leaf in leaves)])
-        share = tf.nest.map_structure(lambda leaf: self._rows_for_rank(leaf, rows), batch)
+        share = tf.nest.map_structure(lambda leaf: self._own_rows(leaf, rows), batch)
         return share, facts
 
-    def _rows_for_rank(self, leaf: Any, rows: tf.Tensor) -> Any:
-        return leaf if leaf is None else graph_slice(leaf, rows, self._rank, self._size)
+    def _own_rows(self, leaf: Any, rows: tf.Tensor) -> Any:
+        return leaf if leaf is None else graph_slice(leaf, rows, self._replica, self._replicas)
 
     def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
         for batch, facts in iterator:

@@ -43,8 +43,11 @@ def make_feed(
 
     | data | `data.batch: global` | `data.batch: per_worker` |
     |---|---|---|
-    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a rank |
-    | tf.data, PyDataset, generator | every rank runs it, takes its slice | it is the rank's own |
+    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a replica |
+    | tf.data, PyDataset, generator | every rank runs it, takes its slice | the replica's own |
+
+    A rank is a replica, unless several hold one copy of the model together (`World.replica`): those
+    get the same shares, and `per_worker` data must be the same on them.
 
     `data.shard: element | file` deals a tf.data pipeline out instead: see `ktrainer.feed.shards`.
     Only arrays are shuffled here, and only for training; without, the slices of a batch in the
@@ -72,7 +75,14 @@ def make_feed(
     if training and config.shuffle and seed is None:
         seed = world.broadcast(secrets.randbits(63), what="agree on the seed of the data's order")
     settings = _Settings(world, config, training, seed or 0, class_weight, limit, batch_size, check)
-    return together(world, lambda: _prepare(data, settings))()
+    return together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind).make()
+
+
+class _Ready(NamedTuple):
+    """Data that has been opened: its kind, and what makes its feed."""
+
+    kind: str
+    make: Callable[[], Feed]
 
 
 class _Settings(NamedTuple):
@@ -87,10 +97,11 @@ class _Settings(NamedTuple):
 
     @property
     def several(self) -> bool:
-        return self.world.size > 1
+        """Whether the data is shared out; all ranks of one replica train on the same."""
+        return self.world.replicas > 1
 
     def own(self, source: Source, facts: dict[str, str] | None = None) -> Callable[[], Feed]:
-        """Makes the feed of a source that is this rank's own."""
+        """Makes the feed of a source that is this replica's own."""
         return lambda: OwnFeed(
             source, world=self.world, limit=self.limit, training=self.training, facts=facts
         )
@@ -102,18 +113,19 @@ class _Settings(NamedTuple):
         )
 
 
-def _prepare(data: Any, settings: _Settings) -> Callable[[], Feed]:
-    """Open the data: runs the user's code, exchanges nothing. The result makes the feed."""
+def _prepare(data: Any, settings: _Settings) -> _Ready:
+    """Open the data: runs the user's code, exchanges nothing."""
     make = _called(data)
     if make is not None:
         made = make()
         data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
     if isinstance(data, tf.data.Dataset):
-        return _from_dataset(data, settings)
+        return _Ready("tf.data.Dataset", _from_dataset(data, settings))
     if make is not None or isinstance(data, keras.utils.PyDataset) or hasattr(data, "__next__"):
-        return _from_python(data, settings)
+        kind = "PyDataset" if isinstance(data, keras.utils.PyDataset) else "generator"
+        return _Ready(kind, _from_python(data, settings))
     feed = _from_arrays(data, settings)
-    return lambda: feed
+    return _Ready("arrays", lambda: feed)
 
 
 def _called(data: Any) -> Callable[[], Any] | None:
@@ -186,7 +198,7 @@ def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
     return ArrayFeed(
         unpack_arrays(data, settings.class_weight),
         world=settings.world,
-        global_batch=batch_size * (settings.world.size if per_worker else 1),
+        global_batch=batch_size * (settings.world.replicas if per_worker else 1),
         shuffle=training and config.shuffle,
         seed=settings.seed,
         limit=settings.limit,

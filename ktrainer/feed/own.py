@@ -1,4 +1,4 @@
-"""A feed over sources that differ from rank to rank, in rows and in length."""
+"""A feed over sources that differ from replica to replica, in rows and in length."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any, cast
 
-from ktrainer.feed.agree import ENDED, FAILED, HAS_BATCH, agreed_spec, exchange, raise_failed
+import numpy as np
+
+from ktrainer.feed.agree import (
+    ENDED,
+    FAILED,
+    HAS_BATCH,
+    agreed_spec,
+    exchange,
+    first_ranks,
+    raise_failed,
+    raise_other_replica,
+)
 from ktrainer.feed.cursor import Cursor
-from ktrainer.feed.share import Feed, Share, limited
+from ktrainer.feed.share import Feed, Share, leaf_names, limited
 from ktrainer.feed.source import Piece, Source, describe, take_slice
 from ktrainer.feed.specs import fits, spec_of, stand_in, widen
 from ktrainer.world.base import World
@@ -17,14 +28,15 @@ _WHAT = "agree on the next batch"
 
 
 class OwnFeed(Feed):
-    """Shares of each rank's own batches.
+    """Shares of each replica's own batches.
 
     Before every step the ranks tell each other, in one message, how many rows each one has. A rank
     that ran out of data goes on with stand-in rows of weight zero until all have: none waits for
-    another, and every row of every rank is used once an epoch.
+    another, and every row of every rank is used once an epoch. Ranks of one replica must have the
+    same batches, which counts them once; that is compared in the same message.
 
     Args:
-        source: this rank's own batches.
+        source: this rank's own batches, the same on all ranks of its replica.
         world: the other ranks.
         limit: batches an epoch, or a fraction of those of the rank that has most.
         training: an endless source goes on from epoch to epoch, instead of beginning anew.
@@ -42,7 +54,8 @@ class OwnFeed(Feed):
     ) -> None:
         self.source, self.world, self._facts = source, world, facts or {}
         self.spec = agreed_spec(world, source.spec)
-        self.num_batches = limited(_longest(world, source), limit)
+        longest, self._replica_of = _lengths(world, source)
+        self.num_batches = limited(longest, limit)
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._blank: Any = None
 
@@ -77,14 +90,19 @@ class OwnFeed(Feed):
         fitting = piece is None or self.source.checked or fits(piece.batch, self.spec)
         state = FAILED if failure else HAS_BATCH if piece else ENDED
         rows = piece.rows if piece else 0
-        table = exchange(self.world, [state, rows, int(not fitting)], _WHAT)
+        names = leaf_names(self.spec) if self.world.replicas < self.world.size else []
+        digests = list(piece.digests) if piece else []
+        row = [int(not fitting), state, rows, *digests, *[0] * len(names)]
+        table = exchange(self.world, row[: 3 + len(names)], _WHAT)
         if failure is not None:
             raise failure
-        raise_failed(table[:, 0])
-        total = int(table[:, 1].sum())
+        raise_failed(table[:, 1])
+        if names:
+            raise_other_replica(table[:, 1:], self._replica_of, names)
+        total = int(table[first_ranks(self._replica_of), 2].sum())
         if total == 0:
             return None
-        if table[:, 2].any():
+        if table[:, 0].any():
             self._widen(piece)
         if piece is None:
             return Share(self._stand_in(), 0, total)
@@ -113,8 +131,10 @@ def _nothing() -> Iterator[Piece]:
     yield from ()
 
 
-def _longest(world: World, source: Source) -> int | None:
-    """Batches an epoch of the rank that has most; None if one does not know."""
+def _lengths(world: World, source: Source) -> tuple[int | None, np.ndarray]:
+    """Batches an epoch of the rank that has most (None if one does not know), and the replica of
+    each rank."""
     known = -1 if source.num_batches is None else source.num_batches
-    lengths = exchange(world, [known], "agree on the number of batches")
-    return None if (lengths < 0).any() else int(lengths.max())
+    table = exchange(world, [known, world.replica], "agree on the number of batches")
+    lengths, replica_of = table.T
+    return (None if (lengths < 0).any() else int(lengths.max())), replica_of

@@ -17,7 +17,7 @@ from ktrainer.errors import DataError
 from ktrainer.feed.classweight import class_weights, lists_to_tuples
 from ktrainer.feed.digest import batch_digest
 from ktrainer.feed.prefetch import Prefetcher
-from ktrainer.feed.source import Piece, Source, count_rows, take_slice
+from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing, take_slice
 from ktrainer.feed.specs import require_same_structure, spec_of, widen
 from ktrainer.feed.workers import ordered_items
 from ktrainer.world.base import World
@@ -29,8 +29,8 @@ class PythonSource(Source):
     """What PyDatasets and generators share: batches are standardised, sliced and made ahead.
 
     Args:
-        world: whose rank the slice is for.
-        sliced: whether all ranks run the same code and each takes its slice.
+        world: whose replica the slice is for.
+        sliced: whether all ranks run the same code and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights.
         prefetch: batches kept ready by a background thread; at least 1.
     """
@@ -45,8 +45,8 @@ class PythonSource(Source):
         class_weight: Mapping[int, float] | None,
         prefetch: int,
     ) -> None:
-        self._rank, self._size = world.rank, world.size
-        self._cut = sliced and world.size > 1
+        self._replica, self._replicas = slicing(world, sliced)
+        self._cut = compared(world, sliced)
         self._class_weight, self._prefetch = class_weight, prefetch
         self._prefetcher: Prefetcher | None = None
         self._dtypes: list[Any] | None = None
@@ -92,7 +92,8 @@ class PythonSource(Source):
                     yield Piece(whole, rows)
                     continue
                 digests = tuple(batch_digest(leaf) for leaf in tf.nest.flatten(whole))
-                yield Piece(take_slice(whole, rows, self._rank, self._size), rows, digests)
+                mine = take_slice(whole, rows, self._replica, self._replicas)
+                yield Piece(mine, rows, digests)
 
     def _ahead(self, batches: Iterator[Any], name: str) -> Prefetcher:
         self.close()

@@ -14,6 +14,9 @@ With `data.batch: global` each of a rank's batches is then cut into `n` parts, o
 still trains on the user's batch size in all, every row is seen once an epoch, but the rows of one
 step come from `n` of the user's batches. With `data.batch: per_worker` a step takes one whole batch
 a rank.
+
+"Rank" is short for replica here: where several ranks hold one copy of the model together, all of
+them get the part of their replica.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ def deal(dataset: tf.data.Dataset, *, world: World, by: str, rebatch: bool) -> t
     if by == "file" or hinted(dataset):
         dataset = _auto_shard(dataset, world, _Policy.FILE if by == "file" else _Policy.HINT)
     else:
-        dataset = dataset.shard(world.size, world.rank)
-    if rebatch and world.size > 1:
-        return dataset.flat_map(lambda *parts: _parts(parts, dataset, world.size))
+        dataset = dataset.shard(world.replicas, world.replica)
+    if rebatch and world.replicas > 1:
+        return dataset.flat_map(lambda *parts: _parts(parts, dataset, world.replicas))
     return dataset
 
 
@@ -69,10 +72,10 @@ def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.
     try:
         variant = tf.raw_ops.AutoShardDataset(
             input_dataset=tf.data.experimental.to_variant(dataset),
-            num_workers=world.size,
-            index=world.rank,
+            num_workers=world.replicas,
+            index=world.replica,
             auto_shard_policy=int(policy.value),
-            num_replicas=world.size,
+            num_replicas=world.replicas,
             output_types=[dtype for dtype, _ in flat],
             output_shapes=[shape for _, shape in flat],
         )
@@ -81,8 +84,8 @@ def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0].split("}} ")[-1].split(": goo.gle")[0]
         raise DataError(
-            f"the pipeline cannot be dealt out by {policy.name.lower()} to {world.size} ranks: "
-            f"{reason}. It must read at least {world.size} files, directly; otherwise use "
+            f"the pipeline cannot be dealt out by {policy.name.lower()} to {world.replicas} ranks: "
+            f"{reason}. It must read at least {world.replicas} files, directly; otherwise use "
             "data.shard=element or data.shard=batch"
         ) from error
     return sharded

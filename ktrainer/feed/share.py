@@ -12,13 +12,13 @@ import tensorflow as tf
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank trains on in one step.
+    """What one rank trains on in one step; the ranks of one replica train on the same.
 
     Attributes:
         batch: nested structure, `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, of tensors or
             NumPy arrays: this rank's rows. Never empty: a rank without rows gets one stand-in row.
         examples: true rows of this rank; 0 when `batch` is a stand-in.
-        global_examples: rows of the whole global batch, summed over all ranks.
+        global_examples: rows of the whole global batch, summed over all replicas.
     """
 
     batch: Any
@@ -37,7 +37,7 @@ class Feed(ABC):
     Attributes:
         num_batches: global batches an epoch, after `limit`; None when unknown. The same on all
             ranks.
-        element_count: rows an epoch over all ranks, before `limit`; None when unknown.
+        element_count: rows an epoch over all replicas, before `limit`; None when unknown.
         spec: nested `tf.TensorSpec` of a share, the batch dimension None. The same on all ranks.
             It can become wider during an epoch (a sequence of a new length, say): compare it by
             identity before each step, all ranks see it change at the same step.

@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from ktrainer.errors import DataError
 from ktrainer.feed.share import bounds, leaf_names
+from ktrainer.world.base import World
 
 
 class Piece(NamedTuple):
     """What a source yields for one of its batches.
 
     Attributes:
-        batch: this rank's slice of it (the first row, when the slice is empty), or all of it.
+        batch: this replica's slice of it (the first row, when that is empty), or all of it.
         rows: rows of the whole batch.
         digests: one number per leaf of the whole batch; empty when nobody compares them.
     """
@@ -74,6 +75,17 @@ def _describe_leaf(leaf: Any) -> str:
     kind = "" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__.removesuffix("Spec") + " "
     shape = leaf.shape
     return f"{kind}{leaf.dtype.name}{'[?]' if shape.rank is None else shape.as_list()}"
+
+
+def slicing(world: World, sliced: bool) -> tuple[int, int]:
+    """Which slice of each batch this process takes, and of how many."""
+    return (world.replica, world.replicas) if sliced else (0, 1)
+
+
+def compared(world: World, sliced: bool) -> bool:
+    """Whether pieces need digests: other ranks must make the same batches, all of them where each
+    takes its slice, else those of this replica."""
+    return world.size > 1 if sliced else world.replicas < world.size
 
 
 def count_rows(batch: Any) -> int:

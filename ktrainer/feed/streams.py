@@ -1,4 +1,4 @@
-"""A feed over a source that every rank runs in full, each taking its slice of each batch."""
+"""A feed over a source that every rank runs in full; each replica takes its slice of a batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StreamFeed(Feed):
     ends early, or differs, makes all ranks raise instead of wait.
 
     Args:
-        source: yields this rank's slices.
+        source: yields this replica's slices.
         world: who else takes slices.
         limit: batches an epoch, or a fraction of them.
         training: an endless source goes on from epoch to epoch, instead of beginning anew.
@@ -61,12 +61,12 @@ class StreamFeed(Feed):
         with closing(cast(Any, pieces)):
             if self.world.size > 1:
                 pieces = self._watched(pieces, epoch, skip)
-            rank, size = self.world.rank, self.world.size
+            replica, replicas = self.world.replica, self.world.replicas
             left = -1 if self.num_batches is None else self.num_batches - skip
             for piece in pieces:
                 if not self.source.checked and not fits(piece.batch, self.spec):
                     self.spec = widen(self.spec, spec_of(piece.batch))
-                start, stop = bounds(piece.rows, rank, size)
+                start, stop = bounds(piece.rows, replica, replicas)
                 yield Share(piece.batch, stop - start, piece.rows)
                 left -= 1
                 if left == 0:
@@ -96,8 +96,9 @@ class StreamFeed(Feed):
                 )
                 raise_failed(table[:, 0])
                 if len(set(table[:, 0].tolist())) > 1:
-                    raise_uneven(table[:, 0], batch)
-                raise_other_rows(table[:, 1:], names, f"batch {batch} of epoch {epoch}")
+                    raise_uneven(self.world, table[:, 0], batch)
+                where = f"batch {batch} of epoch {epoch}"
+                raise_other_rows(self.world, table[:, 1:], names, where)
             if piece is None:
                 return
             yield piece
