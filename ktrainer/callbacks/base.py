@@ -20,6 +20,8 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
                     (validation inside the epoch:)
                     on_test_begin .. on_test_batch_* .. on_test_end
                     on_validation_end(step, logs)       # `val_` logs, averaged over ranks
+                (a stop left some of the epoch:)
+                on_epoch_cut(epoch)                     # the state to go on with is that of now
             on_test_begin .. on_test_end                # validation at the epoch's end
             on_epoch_end(epoch, logs)                   # train and `val_` logs, averaged
     on_train_end
@@ -45,6 +47,7 @@ from typing import Any, TypeVar
 import keras
 
 from ktrainer.progress import Progress
+from ktrainer.runfolder import of_fit
 from ktrainer.world import World, current
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,6 +57,7 @@ EXTRA_EVENTS = (
     "on_step_end",
     "on_log",
     "on_validation_end",
+    "on_epoch_cut",
     "on_restore",
 )
 
@@ -107,6 +111,12 @@ class Callback(keras.callbacks.Callback):
         """The run's folder; None without a trainer."""
         return Path(self.trainer.run_dir) if self.trainer is not None else None
 
+    def run_path(self, name: str) -> Path | None:
+        """Where in the run's folder this `fit` writes what is called `name`: each `fit` of a script
+        has files of its own (`metrics.csv`, `metrics-2.csv`, ...). None without a trainer."""
+        folder = self.run_dir
+        return of_fit(folder / name, getattr(self.trainer, "fits", 1)) if folder else None
+
     def request_stop(self, reason: str) -> None:
         """Ask for the end of training after this step. Call it on all ranks alike."""
         if self.trainer is not None:
@@ -128,9 +138,14 @@ class Callback(keras.callbacks.Callback):
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
 
+    def on_epoch_cut(self, epoch: int) -> None:
+        """A stop leaves some of the epoch's updates to a later run. `on_epoch_end` follows, here
+        and again when the later run has done the rest."""
+
     def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Change the gradients of an update: traced into the step, after the all-reduce and
-        before clipping. Only called when overridden; not called under plain Keras."""
+        before clipping. Only called when overridden; not called under plain Keras. In a
+        pipeline each process sees the gradients of its own stage."""
         return gradients
 
     def on_restore(self, progress: Progress) -> None:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.callbacks.variables import model_variables
+from ktrainer.callbacks.variables import all_variables, model_variables
 from ktrainer.errors import DivergenceError, ModelError
 from ktrainer.progress import Progress
+from ktrainer.steps.placement import Placement, placement_of
 from ktrainer.world import World
 from ktrainer.world.arrays import broadcast_arrays
 
@@ -28,6 +29,9 @@ class BroadcastVariables(Callback):
 
     That covers weights, moving statistics, seed generators, optimizer slots, counters and
     learning rates; not metrics, whose states belong to each rank.
+
+    Of a model in partitions, each rank has the variables of its own. What several partitions hold
+    is made equal within every replica; then all replicas get the variables of replica `root`.
 
     Raises:
         ModelError: several ranks, and a model that has no variables yet.
@@ -56,7 +60,10 @@ class BroadcastVariables(Callback):
 
 
 def broadcast_model(model: Any, world: World, root: int = 0) -> None:
-    """Broadcast all variables of `model` and of the optimizers that it holds."""
+    """Broadcast all variables of `model` and of the optimizers that it holds.
+
+    `root` is a rank, or a replica if the model is in partitions.
+    """
     if world.size == 1:
         return
     if not _has_variables(model):
@@ -65,7 +72,34 @@ def broadcast_model(model: Any, world: World, root: int = 0) -> None:
             f"{world.size} ranks before the first step. Give it an Input layer, or call "
             "model.build(input_shape), or call it on one batch before training."
         )
+    placement = placement_of(model)
+    if placement is not None:
+        _equalise_partitions(model, placement)
+        world = placement.copies
     broadcast_variables(model_variables(model), world, root)
+
+
+def _equalise_partitions(model: Any, placement: Placement) -> None:
+    """Give variables that several partitions hold the values of the partition that owns them."""
+    held = {k: v for k, (_, v) in enumerate(all_variables(model)) if placement.holds(v)}
+    # By place in the list of all: names may differ, as Keras numbers layers by process history.
+    facts = {
+        k: (placement.owns(v), np.dtype(v.numpy().dtype), tuple(v.shape)) for k, v in held.items()
+    }
+    every = placement.model.allgather(facts, "list the variables of each partition")
+    shared = {k for theirs in every for k, (owns, _, _) in theirs.items() if not owns}
+    for partition, theirs in enumerate(every):
+        sent = [k for k, (owns, _, _) in theirs.items() if owns and k in shared]
+        # Those that do not hold a variable receive it too: a broadcast is for all partitions.
+        arrays = [
+            np.asarray(held[k].numpy()) if k in held else np.empty(theirs[k][2], theirs[k][1])
+            for k in sent
+        ]
+        what = f"broadcast of what partition {partition} shares"
+        received = broadcast_arrays(arrays, placement.model, partition, what)
+        for k, value in zip(sent, received, strict=True):
+            if k in held and not placement.owns(held[k]):
+                held[k].assign(value)
 
 
 def _has_variables(model: Any) -> bool:
@@ -77,6 +111,8 @@ def _has_variables(model: Any) -> bool:
 
 def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: int = 0) -> None:
     """Set `named` variables to the values of rank `root`, bitwise, in few fused messages."""
+    if world.size == 1:
+        return
     arrays = [np.asarray(variable.numpy()) for _, variable in named]
     _check_same_variables(named, arrays, world)
     received = broadcast_arrays(arrays, world, root, "broadcast of variables")
@@ -99,12 +135,13 @@ def _check_same_variables(
     here = [f"{name} {spec}" for (name, _), spec in zip(named, specs, strict=True)]
     every = world.allgather(here, "comparison of variables")
     lines = []
-    for rank, theirs in enumerate(every[1:], start=1):
+    first, *others = world.ranks
+    for rank, theirs in zip(others, every[1:], strict=True):
         for k in range(max(len(every[0]), len(theirs))):
             ours = every[0][k] if k < len(every[0]) else "(no such variable)"
             other = theirs[k] if k < len(theirs) else "(no such variable)"
             if ours.split(" ")[-1] != other.split(" ")[-1]:
-                lines.append(f"variable {k}: rank 0 has {ours}, rank {rank} has {other}")
+                lines.append(f"variable {k}: rank {first} has {ours}, rank {rank} has {other}")
                 break
     raise DivergenceError(
         "ranks hold different variables, so they cannot be broadcast: "

@@ -1,8 +1,8 @@
 """Logs as a table in a file.
 
 Events used: `on_train_begin`, `on_log` (a row every `logging.every`), `on_validation_end`,
-`on_epoch_end` (a row per epoch), `on_restore` (drop rows of steps that will be done again),
-`on_train_end`.
+`on_epoch_end` (a row per epoch), `on_restore` (drop rows of steps that will be done again, and of
+epochs that are not over).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class CSVLog(Reporter):
     The column `event` is `log`, `validation` or `epoch`; `epoch` counts from 1.
 
     Args:
-        path: the file; default: `metrics.csv` in the run's folder. Needed without a trainer.
+        path: the file; default: `metrics.csv` in the run's folder, `metrics-2.csv` for a second
+            `fit`. Needed without a trainer.
         every: see `Reporter`.
         world: the ranks; default: the trainer's, or this process's.
     """
@@ -41,17 +42,18 @@ class CSVLog(Reporter):
         world: World | None = None,
     ) -> None:
         super().__init__(every, world)
-        self.path = Path(path) if path is not None else None
-        self._rows: list[dict[str, Any]] | None = None  # None: nothing of this fit yet
+        self._given = Path(path) if path is not None else None
+        self.path = self._given
         self._columns: list[str] = []
         self._kept = False  # the file holds rows of this run
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if self.path is None:
-            if self.run_dir is None:
-                raise ConfigError("say where the table goes: CSVLog('metrics.csv').", path="path")
-            self.path = self.run_dir / "metrics.csv"
+        path = self._given or self.run_path("metrics.csv")
+        if path is None:
+            raise ConfigError("say where the table goes: CSVLog('metrics.csv').", path="path")
+        self._kept = self._kept and path == self.path
+        self.path = path
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         self._write("log", self.progress.epoch + 1, step, logs)
@@ -67,7 +69,7 @@ class CSVLog(Reporter):
         if not self.reports or self.path is None or not self.path.exists():
             return
         with open(self.path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if _step(row) <= progress.step]
+            rows = [row for row in csv.DictReader(file) if _is_done(row, progress)]
         self._columns = list(_FIXED)
         for row in rows:
             self._columns += [name for name in row if name not in self._columns]
@@ -104,8 +106,15 @@ class CSVLog(Reporter):
         os.replace(temporary, self.path)
 
 
-def _step(row: Mapping[str, str]) -> int:
+def _is_done(row: Mapping[str, str], progress: Progress) -> bool:
+    """Whether what a row tells of will not come again."""
+    if row.get("event") == "epoch" and _number(row, "epoch") > progress.epoch:
+        return False  # a stop had cut it short
+    return _number(row, "step") <= progress.step
+
+
+def _number(row: Mapping[str, str], name: str) -> int:
     try:
-        return int(row.get("step") or 0)
+        return int(row.get(name) or 0)
     except ValueError:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,15 +93,11 @@ def metrics_text(logs: Mapping[str, Any]) -> str:
 
 def headline(model: Any, world: World, trainer: Any) -> str:
     """What runs, and on what."""
-    parameters = count_text(sum(int(v.shape.num_elements()) for v in _weights(model)))
+    parameters = count_text(sum(math.prod(v.shape) for v in model.trainable_variables))
     backend = getattr(getattr(getattr(trainer, "config", None), "backend", None), "name", None)
     ranks = "1 process" if world.size == 1 else f"{world.size} processes"
     parts = [f"training {model.name}", f"{parameters} parameters", ranks]
     return ", ".join([*parts, f"backend {backend}"] if backend else parts)
-
-
-def _weights(model: Any) -> list[Any]:
-    return [v.value for v in model.trainable_variables]
 
 
 def summary(

@@ -16,7 +16,10 @@ import numpy as np
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.variables import model_variables
 from ktrainer.durations import Duration, Every
+from ktrainer.errors import DivergenceError
+from ktrainer.preflight import audit
 from ktrainer.progress import Progress
+from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
 
@@ -75,6 +78,8 @@ class NanStop(Callback):
 class Audit(Callback):
     """Compare a checksum of every variable between ranks, every so often.
 
+    Of a model in partitions, each partition between its copies.
+
     Ranks whose weights differ train on, and look healthy; this finds out.
 
     Args:
@@ -113,7 +118,21 @@ class Audit(Callback):
         if self.every.needs_agreement:
             due = bool(world.broadcast(due, 0, "decision to audit"))
         if due:
-            from ktrainer.preflight import audit
-
             arrays = {n: np.asarray(v.numpy()) for n, v in model_variables(self.model)}
-            audit(world, arrays)
+            placement = placement_of(self.model)
+            if placement is None:
+                audit(world, arrays)
+            else:
+                _audit_copies(world, placement.copies, arrays)
+
+
+def _audit_copies(world: World, copies: World, arrays: Mapping[str, np.ndarray]) -> None:
+    """Compare a partition's variables between its copies; what differs stops all ranks."""
+    found = None
+    try:
+        audit(copies, arrays)
+    except DivergenceError as error:
+        found = str(error)
+    texts = [text for text in world.allgather(found, "audit of all partitions") if text]
+    if texts:
+        raise DivergenceError(texts[0])

@@ -23,6 +23,7 @@ import keras
 from ktrainer.callbacks.base import Callback
 from ktrainer.callbacks.schedule import Stage, as_duration, scale_factor, warmup_factor
 from ktrainer.durations import Duration
+from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
 
@@ -59,7 +60,8 @@ class LearningRate(Callback):
     ratio; alone under Keras, put this callback before such others.
 
     Args:
-        scale: `none`, `linear` (times the world size) or `sqrt`.
+        scale: `none`, `linear` (times the number of processes, or of replicas where
+            several processes hold one model) or `sqrt`.
         warmup: how long to warm up, for example `"5ep"` or `"500ba"`; see `warmup_factor`.
         schedule: stages, see `Stage`; active ones multiply each other.
         momentum_correction: when the rate changes, scale the momentum slots of SGD and RMSprop
@@ -95,7 +97,7 @@ class LearningRate(Callback):
 
     def factor(self, step: int) -> float:
         """What the base rate is multiplied by in the update that follows `step` updates."""
-        size, steps = self.world.size, self._given_steps or self.steps_per_epoch
+        size, steps = self.world.replicas, self._given_steps or self.steps_per_epoch
         factor = scale_factor(self.scale, size)
         if self.warmup is not None and size > 1:
             factor *= warmup_factor(step, self.warmup.steps(steps), size)
@@ -173,7 +175,10 @@ class LearningRate(Callback):
     def _correct_momentum(self, optimizer: Any, old: float, new: float) -> None:
         if not self.momentum_correction or new == old or old == 0:
             return
+        placement = placement_of(self.model)
         for slot in _velocities(optimizer):
+            if placement is not None and not placement.holds(slot):
+                continue
             slot.assign(slot * keras.ops.cast(new / old, slot.dtype))
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class TensorBoardLog(Reporter):
     TensorBoard draws them into the same charts, and `epoch/` for an epoch's training results.
 
     Args:
-        directory: where; default: `tensorboard` in the run's folder. Needed without a trainer.
+        directory: where; default: `tensorboard` in the run's folder, `tensorboard-2` for a
+            second `fit`. Needed without a trainer.
         every: see `Reporter`.
         world: the ranks; default: the trainer's, or this process's.
     """
@@ -37,15 +38,15 @@ class TensorBoardLog(Reporter):
         world: World | None = None,
     ) -> None:
         super().__init__(every, world)
-        self.directory = Path(directory) if directory is not None else None
+        self._given = Path(directory) if directory is not None else None
+        self.directory = self._given
         self._writers: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
+        self.directory = self._given or self.run_path("tensorboard")
         if self.directory is None:
-            if self.run_dir is None:
-                raise ConfigError("say where the scalars go: TensorBoardLog('logs').")
-            self.directory = self.run_dir / "tensorboard"
+            raise ConfigError("say where the scalars go: TensorBoardLog('logs').")
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         self._write("train", step, logs)

@@ -1,16 +1,20 @@
 """How fast, and what is waited for.
 
-Events used: `on_epoch_begin` (start the clock), `on_epoch_end` (gather from all ranks).
+Events used: `on_epoch_begin` (start the clock), `on_epoch_end` (gather from all ranks),
+`on_restore` (drop what was written of epochs that will be done, or ended, again).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.base import Callback
+from ktrainer.progress import Progress
 from ktrainer.world import World
 
 
@@ -41,7 +45,9 @@ class Throughput(Callback):
     """Measure examples per second, and each rank's waits, epoch by epoch.
 
     Args:
-        write: with a trainer, add each epoch's figures to `throughput.jsonl` in the run's folder.
+        write: with a trainer, write each epoch's figures to `throughput.jsonl` in the run's folder
+            (`throughput-2.jsonl` for a second `fit`). An epoch that was done in two runs has those
+            of the second part.
         world: the ranks; default: the trainer's, or this process's.
 
     Attributes:
@@ -54,10 +60,12 @@ class Throughput(Callback):
         self._own_world = world
         self.epochs: list[EpochSpeed] = []
         self._start = self._now()
+        self._kept = False  # the file holds lines of this fit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self.epochs = []
+        self._kept = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
@@ -80,9 +88,27 @@ class Throughput(Callback):
             communication_wait=[rank["communication"] for rank in every if "communication" in rank],
         )
         self.epochs.append(speed)
-        if self.write and self.run_dir is not None and self.world.is_root:
-            with open(self.run_dir / "throughput.jsonl", "a", encoding="utf-8") as file:
+        path = self._path()
+        if path is not None:
+            with open(path, "a" if self._kept else "w", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(speed)) + "\n")
+            self._kept = True
+
+    def on_restore(self, progress: Progress) -> None:
+        path = self._path()
+        if path is None or not path.exists():
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        kept = [line for line in lines if _epoch(line) < progress.epoch]
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._kept = True
+
+    def _path(self) -> Path | None:
+        """The file, on the rank that writes."""
+        wanted = self.write and self.run_dir is not None and self.world.is_root
+        return self.run_path("throughput.jsonl") if wanted else None
 
     def _now(self) -> dict[str, float]:
         progress = self.progress
@@ -93,3 +119,11 @@ class Throughput(Callback):
             "examples": progress.examples,
             **{key: timers[key] for key in ("data", "communication") if key in timers},
         }
+
+
+def _epoch(line: str) -> float:
+    """The epoch that a line tells of; infinity for one that was cut off when it was written."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (KeyError, TypeError, ValueError):
+        return float("inf")

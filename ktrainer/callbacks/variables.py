@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ktrainer.steps import optimizers_of
+from ktrainer.steps.placement import placement_of
+
 
 def unique_names(names: Sequence[str]) -> list[str]:
     """`names` with `#2`, `#3`, ... after repeated ones."""
@@ -18,18 +21,26 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 def built_optimizers(model: Any) -> list[Any]:
     """The optimizers that `model` holds; the compiled one is built if it can be, because its
-    slots are part of the state."""
-    from ktrainer.steps import optimizers_of
-
+    slots are part of the state. Those of a model that is cut into stages are as its backend
+    left them: a slot is made only where its variable is."""
     main = getattr(model, "optimizer", None)
-    if main is not None and not main.built and model.built and model.trainable_variables:
+    if (
+        placement_of(model) is None
+        and main is not None
+        and not main.built
+        and model.built
+        and model.trainable_variables
+    ):
         main.build(model.trainable_variables)
     return list(optimizers_of(model))
 
 
-def model_variables(model: Any) -> list[tuple[str, Any]]:
+def all_variables(model: Any) -> list[tuple[str, Any]]:
     """(unique name, variable) of all that a step reads or changes, metrics apart: weights,
-    statistics, seed generators, and the optimizers' slots, counters and learning rates."""
+    statistics, seed generators, and the optimizers' slots, counters and learning rates.
+
+    The same on every process, whether or not the values are there (see `placement_of`).
+    """
     names = [f"model/{v.path}" for v in model.variables]
     variables = list(model.variables)
     for i, optimizer in enumerate(built_optimizers(model)):
@@ -37,3 +48,10 @@ def model_variables(model: Any) -> list[tuple[str, Any]]:
         names += [f"optimizer/{i}/{k}:{v.name}" for k, v in enumerate(optimizer.variables)]
         variables += optimizer.variables
     return list(zip(unique_names(names), variables, strict=True))
+
+
+def model_variables(model: Any) -> list[tuple[str, Any]]:
+    """Those of `all_variables` whose values are in this process."""
+    placement = placement_of(model)
+    named = all_variables(model)
+    return named if placement is None else [(n, v) for n, v in named if placement.holds(v)]

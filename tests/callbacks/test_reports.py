@@ -64,6 +64,16 @@ def test_csv_drops_what_will_be_done_again(tmp_path) -> None:
     assert table[-1]["new"] == "2.0"
 
 
+def test_csv_drops_an_epoch_that_is_not_over(tmp_path) -> None:
+    path = tmp_path / "log.csv"
+    fit(small_model(), [CSVLog(path)], epochs=2)
+    again = CSVLog(path)
+    again.set_model(small_model())
+    again.on_train_begin()
+    again.on_restore(Progress(epoch=1, batch=5, step=10))  # its second epoch had been cut short
+    assert [r["epoch"] for r in rows(path)] == ["1"]
+
+
 def test_reports_need_a_place() -> None:
     for callback in (CSVLog(), TensorBoardLog()):
         with pytest.raises(ConfigError, match="say where"):
@@ -218,6 +228,29 @@ def test_throughput_of_every_rank(ranks, tmp_path) -> None:
     assert epoch.communication_wait == [10, 20]
     (line,) = (tmp_path / "throughput.jsonl").read_text().splitlines()
     assert json.loads(line)["communication_wait"] == [10, 20]
+
+
+def test_throughput_of_an_epoch_is_written_once(tmp_path) -> None:
+    trainer = SimpleNamespace(
+        world=world.SingleWorld(), progress=Progress(), steps_per_epoch=1, run_dir=tmp_path
+    )
+    path = tmp_path / "throughput.jsonl"
+
+    def run(epochs: range, restored: Progress | None = None) -> list[int]:
+        callback = Throughput()
+        callback.set_trainer(trainer)
+        callback.on_train_begin()
+        if restored is not None:
+            callback.on_restore(restored)
+        for epoch in epochs:
+            callback.on_epoch_begin(epoch)
+            callback.on_epoch_end(epoch)
+        return [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
+
+    assert run(range(3)) == [0, 1, 2]
+    path.write_text(path.read_text() + '{"epoch": 3, "sec')  # killed while it wrote
+    assert run(range(2, 4), Progress(epoch=2, batch=1)) == [0, 1, 2, 3]
+    assert run(range(1)) == [0], "a fresh run starts a fresh file"
 
 
 def test_numbers_for_people() -> None:
