@@ -1,16 +1,18 @@
 """Save the whole state of a run, every so often and when it was best.
 
 Events used: `on_train_begin` (find the folder, clear up what a killed run left), `on_step_end`
-and `on_epoch_end` (save when due), `on_validation_end` (judge the best inside an epoch).
+and `on_epoch_end` (save when due), `on_validation_end` (judge the best inside an epoch),
+`on_epoch_cut` (keep the state from before the other callbacks count an epoch that is not over).
 
-All ranks decide together and take part in every save; rank 0 alone writes. A state whose loss
-is not finite is not saved.
+All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
+each stage its part. A state whose loss is not finite is not saved.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,8 +21,9 @@ from typing import Any
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.health import finite_loss
 from ktrainer.durations import Duration, Every
-from ktrainer.errors import CheckpointError, ConfigError
+from ktrainer.errors import CheckpointError, ConfigError, WorldError
 from ktrainer.progress import Progress
+from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
 
@@ -28,7 +31,7 @@ class Checkpoint(Callback):
     """Keep the last checkpoints of a run and the best.
 
     Args:
-        directory: where; default: `checkpoints` in the run's folder. Needed without a trainer.
+        directory: where; default: the trainer's `checkpoint_dir`. Needed without a trainer.
         every: how often, for example `"1ep"`, `"500ba"` or `"10m"`; None: only when best.
         keep: how many of the last ones to keep, at least 1; 2 survive a damaged disk block.
         best: a name in the logs, for example `"val_loss"`: also save when it is better than
@@ -40,7 +43,7 @@ class Checkpoint(Callback):
 
     Raises:
         ConfigError: no folder, nothing to save for, or a metric of unknown direction.
-        CheckpointError: on all ranks, when rank 0 cannot write.
+        CheckpointError: on all ranks, when one cannot write.
     """
 
     def __init__(
@@ -70,22 +73,27 @@ class Checkpoint(Callback):
                 value=mode,
                 known=("auto", "min", "max"),
             )
-        self.directory = Path(directory) if directory is not None else None
+        self._given = Path(directory) if directory is not None else None
+        self.directory = self._given
         self.every = Every(every)
         self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
         self.callbacks = list(callbacks)
         self._own_world = world
         self.best_value: float | None = None
+        self._at_cut: tuple[Any, dict[str, Any]] | None = None  # what a cut epoch goes on with
+        self._run = ""  # names this run in its checkpoints, over restarts
 
     # -- events
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
+        self.directory = self._given
         if self.directory is None:
-            if self.run_dir is None:
+            if self.trainer is None:
                 raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
-            self.directory = self.run_dir / "checkpoints"
-        self.best_value = None
+            self.directory = Path(self.trainer.checkpoint_dir)
+        self.best_value, self._at_cut = None, None
+        self._run = secrets.token_hex(8)
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
         if self.world.is_root:
@@ -98,6 +106,12 @@ class Checkpoint(Callback):
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         if self.best is not None:
             self._save_if_better(logs, missing_is_fine=True)
+
+    def on_epoch_cut(self, epoch: int) -> None:
+        self._at_cut = self._capture()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._at_cut = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
@@ -161,35 +175,52 @@ class Checkpoint(Callback):
             progress: where to go on; default: the present.
             history: History so far; default: the model's.
         """
-        from ktrainer.checkpoint.state import capture, history_of
+        from ktrainer.checkpoint.parts import write_part
 
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:
                 warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)
             return False
-        arrays, state = capture(
+        arrays, state = self._at_cut or self._capture(progress, history)
+        error, placement = None, placement_of(self.model)
+        if self.world.is_root:
+            error = self._write(arrays, state, metric)
+        elif placement is not None and placement.replica == 0:
+            write_part(arrays, placement)
+        error = self.world.broadcast(error, 0, "writing of a checkpoint")
+        if error is not None:
+            raise CheckpointError(error)
+        return True
+
+    def _capture(
+        self, progress: Progress | None = None, history: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        from ktrainer.checkpoint.state import capture, history_of
+
+        return capture(
             self.model,
             progress or self.progress,
             self.world,
             callbacks=self.callbacks or [self],
             history=history if history is not None else history_of(self.model),
         )
-        error = None
-        if self.world.is_root:
-            error = self._write(arrays, state, metric)
-        error = self.world.broadcast(error, 0, "writing of a checkpoint")
-        if error is not None:
-            raise CheckpointError(error)
-        return True
 
     def _write(self, arrays: Any, state: Any, metric: tuple[str, float] | None) -> str | None:
+        from ktrainer.checkpoint.parts import all_parts
+
         store, step = self._store(), self.progress.step
         try:
-            store.save(arrays, state, step, metric=metric, world_size=self.world.size)
+            with all_parts(self.model, state) as write:
+                size, run = self.world.size, self._run
+                store.save(
+                    arrays, state, step, metric=metric, world_size=size, run=run, write=write
+                )
             store.prune(self.keep, self.best, self._direction() if self.best else "min")
         except (CheckpointError, OSError) as error:
             return str(error)
+        except WorldError:
+            raise  # nobody is left to be told
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             return f"{type(error).__name__}: {error}"
         return None
@@ -226,10 +257,11 @@ class Checkpoint(Callback):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_value": self.best_value}
+        return {"best_value": self.best_value, "run": self._run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best_value = state.get("best_value")
+        self._run = state.get("run", self._run)
 
     def on_restore(self, progress: Progress) -> None:
         self.every.start(progress)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+
+from ktrainer.steps.placement import placement_of
 
 # Attributes of Keras' callbacks that change during training and decide what they do next.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
@@ -24,11 +26,17 @@ _WEIGHTS: dict[type, tuple[str, ...]] = {keras.callbacks.EarlyStopping: ("best_w
 
 
 def callback_states(
-    callbacks: Iterable[Any],
+    callbacks: Iterable[Any], model: Any = None
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """(a JSON-able state per callback that has one, their arrays by name)."""
+    """(a JSON-able state per callback that has one, their arrays by name).
+
+    Args:
+        model: whose weights the callbacks hold. If it is cut into stages, the arrays are those
+            that this process saves; the states tell the number of all.
+    """
     states: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
+    saved = _saved_here(model)
     for name, callback in _named(callbacks):
         state = _state(callback)
         weights = {}
@@ -37,20 +45,38 @@ def callback_states(
             if value is not None:
                 weights[attribute] = len(value)
                 for k, array in enumerate(value):
-                    arrays[f"callbacks/{len(states)}/{attribute}/{k}"] = np.asarray(array)
+                    if saved is None or saved[k]:
+                        arrays[_array_name(len(states), attribute, k)] = np.asarray(array)
         if state or weights:
             states.append({"callback": name, "state": state, "weights": weights})
     return states, arrays
+
+
+def callback_arrays(states: Sequence[Mapping[str, Any]], model: Any = None) -> Iterator[str]:
+    """The names of the arrays that belong to `states`; given a model that is cut into stages,
+    those of the weights that are in this process."""
+    held = _held_here(model)
+    for i, saved in enumerate(states):
+        for attribute, count in saved["weights"].items():
+            for k in range(count):
+                if held is None or (k < len(held) and held[k]):
+                    yield _array_name(i, attribute, k)
 
 
 def load_callback_states(
     callbacks: Iterable[Any],
     states: Sequence[Mapping[str, Any]],
     arrays: Mapping[str, np.ndarray],
+    model: Any = None,
 ) -> None:
     """Give each callback its state back. Callbacks are known by class, and by their order
-    within it; those that are new, and states whose callback is gone, are passed over."""
+    within it; those that are new, and states whose callback is gone, are passed over.
+
+    Args:
+        model: if it is cut into stages, weights that are not in this process become None.
+    """
     present = dict(_named(callbacks))
+    here = set(callback_arrays(states, model))
     for i, saved in enumerate(states):
         callback = present.get(saved["callback"])
         if callback is None:
@@ -58,8 +84,26 @@ def load_callback_states(
         _load(callback, saved["state"])
         for attribute, count in saved["weights"].items():
             if attribute in _listed(callback, _WEIGHTS):
-                value = [arrays[f"callbacks/{i}/{attribute}/{k}"] for k in range(count)]
-                setattr(callback, attribute, value)
+                names = [_array_name(i, attribute, k) for k in range(count)]
+                setattr(callback, attribute, [arrays[n] if n in here else None for n in names])
+
+
+def _array_name(place: int, attribute: str, k: int) -> str:
+    return f"callbacks/{place}/{attribute}/{k}"
+
+
+def _saved_here(model: Any) -> list[bool] | None:
+    """For each of the model's weights whether this process saves it; None: all of them."""
+    placement = placement_of(model) if model is not None else None
+    if placement is None:
+        return None
+    return [placement.replica == 0 and placement.owns(weight) for weight in model.weights]
+
+
+def _held_here(model: Any) -> list[bool] | None:
+    """For each of the model's weights whether its value is here; None: all are."""
+    placement = placement_of(model) if model is not None else None
+    return None if placement is None else [placement.holds(w) for w in model.weights]
 
 
 def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:

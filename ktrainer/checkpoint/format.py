@@ -1,7 +1,7 @@
 """One checkpoint on disk: a folder that is there whole, or not at all.
 
     step-00001234/
-        arrays-00001.safetensors ...   numbers, in shards
+        arrays-00001.safetensors ...   numbers, in shards (arrays-p01-00001...: of stage 1)
         state.json                     everything else
         manifest.json                  sizes, checksums, shapes, dtypes; written last
 
@@ -16,9 +16,10 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ import numpy as np
 
 from ktrainer.checkpoint.encoding import decode_json, dtype_named, encode_json, storable
 from ktrainer.errors import CheckpointError
+
+# What the manifest says of files, by file name, and of arrays, by array name.
+Described = tuple[dict[str, Any], dict[str, Any]]
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -44,6 +48,7 @@ def write_checkpoint(
     arrays: Mapping[str, np.ndarray],
     state: Mapping[str, Any],
     facts: Mapping[str, Any] | None = None,
+    write: Callable[[Path, Mapping[str, np.ndarray]], Described] | None = None,
 ) -> None:
     """Write a checkpoint folder at `path`, atomically; one already there is replaced.
 
@@ -51,45 +56,57 @@ def write_checkpoint(
         arrays: numbers by name.
         state: whatever else, JSON-able.
         facts: more for the manifest, such as the step.
+        write: has `arrays`, and those of other processes, written into a folder; default: this
+            process has all of them.
 
     Raises:
         CheckpointError: it cannot be written; nothing of it is left, and `path` is as before.
+        WorldError: another process of `write` is lost; likewise.
     """
     path = Path(path)
-    temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
+    # Other hosts may remember a name that was there before, so they get one that never was.
+    number = os.getpid() if write is None else secrets.randbelow(10**12)
+    temporary = path.parent / f".{path.name}.tmp-{number}"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         os.mkdir(temporary, 0o700)
-        _write_files(temporary, arrays, state, dict(facts or {}))
+        described = (write or write_arrays)(temporary, arrays)
+        _complete(temporary, described, state, dict(facts or {}))
         _put_in_place(temporary, path)
-    except (OSError, ValueError, TypeError) as error:
+    except (CheckpointError, OSError, ValueError, TypeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"cannot write the checkpoint {path.name} in {path.parent}: {error}. Checkpoints "
             "written before it are untouched."
         ) from error
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
-def _write_files(
-    folder: Path, arrays: Mapping[str, np.ndarray], state: Any, facts: dict[str, Any]
-) -> None:
+def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray], part: str = "") -> Described:
+    """Write `arrays` into `folder`, in flushed shards; `part` makes their names unique."""
     import safetensors.numpy
 
     files, described = {}, {}
     for number, names in enumerate(_shards(arrays), start=1):
-        name = f"arrays-{number:05d}.safetensors"
+        name = f"arrays-{part}{number:05d}.safetensors"
         stored = {}
         for key in names:
             value = np.asarray(arrays[key])
             stored[key] = storable(value)
             described[key] = {"file": name, "shape": list(value.shape), "dtype": value.dtype.name}
         files[name] = _write_file(folder / name, safetensors.numpy.save(stored))
-    files[STATE] = _write_file(folder / STATE, encode_json(state))
-    manifest = {"format": FORMAT, **facts, "files": files, "arrays": described}
+    return files, described
+
+
+def _complete(folder: Path, described: Described, state: Any, facts: dict[str, Any]) -> None:
+    files = {**described[0], STATE: _write_file(folder / STATE, encode_json(state))}
+    manifest = {"format": FORMAT, **facts, "files": files, "arrays": described[1]}
     manifest["checksum"] = _checksum(encode_json(manifest))
     _write_file(folder / MANIFEST, encode_json(manifest))
-    _flush_folder(folder)
+    flush_folder(folder)
 
 
 def _shards(arrays: Mapping[str, np.ndarray]) -> Iterator[list[str]]:
@@ -124,11 +141,12 @@ def _put_in_place(temporary: Path, path: Path) -> None:
         os.rename(path, old)
     os.rename(temporary, path)
     probe("after rename", path)
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
+    """Make the names of the files in the folder `path` last."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -148,7 +166,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: missing, damaged, or of an unknown format.
     """
     file = Path(path) / MANIFEST
-    problem = _unfit(file)
+    problem = unfit(file)
     if problem:
         raise CheckpointError(f"{file}: {problem}. This is not a complete checkpoint.")
     try:
@@ -179,7 +197,7 @@ def verify(path: Path) -> list[str]:
             problems.append(f"{name!r} is not a file name that a checkpoint may hold")
             continue
         file = path / name
-        problem = _unfit(file, expected["size"])
+        problem = unfit(file, expected["size"])
         if problem is None and _checksum_of(file) != expected["blake2b"]:
             problem = "its content is damaged (checksum)"
         if problem:
@@ -187,8 +205,8 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def _unfit(file: Path, size: int | None = None) -> str | None:
-    """Why `file` must not be opened, if it must not."""
+def unfit(file: Path, size: int | None = None) -> str | None:
+    """Why `file`, which should have `size` bytes, must not be opened, if it must not."""
     try:
         status = os.lstat(file)
     except OSError as error:

@@ -13,19 +13,20 @@ _COUNTER = re.compile(r"_\d+")
 
 def match(
     saved: Mapping[str, np.ndarray], variables: Sequence[tuple[str, Any]]
-) -> tuple[list[tuple[Any, np.ndarray]], list[str]]:
-    """Pair variables with saved arrays, by name.
+) -> tuple[list[tuple[Any, str]], list[str]]:
+    """Pair variables with saved arrays, by name. Values are not looked at.
 
     Keras numbers unnamed layers by the history of the process (`dense_3`), so where the names
     do not all agree, arrays are paired in order, if their names agree but for such numbers.
 
     Args:
-        saved: arrays by name, in the order in which they were saved.
+        saved: arrays, or stand-ins of their shapes and dtypes, by name, in the order in which
+            they were saved.
         variables: (name, variable) of this model.
 
     Returns:
-        (variable, array) pairs, and every mismatch in words. Use the pairs only if there are no
-        mismatches.
+        (variable, name of its array) pairs, and every mismatch in words. Use the pairs only if
+        there are no mismatches.
     """
     named = dict(variables)
     if set(saved) == set(named):
@@ -39,11 +40,10 @@ def match(
     problems += [f"{name} is in the checkpoint alone" for name in saved if name not in taken]
     pairs = []
     for name, key in order.items():
-        variable, array = named[name], saved[key]
-        problem = _differs(variable, array)
+        problem = _differs(named[name], saved[key])
         if problem:
             problems.append(f"{name} {problem}")
-        pairs.append((variable, array))
+        pairs.append((named[name], key))
     return pairs, problems
 
 

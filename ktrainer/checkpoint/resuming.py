@@ -1,4 +1,4 @@
-"""Go on from a checkpoint: rank 0 reads and verifies, all ranks restore the same.
+"""Go on from a checkpoint: rank 0 reads and verifies, each rank restores what it holds.
 
 `resume` is called once the model and its optimizers are built, right after `on_train_begin`:
 Keras' callbacks forget what they know there.
@@ -16,12 +16,12 @@ import numpy as np
 
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.checkpoint.format import MANIFEST, read_checkpoint
-from ktrainer.checkpoint.state import restore
+from ktrainer.checkpoint.state import needed, pair, put_back
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
 from ktrainer.world import World
-from ktrainer.world.arrays import broadcast_arrays
+from ktrainer.world.arrays import broadcast_chosen, stand_in
 
 
 def resume(
@@ -56,9 +56,12 @@ def resume(
     arrays, state = _read_on_root(mode, Path(directory), world)
     if state is None:
         return None
-    arrays = _share(arrays, world)
     callbacks = list(callbacks)
-    progress = restore(model, arrays, state, world, callbacks=callbacks)
+    saved = _specs(arrays, world)
+    pairs = pair(model, saved, state, world)
+    keep = needed(model, pairs, saved, state)
+    arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
+    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks)
     _fill_history(history if history is not None else getattr(model, "history", None), state)
     from ktrainer.callbacks.base import emit
 
@@ -114,18 +117,11 @@ def _latest_good(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]
     return None
 
 
-def _share(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
-    """Rank 0's arrays on every rank, in few messages."""
-    if world.size == 1:
-        return arrays
+def _specs(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
+    """Stand-ins of rank 0's arrays on every rank."""
     specs = [(name, array.shape, array.dtype.name) for name, array in arrays.items()]
     specs = world.broadcast(specs, 0, "names in a checkpoint")
-    mine = [
-        arrays[name] if world.is_root else np.empty(shape, dtype_named(dtype))
-        for name, shape, dtype in specs
-    ]
-    received = broadcast_arrays(mine, world, 0, "arrays of a checkpoint")
-    return {name: array for (name, _, _), array in zip(specs, received, strict=True)}
+    return {name: stand_in(shape, dtype_named(dtype)) for name, shape, dtype in specs}
 
 
 def _fill_history(history: Any, state: dict[str, Any]) -> None:

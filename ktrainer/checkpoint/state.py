@@ -3,25 +3,36 @@
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>`; arrays of callbacks as `callbacks/<i>/<name>/<k>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop.
+
+Of a model that is cut into stages (`placement_of`) each process takes out, and puts back, what it
+holds; names are those of the whole model, so a checkpoint fits any number of stages.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from ktrainer.callbacks.variables import built_optimizers, model_variables, unique_names
-from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
+from ktrainer.callbacks.variables import all_variables, built_optimizers
+from ktrainer.checkpoint.callback_state import (
+    callback_arrays,
+    callback_states,
+    load_callback_states,
+)
 from ktrainer.checkpoint.matching import match
+from ktrainer.checkpoint.metric_state import counting_ranks, metric_states, restore_metrics
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
+from ktrainer.steps.placement import Placement, placement_of
 from ktrainer.world import World
 
 Arrays = dict[str, np.ndarray]
+Pairs = list[tuple[Any, str]]  # (variable, name of its array)
+
+_SEED = "seed/global"
 
 
 def capture(
@@ -34,15 +45,21 @@ def capture(
 ) -> tuple[Arrays, dict[str, Any]]:
     """(arrays, state) of a run between two steps. All ranks call it together.
 
+    Under a pipeline the arrays are those that this rank writes: of the first replica, each stage
+    its own (`names_to_save` has all); of the others, none.
+
     Args:
         progress: where the run stands. Metrics are kept only inside an epoch.
         callbacks: those whose states are kept.
         history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
     """
-    arrays: Arrays = {name: _value(v) for name, v in variables_of(model)}
+    placement = placement_of(model)
+    arrays: Arrays = {n: _value(v) for n, v in variables_of(model) if _saves(n, v, placement)}
     if progress.batch:
-        arrays.update(_metric_states(model, world))
-    states, more = callback_states(callbacks)
+        metrics = metric_states(model, world)
+        if placement is None or world.is_root:
+            arrays.update(metrics)
+    states, more = callback_states(callbacks, model)
     arrays.update(more)
     state = {
         "progress": progress.to_dict(),
@@ -52,7 +69,20 @@ def capture(
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
     }
+    if placement is not None:
+        state["counting"] = counting_ranks(model, world)
     return arrays, state
+
+
+def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """The names of all arrays of a checkpoint, in its order, whichever rank writes them.
+
+    Args:
+        arrays, state: what `capture` gave on rank 0.
+    """
+    names = [name for name, _ in variables_of(model)]
+    names += [name for name in arrays if name.startswith("metrics/")]
+    return names + list(callback_arrays(state["callbacks"]))
 
 
 def restore(
@@ -65,33 +95,87 @@ def restore(
 ) -> Progress:
     """Put a captured state back. Nothing is changed unless all of it fits.
 
+    Args:
+        arrays: all of them, on every rank.
+
     Returns:
         Where the run stood.
 
     Raises:
         CheckpointError: it belongs to another model; lists every mismatch.
     """
+    pairs = pair(model, arrays, state, world)
+    return put_back(model, pairs, arrays, state, world, callbacks=callbacks)
+
+
+def pair(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> Pairs:
+    """Which array goes to which of the variables that are in this process. Changes no value.
+
+    Args:
+        saved: the arrays, or stand-ins of their shapes and dtypes.
+
+    Raises:
+        CheckpointError: on all ranks, if the arrays do not fit all of the model.
+    """
     problems = _build_optimizers(model, state.get("optimizers", []))
-    pairs, mismatches = match(_part(arrays, "model/", "optimizer/", "seed/"), variables_of(model))
+    named = variables_of(model)
+    pairs, mismatches = match(_part(saved, "model/", "optimizer/", "seed/"), named)
     problems += mismatches
     if world.any(bool(problems), "comparison with a checkpoint"):
         raise CheckpointError(
             "the checkpoint does not fit this model, and nothing was loaded:\n  "
             + "\n  ".join(problems or ["it fits here, but not on another rank"])
         )
-    for variable, array in pairs:
-        variable.assign(array)
+    placement = placement_of(model)
+    return [(v, key) for v, key in pairs if key == _SEED or placement is None or placement.holds(v)]
+
+
+def needed(model: Any, pairs: Pairs, saved: Iterable[str], state: Mapping[str, Any]) -> set[str]:
+    """The names of the arrays that this rank needs for `put_back`."""
+    names = {key for _, key in pairs}
+    names |= {name for name in saved if name.startswith("metrics/")}
+    return names | set(callback_arrays(state.get("callbacks", []), model))
+
+
+def put_back(
+    model: Any,
+    pairs: Pairs,
+    arrays: Arrays,
+    state: Mapping[str, Any],
+    world: World,
+    *,
+    callbacks: Iterable[Any] = (),
+) -> Progress:
+    """Put a captured state back, which was found to fit; returns where the run stood.
+
+    Args:
+        pairs: what `pair` gave.
+        arrays: at least those that are `needed`.
+    """
+    for variable, name in pairs:
+        variable.assign(arrays[name])
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
-        _restore_metrics(model, arrays, int(state.get("world_size", 1)), world)
-    load_callback_states(callbacks, state.get("callbacks", []), arrays)
+        restore_metrics(model, arrays, state, world)
+    load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
     model.stop_training = bool(state.get("stop_training", False))
     return progress
 
 
 def variables_of(model: Any) -> list[tuple[str, Any]]:
-    """(unique name, variable) of the model, its optimizers and Keras' global seed generator."""
-    return [*model_variables(model), *_global_seed()]
+    """(unique name, variable) of the model, its optimizers and Keras' global seed generator;
+    the same on every rank, whether or not the values are there."""
+    return [*all_variables(model), *_global_seed()]
+
+
+def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
+    """Whether this rank takes `variable` into a checkpoint."""
+    if placement is None:
+        return True
+    if placement.replica != 0:
+        return False
+    # Each process has a global seed generator of its own.
+    return placement.partition == 0 if name == _SEED else placement.owns(variable)
 
 
 def _global_seed() -> list[tuple[str, Any]]:
@@ -102,7 +186,7 @@ def _global_seed() -> list[tuple[str, Any]]:
     # run always has the same parts.
     seed_generator.global_seed_generator()
     generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    return [("seed/global", generator.state)]
+    return [(_SEED, generator.state)]
 
 
 def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
@@ -117,12 +201,15 @@ def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
 
 
 def _build_optimizers(model: Any, saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Build optimizers that were built when saved, as a GAN's are in its first step."""
+    """Build optimizers that were built when saved, as a GAN's are in its first step. Those of a
+    model in stages are built by its backend."""
     present = built_optimizers(model)
     here = [type(optimizer).__name__ for optimizer in present]
     there = [str(facts["class"]) for facts in saved]
     if here != there:
         return [f"this model has the optimizers {here}, the checkpoint {there}"]
+    if placement_of(model) is not None:
+        return []
     variables = model.variables
     for optimizer, facts in zip(present, saved, strict=True):
         places = facts["variables"]
@@ -137,64 +224,6 @@ def _value(variable: Any) -> np.ndarray:
 
 def _part(arrays: Arrays, *prefixes: str) -> Arrays:
     return {name: array for name, array in arrays.items() if name.startswith(prefixes)}
-
-
-def _metric_variables(model: Any) -> list[tuple[str, Any]]:
-    named = [
-        (f"metrics/{i}/{k}:{variable.name}", variable)
-        for i, metric in enumerate(model.metrics)
-        for k, variable in enumerate(metric.variables)
-    ]
-    return list(zip(unique_names([n for n, _ in named]), [v for _, v in named], strict=True))
-
-
-def _metric_states(model: Any, world: World) -> Arrays:
-    """Every rank's own metric states: a resume on as many ranks is then exact to the bit."""
-    mine = {name: _value(variable) for name, variable in _metric_variables(model)}
-    every = world.allgather(mine, "metric states for a checkpoint")
-    return {
-        f"{name}@{r}": array for r, states in enumerate(every) for name, array in states.items()
-    }
-
-
-def _restore_metrics(model: Any, arrays: Arrays, saved_size: int, world: World) -> None:
-    """Give each rank its own states; on another number of ranks, rank 0 gets their sum."""
-    from ktrainer.callbacks.reduction import adds_up
-
-    saved = _part(arrays, "metrics/")
-    targets = _metric_variables(model)
-    expected = {f"{name}@{rank}" for name, _ in targets for rank in range(saved_size)}
-    fitting = expected == set(saved) and all(
-        saved[f"{name}@0"].shape == tuple(variable.shape) for name, variable in targets
-    )
-    if not fitting:
-        warnings.warn(
-            "the checkpoint was made with other metrics: those of the interrupted epoch count "
-            "from its resumption on",
-            stacklevel=2,
-        )
-        return
-    if saved_size != world.size and not all(adds_up(m) for m in _flat_metrics(model)):
-        warnings.warn(
-            f"metrics whose states do not add up cannot move from {saved_size} to {world.size} "
-            "ranks: the interrupted epoch's will be off",
-            stacklevel=2,
-        )
-    for name, variable in targets:
-        every = [saved[f"{name}@{rank}"] for rank in range(saved_size)]
-        if saved_size == world.size:
-            variable.assign(every[world.rank])
-        else:
-            total = np.sum(every, axis=0, dtype=np.float64).astype(every[0].dtype)
-            variable.assign(total if world.rank == 0 else np.zeros_like(total))
-
-
-def _flat_metrics(model: Any) -> list[Any]:
-    flat: list[Any] = []
-    for metric in model.metrics:
-        compiled = isinstance(getattr(type(metric), "metrics", None), property)
-        flat.extend(metric.metrics if compiled else [metric])
-    return flat
 
 
 def history_of(model: Any) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ktrainer.checkpoint.format import probe, read_manifest, write_checkpoint
+from ktrainer.checkpoint.format import Described, probe, read_manifest, write_checkpoint
 from ktrainer.errors import CheckpointError
 from ktrainer.runfolder import library_versions
 
@@ -30,6 +30,7 @@ class Entry:
         step: updates done when it was saved.
         serial: its number in the order of saving; 0 when its manifest cannot be read.
         metric: monitored metric's name and value, when one was monitored.
+        run: names the run that saved it, restarts included; empty when nobody said.
         problem: why the manifest cannot be read; None when it can.
     """
 
@@ -37,6 +38,7 @@ class Entry:
     step: int
     serial: int
     metric: tuple[str, float] | None = None
+    run: str = ""
     problem: str | None = None
 
 
@@ -62,13 +64,18 @@ class Store:
         """The checkpoint saved last whose manifest can be read."""
         return next((entry for entry in self.entries() if entry.problem is None), None)
 
-    def best(self, monitor: str, mode: str) -> Entry | None:
+    def best(self, monitor: str, mode: str, run: str | None = None) -> Entry | None:
         """The checkpoint with the best value of `monitor`; the earlier one when equal.
 
         Args:
             mode: `min` or `max`.
+            run: among those of this run; None: among all.
         """
-        scored = [e for e in reversed(self.entries()) if e.metric and e.metric[0] == monitor]
+        scored = [
+            entry
+            for entry in reversed(self.entries())
+            if entry.metric and entry.metric[0] == monitor and run in (None, entry.run)
+        ]
         sign = 1.0 if mode == "min" else -1.0
         return min(scored, key=lambda e: sign * e.metric[1], default=None)  # type: ignore[index]
 
@@ -80,8 +87,10 @@ class Store:
         *,
         metric: tuple[str, float] | None = None,
         world_size: int = 1,
+        write: Callable[..., Described] | None = None,
+        run: str = "",
     ) -> Path:
-        """Write a checkpoint of `step`; returns its folder.
+        """Write a checkpoint of `step`; returns its folder. `write` as in `write_checkpoint`.
 
         Raises:
             CheckpointError: it could not be written; the others are untouched.
@@ -91,25 +100,28 @@ class Store:
         facts = {
             "step": step,
             "serial": serial,
+            "run": run,
             "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "world_size": world_size,
             "versions": library_versions(),
         }
         if metric is not None:
             facts["metric"] = {"name": metric[0], "value": float(metric[1])}
-        write_checkpoint(path, arrays, state, facts)
+        write_checkpoint(path, arrays, state, facts, write)
         return path
 
     def prune(self, keep: int, monitor: str | None = None, mode: str = "min") -> None:
-        """Remove all but the `keep` checkpoints saved last, and the best of `monitor`.
+        """Remove all but the `keep` checkpoints saved last, and the best of `monitor` of each run.
 
-        Unreadable checkpoints are left for a person to look at.
+        A fresh run in an old folder neither loses its best to a better one of before, nor removes
+        that. Unreadable checkpoints are left for a person to look at.
         """
         good = [entry for entry in self.entries() if entry.problem is None]
         kept = {entry.path for entry in good[:keep]}
-        best = self.best(monitor, mode) if monitor else None
-        if best is not None:
-            kept.add(best.path)
+        for run in {entry.run for entry in good}:
+            best = self.best(monitor, mode, run) if monitor else None
+            if best is not None:
+                kept.add(best.path)
         for entry in good:
             if entry.path not in kept:
                 self._remove(entry.path)
@@ -143,6 +155,7 @@ def _entry(path: Path, step: int) -> Entry:
         manifest = read_manifest(path)
         metric = manifest.get("metric")
         scored = (str(metric["name"]), float(metric["value"])) if metric else None
-        return Entry(path, step, int(manifest.get("serial", 0)), scored)
+        run = str(manifest.get("run", ""))
+        return Entry(path, step, int(manifest.get("serial", 0)), scored, run)
     except CheckpointError as error:
         return Entry(path, step, 0, problem=str(error))

@@ -74,7 +74,7 @@ def test_best_alone(tmp_path) -> None:
     best = Store(tmp_path).best("score", "max")
     assert best is not None
     assert best.metric == ("score", 4.0)
-    assert checkpoint.state_dict() == {"best_value": 4.0}
+    assert checkpoint.state_dict()["best_value"] == 4.0
 
 
 def test_best_and_last(tmp_path) -> None:
@@ -85,6 +85,20 @@ def test_best_and_last(tmp_path) -> None:
         epochs=5,
     )
     assert steps(tmp_path) == [10, 20, 25]
+
+
+def test_a_fresh_run_in_an_old_folder_keeps_its_own_best(tmp_path) -> None:
+    def run(*scores: float, keep: int, rows: int = 50) -> None:
+        keeper = Checkpoint(tmp_path, every="1ep", best="score", mode="min", keep=keep)
+        fit(small_model(), [Scores(*scores), keeper], epochs=len(scores), rows=rows)
+
+    run(0.1, 0.2, keep=1)
+    assert steps(tmp_path) == [5, 10]
+    run(3.0, 2.0, 4.0, 5.0, keep=1, rows=30)
+    assert steps(tmp_path) == [5, 6, 12]  # the best of before, its own best, and the last
+    best = Store(tmp_path).best("score", "min")
+    assert best is not None
+    assert best.step == 5
 
 
 def test_a_monitor_that_is_not_there(tmp_path) -> None:

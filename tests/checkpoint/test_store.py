@@ -46,6 +46,17 @@ def test_the_latest_is_the_last_saved_not_the_furthest(tmp_path) -> None:
     assert [entry.step for entry in store.entries()] == [20, 10]
 
 
+def test_each_run_keeps_its_best(tmp_path) -> None:
+    store = Store(tmp_path)
+    for run, step, value in [("a", 1, 0.1), ("a", 2, 0.5), ("b", 3, 3.0), ("b", 4, 2.0)]:
+        store.save({"a": np.zeros(1)}, {}, step, metric=("val_loss", value), run=run)
+        store.prune(1, "val_loss", "min")
+    assert names(tmp_path) == ["step-00000001", "step-00000004"]
+    best = store.best("val_loss", "min", "b")
+    assert best is not None
+    assert best.step == 4
+
+
 def test_the_same_step_again_replaces(tmp_path) -> None:
     store = Store(tmp_path)
     save(store, 1)

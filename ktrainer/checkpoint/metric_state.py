@@ -1,0 +1,95 @@
+"""States of metrics in the middle of an epoch: every rank's own, as `metrics/...@<rank>`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ktrainer.callbacks.variables import unique_names
+from ktrainer.steps.placement import placement_of
+from ktrainer.world import World
+
+Arrays = dict[str, np.ndarray]
+
+
+def metric_states(model: Any, world: World) -> Arrays:
+    """Every rank's own metric states: a resume on as many ranks is then exact to the bit."""
+    mine = {name: np.array(variable.numpy()) for name, variable in _metric_variables(model)}
+    every = world.allgather(mine, "metric states for a checkpoint")
+    return {
+        f"{name}@{r}": array for r, states in enumerate(every) for name, array in states.items()
+    }
+
+
+def counting_ranks(model: Any, world: World) -> list[int]:
+    """The ranks that count metrics: all, or under a pipeline those of the last stage.
+    All ranks call it together."""
+    placement = placement_of(model)
+    if placement is None:
+        return list(range(world.size))
+    every = world.allgather(placement.is_last, "ranks that count metrics")
+    return [rank for rank, counts in enumerate(every) if counts]
+
+
+def restore_metrics(model: Any, arrays: Arrays, state: Mapping[str, Any], world: World) -> None:
+    """Give each rank that counts metrics the states of one that did; where there are more or
+    fewer of them than before, the first gets their sum."""
+    from ktrainer.callbacks.reduction import adds_up
+
+    here = counting_ranks(model, world)
+    there = list(state.get("counting") or range(int(state.get("world_size", 1))))
+    if world.rank not in here:
+        return
+    targets = _metric_variables(model)
+    if not _fit(arrays, targets, there):
+        warnings.warn(
+            "the checkpoint was made with other metrics: those of the interrupted epoch count "
+            "from its resumption on",
+            stacklevel=2,
+        )
+        return
+    if len(there) != len(here) and not all(adds_up(m) for m in _flat_metrics(model)):
+        warnings.warn(
+            f"metrics whose states do not add up cannot move from {len(there)} to {len(here)} "
+            "ranks: the interrupted epoch's will be off",
+            stacklevel=2,
+        )
+    place = here.index(world.rank)
+    for name, variable in targets:
+        every = [arrays[f"{name}@{rank}"] for rank in there]
+        if len(there) == len(here):
+            variable.assign(every[place])
+        else:
+            total = np.sum(every, axis=0, dtype=np.float64).astype(every[0].dtype)
+            variable.assign(total if place == 0 else np.zeros_like(total))
+
+
+def _fit(arrays: Arrays, targets: Sequence[tuple[str, Any]], ranks: Sequence[int]) -> bool:
+    """Whether `arrays` have the states of just these metrics, of `ranks`."""
+    endings = tuple(f"@{rank}" for rank in ranks)
+    saved = {n for n in arrays if n.startswith("metrics/") and n.endswith(endings)}
+    return saved == {f"{name}@{rank}" for name, _ in targets for rank in ranks} and all(
+        arrays[f"{name}@{rank}"].shape == tuple(variable.shape)
+        for name, variable in targets
+        for rank in ranks
+    )
+
+
+def _metric_variables(model: Any) -> list[tuple[str, Any]]:
+    named = [
+        (f"metrics/{i}/{k}:{variable.name}", variable)
+        for i, metric in enumerate(model.metrics)
+        for k, variable in enumerate(metric.variables)
+    ]
+    return list(zip(unique_names([n for n, _ in named]), [v for _, v in named], strict=True))
+
+
+def _flat_metrics(model: Any) -> list[Any]:
+    flat: list[Any] = []
+    for metric in model.metrics:
+        compiled = isinstance(getattr(type(metric), "metrics", None), property)
+        flat.extend(metric.metrics if compiled else [metric])
+    return flat

@@ -1,0 +1,302 @@
+"""Stages of a pipeline write one checkpoint together, and any number of them can go on from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import ktrainer.checkpoint.format as format_module
+import ktrainer.checkpoint.parts as parts_module
+from ktrainer import world
+from ktrainer.callbacks import Checkpoint
+from ktrainer.checkpoint import read_checkpoint, resume, verify
+from ktrainer.checkpoint.format import read_manifest
+from ktrainer.checkpoint.store import Store
+from ktrainer.errors import CheckpointError, ModelError
+from ktrainer.steps.placement import placement_of
+from tests.checkpoint.stages import close, cut, same, values, whole_model
+from tests.dist.harness import RanksTimeout
+
+WHOLE = 0  # so many stages: not cut at all
+
+
+def counted(model: Any) -> tuple[float, float]:
+    """(total, count) of the metric of losses on this rank; nothing where none are computed."""
+    placement = placement_of(model)
+    if placement is not None and not placement.is_last:
+        return 0.0, 0.0
+    return float(model.metrics[0].total), float(model.metrics[0].count)
+
+
+def keeper(directory: str, model: Any, callbacks: list[Any]) -> Checkpoint:
+    """A checkpoint callback in the middle of an epoch."""
+    found = Checkpoint(directory, every="1ep", keep=5, callbacks=callbacks)
+    found.set_model(model)
+    found.on_train_begin()
+    found.progress.batch = 2
+    return found
+
+
+def _save(directory: str, partitions: int, steps: tuple[int, ...] = (3,)) -> Any:
+    """Save; returns what the model was before it was cut, and what was counted."""
+    model = whole_model(epochs=1)
+    expected, rank = values(model), world.current().rank
+    stop = keras.callbacks.EarlyStopping()
+    if partitions:
+        cut(model, partitions)
+    stop.best_weights, stop.wait = model.get_weights(), 4
+    model.reset_metrics()
+    model.metrics[0].update_state(float(rank), sample_weight=1.0 + rank)
+    callback = keeper(directory, model, [stop])
+    for callback.progress.step in steps:
+        assert callback.save({"loss": 1.0})
+    close(model)
+    return expected, counted(model)
+
+
+def _resume(directory: str, partitions: int) -> Any:
+    """Go on with another model; returns what this rank has then."""
+    here = world.current()
+    model, stop = whole_model(seed=7, epochs=1), keras.callbacks.EarlyStopping()
+    model.reset_metrics()
+    if partitions:
+        cut(model, partitions)
+    path = directory if here.is_root else "/nowhere"
+    progress = resume("auto", path, model=model, world=here, callbacks=[stop])
+    assert progress is not None
+    assert (progress.step, progress.batch, stop.wait) == (3, 2, 4)
+    best = dict(zip([w.path for w in model.weights], stop.best_weights, strict=True))
+    close(model)
+    return values(model), best, counted(model)
+
+
+LAYOUTS = [(1, WHOLE), (2, WHOLE), (2, 2), (3, 3), (4, 4), (4, 2)]  # (ranks, stages)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("size", "partitions"), [(2, 2), (3, 3), (4, 2), (2, WHOLE)])
+def test_any_number_of_stages_goes_on(ranks, tmp_path, size: int, partitions: int) -> None:
+    saved = ranks(size).run(_save, str(tmp_path), partitions)
+    expected = saved[0][0]
+    total, count = np.sum([one[1] for one in saved], axis=0)
+    manifest = read_manifest(tmp_path / "step-00000003")
+    assert list(manifest["arrays"])[: len(expected)] == list(expected)
+    assert manifest["world_size"] == size
+    files = [name for name in manifest["files"] if name != "state.json"]
+    parts = [f"arrays-p{p:02d}-00001.safetensors" for p in range(partitions)]
+    assert files == (parts or ["arrays-00001.safetensors"])
+    for other_size, other in LAYOUTS:
+        if other_size == 1:
+            found = [_resume(str(tmp_path), other)]
+        else:
+            found = ranks(other_size).run(_resume, str(tmp_path), other, deadline=120)
+        for mine, best, _ in found:
+            same(mine, expected)
+            for path, weight in best.items():
+                assert (weight is None) == (f"model/{path}" not in mine)
+            best = {f"model/{p}": w for p, w in best.items() if w is not None}
+            same(best, expected)
+        assert set().union(*(mine for mine, _, _ in found)) == set(expected)
+        assert (sum(c[0] for _, _, c in found), sum(c[1] for _, _, c in found)) == (total, count)
+
+
+def _damage(path: Path) -> None:
+    content = path.read_bytes()
+    at = len(content) - 5
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+def _resume_quietly(directory: str, partitions: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _resume(directory, partitions)
+
+
+def test_a_damaged_part_is_found(ranks, tmp_path) -> None:
+    expected = ranks(2).run(_save, str(tmp_path), 2, (3, 4))[0][0]
+    _damage(tmp_path / "step-00000004" / "arrays-p01-00001.safetensors")
+    (problem,) = verify(tmp_path / "step-00000004")
+    assert "arrays-p01-00001.safetensors: its content is damaged" in problem
+    for mine, _, _ in ranks(2).run(_resume_quietly, str(tmp_path), 2):
+        same(mine, expected)
+
+
+def _save_with_fault(directory: str, partitions: int, faulty: int, fault: str) -> None:
+    """One checkpoint, then one in which rank `faulty` cannot do its part."""
+    model = whole_model()
+    cut(model, partitions)
+    callback = keeper(directory, model, [])
+    callback.progress.step = 1
+    callback.save()
+    callback.progress.step = 2
+    kept = (format_module.probe, Path.is_dir, parts_module.write_arrays, parts_module.names_to_save)
+    if world.current().rank == faulty:
+        _FAULTS[fault]()
+    try:
+        callback.save()
+    finally:
+        format_module.probe, Path.is_dir = kept[:2]
+        parts_module.write_arrays, parts_module.names_to_save = kept[2:]
+
+
+def _full() -> None:
+    def probe(at: str, path: Path) -> None:
+        if at == "after file":
+            raise OSError(28, "No space left on device")
+
+    format_module.probe = probe
+
+
+def _no_folder() -> None:
+    Path.is_dir = lambda self: False
+
+
+def _own_disk() -> None:
+    write = parts_module.write_arrays
+
+    def on_own_disk(folder: Path, *args: Any) -> Any:
+        here = folder.parent.parent / "own"
+        here.mkdir()
+        return write(here, *args)
+
+    parts_module.write_arrays = on_own_disk
+
+
+def _bug() -> None:
+    def raises(*args: Any) -> Any:
+        raise RuntimeError("before anything was announced")
+
+    parts_module.names_to_save = raises
+
+
+def _die(at: str) -> Any:
+    def probe(point: str, path: Path) -> None:
+        if point == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def fault() -> None:
+        format_module.probe = probe
+
+    return fault
+
+
+_FAULTS = {
+    "full": _full,
+    "no folder": _no_folder,
+    "own disk": _own_disk,
+    "bug": _bug,
+    "dies at a file": _die("after file"),
+    "dies at the rename": _die("before rename"),
+}
+
+
+@pytest.mark.parametrize(
+    ("faulty", "fault", "told"),
+    [
+        (1, "full", ["stage 1 cannot write its part: OSError", "No space left"]),
+        (0, "full", ["stage 0 cannot write its part: OSError", "No space left"]),
+        (1, "no folder", ["stage 1", "does not see", "file system that all ranks share"]),
+        (1, "own disk", ["arrays-p01", "seen from rank 0", "file system that all ranks share"]),
+        (0, "bug", ["RuntimeError: before anything was announced"]),
+    ],
+)
+def test_when_one_stage_cannot_write_all_end(
+    ranks, tmp_path, faulty: int, fault: str, told: list[str]
+) -> None:
+    directory = tmp_path / "checkpoints"
+    for outcome in ranks(4).outcomes(_save_with_fault, str(directory), 2, faulty, fault):
+        assert isinstance(outcome.error, CheckpointError), outcome.traceback
+        for words in told:
+            assert words in str(outcome.error)
+    assert [path.name for path in directory.iterdir()] == ["step-00000001"]
+    assert verify(directory / "step-00000001") == []
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
+def test_killed_while_writing(ranks, tmp_path, rank: int, fault: str) -> None:
+    """The checkpoint before is whole, and what is left of the new one is cleared up."""
+    with pytest.raises(RanksTimeout, match="died"):
+        ranks(2, "killed").run(_save_with_fault, str(tmp_path), 2, rank, fault)
+    store = Store(tmp_path)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    read_checkpoint(latest.path)
+    assert len(list(tmp_path.iterdir())) == 2
+    store.sweep()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def _resume_into_another_model(directory: str) -> None:
+    model = whole_model(seed=1)
+    extra = keras.layers.Dense(1, name="more")
+    model = keras.Model(model.input, extra(model.output), name="net")
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    model.optimizer.build(model.trainable_variables)
+    before = values(model)
+    cut_at_the_last(model)
+    with pytest.raises(CheckpointError, match="model/more/kernel is not in") as raised:
+        resume("auto", directory, model=model, world=world.current())
+    assert "optimizer/0/" in str(raised.value)
+    same(values(model), before)
+    close(model)
+
+
+def cut_at_the_last(model: Any) -> None:
+    """As `cut`, for a model with one layer more."""
+    model.get_layer("more").name = "last"
+    cut(model, 2)
+
+
+def test_all_of_the_model_must_fit(ranks, tmp_path) -> None:
+    ranks(2).run(_save, str(tmp_path), 2)
+    ranks(2).run(_resume_into_another_model, str(tmp_path))
+
+
+def test_two_stages_must_not_save_the_same(tmp_path) -> None:
+    def part(*names: str) -> dict[str, Any]:
+        return {"error": None, "files": {}, "arrays": {name: {} for name in names}}
+
+    with pytest.raises(CheckpointError, match=r"two stages have b; no stage has c; nobody .* d"):
+        parts_module._put_together(tmp_path, [part("a", "b"), part("b", "d")], ["a", "b", "c"])
+
+
+def _export(path: str, partitions: int) -> Any:
+    from ktrainer.checkpoint import save_model
+
+    model = whole_model(epochs=1)
+    expected = values(model)
+    placement = cut(model, partitions)
+    refused = Path(path).parent / "a file"
+    if world.current().is_root:
+        refused.write_text("")
+    with pytest.raises(CheckpointError, match="cannot save the model"):
+        save_model(model, refused / "m.keras", world.current())
+    save_model(model, path, world.current())
+    absent = [w for w in model.weights if not placement.holds(w)]
+    assert absent
+    for weight in absent:  # nothing stays behind
+        with pytest.raises(ModelError, match="of the pipeline"):
+            weight.numpy()
+    close(model)
+    return expected
+
+
+@pytest.mark.parametrize(("size", "partitions"), [(3, 3), (4, 2)])
+def test_the_whole_model_in_one_file(ranks, tmp_path, size: int, partitions: int) -> None:
+    path = tmp_path / "model.keras"
+    expected = ranks(size).run(_export, str(path), partitions, deadline=120)[0]
+    loaded = keras.models.load_model(path)
+    found = values(loaded)
+    del found["seed/global"], expected["seed/global"]
+    seeds = {name for name in expected if "seed_generator" in name}  # Keras does not save them
+    assert set(found) == set(expected)
+    same({k: v for k, v in found.items() if k not in seeds}, expected)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a file", "model.keras"]
