@@ -78,7 +78,7 @@ def backends(parts: dict[str, Any]) -> dict[str, str]:
         "data_parallel, engine mpi": _answer(mpi),
         "data_parallel, engine horovod": _answer(horovod),
         "data_parallel, engine auto": _answer(mpi) if mpi else f"yes: {engine}",
-        "pipeline": _LATER,
+        "pipeline": _answer(mpi),
         "tf_distribute": _LATER,
     }
 

@@ -19,6 +19,7 @@ from ktrainer.launch.output import LineMerger
 from ktrainer.launch.report import SIGNAL_BASE, first_failure, others
 from ktrainer.launch.watch import End, Group
 from ktrainer.plan import WorldFacts, make_plan
+from ktrainer.quiet import environment
 
 TIMED_OUT = 124  # as timeout(1)
 READER_GONE = 141  # what a shell says of a program whose reader has closed the pipe
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     cpus = command.available_cpus()
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
-    env = rank_environment(os.environ, threads, args.network, config)
+    env = rank_environment(environment(), threads, args.network, config)
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
     options = _options(slices if slices and threads <= len(slices[0]) else [])
@@ -117,15 +118,16 @@ def run(args: argparse.Namespace) -> int:
 def rank_environment(
     given: Mapping[str, str], threads: int, network: command.Network, config: Config | None
 ) -> dict[str, str]:
-    """The environment of the ranks: ours, then MPI's and the libraries' where `given` is silent."""
+    """The environment of the ranks: `given`, then MPI's and the libraries' where it is silent."""
     defaults = {
         **command.mpi_environment(network),
         **command.thread_environment(threads, given),
         "KERAS_BACKEND": "tensorflow",
         "PYTHONPATH": _python_path(given),
     }
-    if config is None or not config.logging.tensorflow:
-        defaults["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
+    loud = config is not None and config.logging.tensorflow
+    defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"
     return {**defaults, **given, "PYTHONPATH": defaults["PYTHONPATH"]}
 
 

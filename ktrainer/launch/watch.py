@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import psutil
 
 from ktrainer.launch import kernel, processes
 from ktrainer.launch.channel import PIPES, Note, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.folders import private_folder
 from ktrainer.launch.network import narrow_to_loopback
 from ktrainer.launch.output import LineMerger
 
@@ -61,7 +61,7 @@ def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
     the environment `given` already says which to use.
     """
     if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
-        with tempfile.TemporaryDirectory(prefix="ktrainer-", dir=_SHARED_MEMORY) as name:
+        with private_folder(_SHARED_MEMORY) as name:
             yield {_SEGMENTS: name}
     else:
         yield {}
@@ -109,7 +109,7 @@ class Group:
         """
         self._loopback = loopback
         with (
-            tempfile.TemporaryDirectory(prefix="ktrainer-") as name,
+            private_folder() as name,
             shared_memory_folder(env) as memory,
             self._catch_signals(),
             contextlib.closing(self._selector),
