@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "local": "ktrainer.backends.local:Local",
     "data_parallel": "ktrainer.backends.data_parallel:DataParallel",
+    "pipeline": "ktrainer.backends.pipeline.backend:Pipeline",
 }
 
 

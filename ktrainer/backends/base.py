@@ -8,7 +8,8 @@ dataclass in the configuration's schema and one YAML in `configs/`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from ktrainer.backends.devices import claim_device
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from ktrainer.config import Config
     from ktrainer.plan import Plan
-    from ktrainer.steps import Program, StepOptions
+    from ktrainer.steps import StepOptions, Steps
     from ktrainer.world import World
 
 
@@ -34,11 +35,19 @@ class Backend(ABC):
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         self.config, self.plan, self.world = config, plan, world
+        world.share_data(world.rank, world.size)  # whatever a backend before this one has set
         claim_device(world, threads=plan.threads)
 
+    def build_model(self, build: Callable[[], Any]) -> Any:
+        """The model that a user's function makes."""
+        return build()
+
     @abstractmethod
-    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
+    def prepare(self, model: keras.Model, options: StepOptions) -> Steps:
         """The compiled steps of `model`, nothing run yet."""
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:  # noqa: B027
+        """Refuse callbacks that cannot do their work here."""
 
     @property
     def communication_seconds(self) -> float | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ktrainer.config import Config, DataParallelConfig
     from ktrainer.plan import Plan
     from ktrainer.world import World
-    from ktrainer.world.mpi import MpiWorld
+    from ktrainer.world.mpi_comm import MpiComm
     from ktrainer.world.plane import GradientPlane
 
 
@@ -54,7 +54,7 @@ class DataParallel(Backend):
         from ktrainer.world.plane_mpi import MpiPlane
 
         return MpiPlane(
-            cast("MpiWorld", self.world),
+            cast("MpiComm", self.world),
             backend.bucket_mb,
             backend.compression,
             backend.sparse_as_dense,

@@ -124,12 +124,16 @@ def _timed(step: Callable[..., Any], arguments: Sequence[Any]) -> float:
 
 
 def _forward_backward(node: Node) -> Callable[..., Any]:
-    variables = [v.value for v in node.trainable]
+    # Where a variable has no value, this is one that its initializer makes, for this node alone.
+    values = [(v, v.value) for v in node.variables]
 
     def step(*arguments: Any) -> tuple[tuple[Any, ...], list[Any]]:
-        sources = [*variables, *filter(_differentiable, arguments)]
+        known = [(v, tf.convert_to_tensor(value)) for v, value in values]
+        sources = [value for v, value in known if v.trainable]
+        sources += filter(_differentiable, arguments)
         # Updates of variables, such as moving statistics, end in the scope and are dropped.
-        with keras.StatelessScope(), tf.GradientTape(watch_accessed_variables=False) as tape:
+        scope = keras.StatelessScope(state_mapping=known, initialize_variables=False)
+        with scope, tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(sources)
             outputs = node(dict(zip(node.inputs, arguments, strict=True)))
         results = [x for x in outputs if _differentiable(x)]
@@ -146,12 +150,15 @@ def _differentiable(x: Any) -> bool:
 def _forward(graph: Graph, node: Node, batch: int) -> tf.Graph:
     """The TensorFlow graph of a node's forward pass with static shapes."""
 
-    def step(*arguments: Any) -> tuple[Any, ...]:
-        with keras.StatelessScope():
+    def step(values: list[Any], *arguments: Any) -> tuple[Any, ...]:
+        known = list(zip(node.variables, values, strict=True))
+        with keras.StatelessScope(state_mapping=known, initialize_variables=False):
             return node(dict(zip(node.inputs, arguments, strict=True)))
 
+    # Values come in from outside: what an initializer does is none of the node's work.
+    values = [tf.TensorSpec(v.shape, v.dtype) for v in node.variables]
     specs = [_spec(graph.tensors[i], batch) for i in node.inputs]
-    return tf.function(step, autograph=False).get_concrete_function(*specs).graph
+    return tf.function(step, autograph=False).get_concrete_function(values, *specs).graph
 
 
 def _spec(tensor: Tensor, batch: int) -> tf.TypeSpec:

@@ -110,7 +110,7 @@ def stages_by_pattern(
         ConfigError: stages are not numbered from 0, an expression is invalid or matches nothing,
             two match the same node, a node has no stage, or data would flow backwards.
     """
-    compiled = _compiled(patterns)
+    compiled = _compiled(patterns, default)
     found: list[int | None] = []
     matched: set[int] = set()
     for node in graph.nodes:
@@ -151,8 +151,9 @@ def stages_by_name(stage_of: Mapping[str, int], graph: Graph) -> list[int]:
     return _complete(graph, [stage_of.get(node.name) for node in graph.nodes], None)
 
 
-def _compiled(patterns: Mapping[int, str]) -> dict[int, re.Pattern[str]]:
-    if sorted(patterns) != list(range(len(patterns))):
+def _compiled(patterns: Mapping[int, str], default: int | None) -> dict[int, re.Pattern[str]]:
+    given = {*patterns} if default is None else {*patterns, default}
+    if given != {*range(len(given))}:
         raise ConfigError(
             f"stages are numbered from 0 without gaps, but these are {sorted(patterns)}.",
             path=_KEY,

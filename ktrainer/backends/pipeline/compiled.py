@@ -1,0 +1,148 @@
+"""The compiled stages of this process, for each mode and each shape of microbatch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.random import seed_generator
+
+from ktrainer.backends.pipeline.cut import StageGraph
+from ktrainer.backends.pipeline.head import Denominators
+from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, specs_of
+from ktrainer.backends.pipeline.planned import PlannedModel
+from ktrainer.backends.pipeline.post import Post
+from ktrainer.backends.pipeline.stage import Arguments, CompiledStage, Mode, StageSettings
+from ktrainer.errors import ModelError
+
+
+class CompiledModel:
+    """Compiles this process's stages when a microbatch of a new shape appears.
+
+    All partitions then do so together, each telling the next one the shapes of what it will send;
+    those of one replica see the same batches, so they know when.
+
+    Args:
+        planned: the model, cut and placed.
+        settings: of this process.
+        post: to the other partitions.
+    """
+
+    def __init__(self, planned: PlannedModel, settings: StageSettings, post: Post) -> None:
+        self.planned, self.settings, self.post = planned, settings, post
+        self._partitions = planned.config.partitions
+        self._made: dict[Any, list[CompiledStage]] = {}
+        self._denominators: dict[Any, Denominators] = {}
+        self.uniform = True
+        # Keras makes a new generator when somebody sets the seed; see `with_global_seed`.
+        self._seed = seed_generator.global_seed_generator().state
+
+    def forget(self, uniform: bool) -> None:
+        """Compile anew: the data has other shapes from now on."""
+        self.uniform = uniform
+        self._made.clear()
+        self._denominators.clear()
+
+    @contextmanager
+    def with_global_seed(self) -> Iterator[None]:
+        """Draw from Keras' present global generator, which stages know by the one that was there
+        when they were compiled."""
+        present = seed_generator.global_seed_generator().state
+        if present is not self._seed:
+            self._seed.assign(present.value)
+        yield
+        if present is not self._seed:
+            present.assign(self._seed.value)
+
+    def stages(self, mode: Mode, microbatch: Microbatch) -> list[CompiledStage]:
+        """This process's stages for microbatches like this one, in order."""
+        key = (mode, microbatch.shapes)
+        if key not in self._made:
+            made: list[CompiledStage] = []
+            for stage in self._mine(mode):
+                made.append(self._compile(stage, mode, microbatch, made))
+                self._tell(made[-1])
+                self._check_moves(made[-1])
+            self._made[key] = made
+            gc.collect()  # traces are cyclic, and the first step is where memory peaks
+        return self._made[key]
+
+    def denominators(self, mode: Mode, microbatch: Microbatch) -> Denominators:
+        """Counts what the losses of such a microbatch are divided by; on the last stage."""
+        return self._denominators[mode, microbatch.shapes]
+
+    def state(self, mode: Mode) -> list[Any]:
+        """The variables that this process's stages may change."""
+        every = [v for stage in self._mine(mode) for v in self._state(stage, mode)]
+        return list({id(v): v for v in every}.values())
+
+    def _mine(self, mode: Mode) -> list[StageGraph]:
+        stages = self.planned.stages(mode == "train")
+        return [s for s in stages if s.index % self._partitions == self.planned.partition]
+
+    def _state(self, stage: StageGraph, mode: Mode) -> list[Any]:
+        state = [*stage.non_trainable, self._seed]
+        if stage.is_last and mode != "predict":
+            state += self.settings.model.metrics_variables
+        return list({id(v): v for v in state}.values())
+
+    def _compile(
+        self, stage: StageGraph, mode: Mode, microbatch: Microbatch, before: list[CompiledStage]
+    ) -> CompiledStage:
+        model, state, data = self.settings.model, self._state(stage, mode), specs_of(microbatch)
+        received, adds = self._told(stage, before)
+        count = 0
+        if stage.is_last and mode != "predict":
+            denominators = Denominators(model, stage, data, mode == "train", self.uniform)
+            self._denominators[mode, microbatch.shapes] = denominators
+            count = denominators.count
+        every = leaves(data)
+        arguments = Arguments(
+            trainable=[tf.TensorSpec(v.shape, _dtype(v)) for v in stage.trainable],
+            state=[tf.TensorSpec(v.shape, _dtype(v)) for v in state],
+            received=[tf.TensorSpec(shape, dtype) for shape, dtype in received],
+            data=every if stage.is_last else [every[k] for k in stage.inputs],
+            scalars=[tf.TensorSpec([], tf.float64)] * 2,
+            denominators=[tf.TensorSpec([count], tf.float64)] * bool(count),
+        )
+        settings, uniform = self.settings, self.uniform
+        return CompiledStage(stage, mode, settings, state, arguments, data, adds, uniform)
+
+    def _told(self, stage: StageGraph, before: list[CompiledStage]) -> tuple[list[Any], bool]:
+        """Shapes and types of what a stage receives, and whether layers before it add losses."""
+        if not stage.index:
+            return [((), keras.config.floatx())], False
+        if self._partitions == 1:
+            return _facts(before[-1])
+        partition = (stage.index - 1) % self._partitions
+        return self.post.hear(partition, "the shapes of activations")
+
+    def _check_moves(self, stage: CompiledStage) -> None:
+        """Refuse statistics that several partitions would each move by themselves."""
+        for variable in stage.changes:
+            holders = self.planned.holders.get(id(variable), [])
+            # A seed may move: each process draws from a copy of its own.
+            if len(holders) > 1 and tf.as_dtype(variable.dtype).is_floating:
+                raise ModelError(
+                    f"{variable.path!r} is moved by the stages of several processes, {holders}; "
+                    "put all calls of its layer on one stage, with backend.stages or "
+                    "`with ktrainer.partition(i):`"
+                )
+
+    def _tell(self, stage: CompiledStage) -> None:
+        after = (stage.stage.index + 1) % self._partitions
+        if not stage.stage.is_last and self._partitions > 1:
+            self.post.tell(_facts(stage), after, "the shapes of activations")
+
+
+def _facts(stage: CompiledStage) -> tuple[list[Any], bool]:
+    sent = [(tuple(spec.shape), spec.dtype.name) for spec in stage.sends]
+    return sent, stage.adds
+
+
+def _dtype(variable: Any) -> str:
+    return keras.backend.standardize_dtype(variable._dtype)

@@ -1,0 +1,196 @@
+"""What the last stage does with a model's outputs: loss, metrics, and the losses' denominators.
+
+It does what Keras' own `train_step` and `test_step` do after the forward pass. Losses that
+layers add on other stages (regularisation above all) arrive as one number, so that the loss in
+the logs is the whole model's; each stage differentiates its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+
+from ktrainer.backends.pipeline.cut import StageGraph
+from ktrainer.backends.pipeline.microbatches import leaves
+from ktrainer.backends.pipeline.nodes import Graph, run
+from ktrainer.errors import ModelError
+from ktrainer.steps import optimizers_of
+from ktrainer.steps.context import StepContext
+from ktrainer.steps.seams import seams
+
+_STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
+
+
+def check_steps(model: keras.Model) -> None:
+    """Refuse a model whose steps are its own: they need all of the model in one process.
+
+    Raises:
+        ModelError: it overrides `train_step`, `test_step` or `predict_step`.
+    """
+    for name in _STEPS.values():
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ModelError(
+                f"{type(model).__name__}.{name} is the model's own, and a pipeline runs a model in "
+                "parts, so it cannot call it. Override `compute_loss` or `compute_metrics`, which "
+                "work, or train with backend=data_parallel."
+            )
+
+
+def outputs_of(graph: Graph, tensors: Mapping[int, Any]) -> Any:
+    """The model's outputs, structured as the model returns them, with their masks."""
+    for output, mask in graph.masks.items():
+        if output in tensors and backend.get_keras_mask(tensors[output]) is None:
+            backend.set_keras_mask(tensors[output], tensors[mask])
+    return keras.tree.map_structure(lambda ref: tensors[ref.id], graph.output_structure)
+
+
+def loss_of(model: keras.Model, data: Any, y_pred: Any, added: list[Any], training: bool) -> Any:
+    """The model's loss, with `added` for what its layers have added on all stages."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    with _with_losses(model, added):
+        return model._compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+        )
+
+
+def update_metrics(model: keras.Model, data: Any, y_pred: Any, loss: Any) -> Any:
+    """Count the loss and the metrics of one microbatch; returns the logs so far."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    model._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+@contextmanager
+def _with_losses(model: Any, added: list[Any]) -> Iterator[None]:
+    """`model.losses` are `added`: its layers' own are those of one stage only."""
+    original = keras.layers.Layer.losses.fget
+
+    def losses(layer: Any) -> list[Any]:
+        return list(added) if layer is model else original(layer)
+
+    with patch.object(keras.layers.Layer, "losses", property(losses)):
+        yield
+
+
+def build_metrics(model: keras.Model, spec: Any, graph: Graph) -> None:
+    """Make the states of a compiled model's losses and metrics, as Keras does at its first batch:
+    every process has them, though the last stage alone counts.
+
+    Args:
+        spec: nested `tf.TensorSpec` of a share.
+    """
+    if not model.compiled:
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(
+        keras.tree.map_structure(_symbolic, spec)
+    )
+    outputs = [
+        keras.KerasTensor(graph.tensors[i].shape, graph.tensors[i].dtype) for i in graph.outputs
+    ]
+    y_pred = keras.tree.pack_sequence_as(graph.output_structure, outputs)
+    with _with_losses(model, [tf.zeros((), keras.config.floatx())]):
+        backend.compute_output_spec(
+            model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
+        )
+        backend.compute_output_spec(model._compute_loss, x, y, y_pred, sample_weight)
+
+
+def _symbolic(spec: Any) -> Any:
+    if spec is None:
+        return None
+    return keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
+
+
+class Denominators:
+    """Counts what the losses of a microbatch are divided by, before its forward pass.
+
+    Masked and weighted losses are divided by a count over the whole batch, which must be known
+    before the first backward pass. It depends on targets, weights and masks; what leads to the
+    masks is computed here once more, from the inputs, and nothing else.
+
+    Args:
+        model: the whole model.
+        stage: the last stage.
+        data: nested `tf.TensorSpec` of a microbatch, static.
+        training: which mode the graph is of.
+        uniform: as in `StepContext`.
+
+    Raises:
+        ModelError: a mask depends on weights, which are on other stages.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        stage: StageGraph,
+        data: Any,
+        training: bool,
+        uniform: bool,
+    ) -> None:
+        self.model, self.graph, self.training = model, stage.graph, training
+        self._uniform = uniform
+        self._outputs = _static_outputs(stage.graph, data)
+        self._masks = [i for i in stage.graph.masks.values() if i not in stage.graph.inputs]
+        self._nodes = _leading_to(stage.graph, self._masks)
+        self._function = tf.function(self._record, autograph=False).get_concrete_function(data)
+        self.count = int(self._function.outputs[0].shape[0])
+
+    def __call__(self, data: Any) -> tf.Tensor:
+        """The denominators of one microbatch, float64, in the order of the losses."""
+        return self._function(*[tf.convert_to_tensor(x) for x in leaves(data)])
+
+    def _record(self, data: Any) -> tf.Tensor:
+        context = StepContext(
+            tf.constant(1.0, tf.float64), uniform=self._uniform, denominators=[], record=True
+        )
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        graph = self.graph
+        tensors = dict(zip(graph.inputs, leaves(x), strict=True))
+        with keras.StatelessScope(), seams(context, optimizers_of(self.model)):
+            run(self._nodes, tensors)
+            for i in graph.outputs:
+                # Only its shape and its mask count: the computation of the loss is cut away.
+                tensors[i] = tf.zeros(self._outputs[i], graph.tensors[i].dtype)
+            y_pred = outputs_of(graph, tensors)
+            # Losses that layers add have no denominator; Keras asks that there be some loss.
+            added = [tf.zeros((), keras.config.floatx())]
+            loss_of(self.model, data, y_pred, added, self.training)
+        counted = context.denominators or []
+        return tf.stack(counted) if counted else tf.zeros([0], tf.float64)
+
+
+def _static_outputs(graph: Graph, data: Any) -> dict[int, tuple[int, ...]]:
+    """The shapes of the model's outputs for a microbatch of static shapes."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+    rows = leaves(x)[0].shape[0]
+    shapes = {i: (rows, *graph.tensors[i].shape[1:]) for i in graph.outputs}
+    if any(None in shape for shape in shapes.values()):
+        given = keras.tree.pack_sequence_as(
+            graph.input_structure, [_symbolic(s) for s in leaves(x)]
+        )
+        made = keras.tree.flatten(backend.compute_output_spec(graph.compute, given))
+        shapes = {i: tuple(spec.shape) for i, spec in zip(graph.outputs, made, strict=True)}
+    return shapes
+
+
+def _leading_to(graph: Graph, tensors: Sequence[int]) -> list[Any]:
+    """The nodes that compute `tensors` from the model's inputs."""
+    needed, found = set(tensors), []
+    for node in reversed(graph.nodes):
+        if needed & set(node.outputs):
+            needed.update(node.inputs)
+            found.append(node)
+            if node.trainable:
+                raise ModelError(
+                    f"the mask of an output depends on the weights of {node.name!r}, but a "
+                    "pipeline must know masks before the forward pass; compute masks from the "
+                    "model's inputs alone, or give sample weights instead"
+                )
+    return found[::-1]

@@ -1,0 +1,100 @@
+"""A batch cut into microbatches, each with its weight in the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.errors import DataError
+from ktrainer.feed.share import bounds
+from ktrainer.steps.model_step import ShareLike
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A part of a batch that goes through the pipeline in one piece.
+
+    Attributes:
+        data: nested arrays: x, or (x, y), or (x, y, sample_weight).
+        rows: examples in it.
+        weight: its part of the update's examples; 0 for a stand-in.
+    """
+
+    data: Any
+    rows: int
+    weight: float
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes and types of its leaves: what a stage is compiled for."""
+        return shapes_of(self.data)
+
+
+def cut_batches(shares: Sequence[ShareLike], count: int) -> list[Microbatch]:
+    """The microbatches of an update.
+
+    Args:
+        shares: this replica's shares, one, or several whose gradients accumulate.
+        count: microbatches a share; a share of fewer rows gives one a row. They differ in
+            size by one row at most, the larger ones first.
+
+    Raises:
+        DataError: sparse or ragged tensors, which cannot be cut.
+    """
+    examples = max(sum(share.global_examples for share in shares), 1)
+    result = []
+    for share in shares:
+        rows = _rows(share.batch)
+        parts = min(count, rows)
+        for part in range(parts):
+            start, stop = bounds(rows, part, parts)
+            data = keras.tree.map_structure(
+                lambda x, a=start, b=stop: None if x is None else x[a:b], share.batch
+            )
+            weight = (stop - start) / examples if share.examples else 0.0
+            result.append(Microbatch(data, stop - start, weight))
+    return result
+
+
+def leaves(data: Any) -> list[Any]:
+    """The arrays of nested data, in order; None is left out."""
+    return [x for x in keras.tree.flatten(data) if x is not None]
+
+
+def shapes_of(data: Any) -> tuple[Any, ...]:
+    """Shapes and types of the leaves of arrays, tensors or specs."""
+    return tuple((tuple(x.shape), np.dtype(_dtype(x)).name) for x in leaves(data))
+
+
+def with_leaves(structure: Any, values: Sequence[Any]) -> Any:
+    """`structure` with `values` in the places of its leaves."""
+    rest = iter(values)
+    return keras.tree.map_structure(lambda x: None if x is None else next(rest), structure)
+
+
+def specs_of(microbatch: Microbatch) -> Any:
+    """Nested static `tf.TensorSpec` of a microbatch."""
+
+    def spec(x: Any) -> Any:
+        return None if x is None else tf.TensorSpec(tuple(x.shape), x.dtype)
+
+    return keras.tree.map_structure(spec, microbatch.data)
+
+
+def _rows(batch: Any) -> int:
+    for leaf in leaves(batch):
+        if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)):
+            raise DataError(
+                f"a pipeline cannot cut {type(leaf).__name__} into microbatches; make it dense, "
+                "with tf.sparse.to_dense or `.to_tensor()`, in the input pipeline"
+            )
+    return int(leaves(batch)[0].shape[0])
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype.as_numpy_dtype if isinstance(x.dtype, tf.DType) else x.dtype

@@ -1,0 +1,216 @@
+"""A traced stage as functions: forward, backward, and backward in halves.
+
+Between forward and backward a stage keeps what backward needs: some of its arguments, and tensors
+that its forward pass has made. What depends on the weights alone, such as a cast of them to
+another type, is computed again rather than kept for every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.backends.pipeline.split import Traced
+from ktrainer.backends.pipeline.sums import GradientSums
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Symbolic gradients in a traced graph.
+
+    Attributes:
+        of_inputs: of what was received; dense.
+        of_variables: (variable, its gradient), a tensor, slices or None.
+        cotangents: the placeholders for the gradients of what was sent.
+    """
+
+    of_inputs: list[tf.Tensor]
+    of_variables: list[tuple[Any, Any]]
+    cotangents: list[tf.Tensor]
+
+    @property
+    def dense(self) -> list[Any]:
+        """The variables with dense gradients."""
+        return [v for v, g in self.of_variables if isinstance(g, tf.Tensor)]
+
+    @property
+    def sparse(self) -> list[Any]:
+        """The variables whose gradients are slices."""
+        return [v for v, g in self.of_variables if isinstance(g, tf.IndexedSlices)]
+
+    @property
+    def weights(self) -> list[tf.Tensor]:
+        """The gradients of variables, flat: values and indices of slices."""
+        flat: list[tf.Tensor] = []
+        for _, gradient in self.of_variables:
+            if isinstance(gradient, tf.IndexedSlices):
+                flat += [gradient.values, gradient.indices]
+            elif gradient is not None:
+                flat.append(gradient)
+        return flat
+
+
+@dataclass
+class Kept:
+    """What a stage keeps of a microbatch from its forward to its backward pass."""
+
+    arguments: list[Any]
+    saved: list[Any]
+    more: list[Any] = field(default_factory=list)
+    complete: bool = True
+
+
+class Parts:
+    """The functions of one stage.
+
+    Args:
+        traced: the graph of its forward and backward pass.
+        arguments: placeholders of its arguments, flat.
+        weights: how many of them, the first ones, are weights.
+        made: what its forward pass gives.
+        gradients: what its backward pass gives; None for a stage that only runs forward.
+        sums: where gradients of variables are added up.
+        recompute: keep the arguments only, and run forward again before backward.
+        xla: compile with XLA.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        arguments: list[tf.Tensor],
+        weights: int,
+        made: list[tf.Tensor],
+        gradients: Gradients | None,
+        sums: GradientSums,
+        recompute: bool = False,
+        xla: bool = False,
+    ) -> None:
+        self._traced, self._arguments, self._made = traced, arguments, made
+        self._sums, self._recompute, self._xla = sums, recompute, xla
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._keep: list[int] = []
+        saved: list[tf.Tensor] = []
+        if gradients is not None:
+            self._gradients = gradients
+            saved = self._find_kept(gradients, weights)
+        fetched = made if recompute else [*made, *saved]
+        self._forward = traced.function(arguments, fetched, xla=xla)
+        if recompute and gradients is not None:
+            self._again = traced.function(arguments, saved, xla=xla)
+
+    def forward(self, values: Sequence[Any]) -> tuple[list[Any], Kept]:
+        """What the forward pass makes, and what to keep of it."""
+        results = self._forward(*values)
+        count = len(self._made)
+        if self._recompute:
+            return list(results), Kept(list(values), [], complete=False)
+        return list(results[:count]), Kept([values[k] for k in self._keep], results[count:])
+
+    def backward(self, kept: Kept, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Gradients of inputs, and slices; dense gradients of variables are added up."""
+        self._complete(kept)
+        gradients = self._gradients
+        weights, inputs = gradients.weights, gradients.of_inputs
+        if not weights and not inputs:
+            return [], []
+
+        def finish(made: list[Any], first: bool) -> Any:
+            return self._add_up(made[: len(weights)], first), made[len(weights) :]
+
+        function = self._adding("backward", self._feeds, [*weights, *inputs], finish, self._ran)
+        slices, made = function(*kept.arguments, *kept.saved, *cotangents)
+        return list(made), list(slices)
+
+    def input_gradient(self, kept: Kept, cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of inputs; `weight_gradient` does the rest later."""
+        self._complete(kept)
+        kept.more = list(cotangents)
+        inputs = self._gradients.of_inputs
+        if not inputs:
+            return []
+        if "input" not in self._functions:
+            self._functions["input"] = self._traced.function(
+                self._feeds, [*inputs, *self._handed_on], xla=self._xla, done=self._ran
+            )
+        made = self._functions["input"](*kept.arguments, *kept.saved, *cotangents)
+        kept.more += made[len(inputs) :]
+        return list(made[: len(inputs)])
+
+    def weight_gradient(self, kept: Kept) -> list[Any]:
+        """Add up the dense gradients of variables; returns slices."""
+        weights = self._gradients.weights
+        if not weights:
+            return []
+        feeds = [*self._feeds, *self._handed_on]
+        done = {*self._ran, *self._first}
+        function = self._adding("weight", feeds, weights, self._add_up, done)
+        return list(function(*kept.arguments, *kept.saved, *kept.more))
+
+    def _complete(self, kept: Kept) -> None:
+        """Run forward again, where nothing but the arguments was kept."""
+        if not kept.complete:
+            kept.saved = list(self._again(*kept.arguments))
+            kept.arguments = [kept.arguments[k] for k in self._keep]
+            kept.complete = True
+
+    def _find_kept(self, gradients: Gradients, weights: int) -> list[tf.Tensor]:
+        """Choose what backward is given: arguments, by number, and tensors of forward."""
+        traced = self._traced
+        self._ran = traced.needed_for(self._made)
+        wanted = [*gradients.of_inputs, *gradients.weights]
+        known = [*self._arguments, *gradients.cotangents]
+        backward = traced.needed_for(wanted, done=self._ran) - self._ran
+        changing = traced.changing(self._ran, self._arguments[:weights])
+        saved = traced.crossing(changing, backward, known)
+        given = {t.name for t in known}
+        direct = [t for t in wanted if t.op.name in self._ran and t.name not in given]
+        saved = list({t.name: t for t in [*saved, *direct]}.values())
+        used = traced.read_by(traced.needed_for(wanted, [*known, *saved], self._ran))
+        used |= {t.name for t in wanted}
+        self._keep = [k for k, t in enumerate(self._arguments) if t.name in used]
+        kept = [*(self._arguments[k] for k in self._keep), *saved]
+        self._feeds = [*kept, *gradients.cotangents]
+        self._find_halves(gradients)
+        return saved
+
+    def _find_halves(self, gradients: Gradients) -> None:
+        """Choose what the input gradient hands on to the weight gradient."""
+        traced, inputs, weights = self._traced, gradients.of_inputs, gradients.weights
+        self._first = traced.needed_for(inputs, self._feeds, self._ran)
+        second = traced.needed_for(weights, self._feeds, self._ran)
+        more = traced.crossing(self._first, second - self._first, self._feeds)
+        given = {t.name for t in self._feeds}
+        direct = [t for t in weights if t.op.name in self._first and t.name not in given]
+        self._handed_on = list({t.name: t for t in [*more, *direct]}.values())
+
+    def _adding(
+        self,
+        name: str,
+        feeds: Sequence[tf.Tensor],
+        fetches: Sequence[tf.Tensor],
+        finish: Callable[[list[Any], bool], Any],
+        done: set[str],
+    ) -> Callable[..., Any]:
+        """A function that ends in adding to the sums, or in overwriting those that are empty."""
+        first = self._sums.fill(self._gradients.dense)
+        if (name, first) not in self._functions:
+            for variable in self._gradients.dense:
+                self._sums.of(variable)
+            self._functions[name, first] = self._traced.function(
+                feeds, fetches, lambda made: finish(made, first), self._xla, done
+            )
+        return self._functions[name, first]
+
+    def _add_up(self, made: list[Any], first: bool) -> list[Any]:
+        values, slices = iter(made), []
+        for variable, gradient in self._gradients.of_variables:
+            if isinstance(gradient, tf.IndexedSlices):
+                slices += [next(values), next(values)]
+            elif gradient is not None:
+                value = tf.cast(tf.reshape(next(values), variable.shape), variable.dtype)
+                total = self._sums.of(variable)
+                total.assign(value) if first else total.assign_add(value)
+        return slices

@@ -1,0 +1,196 @@
+"""A model cut into stages, and this process's part of it."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ktrainer.backends.pipeline.costs import node_costs
+from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
+from ktrainer.backends.pipeline.deferred import deferred
+from ktrainer.backends.pipeline.graph import trace
+from ktrainer.backends.pipeline.head import check_steps
+from ktrainer.backends.pipeline.manual import stages_by_name
+from ktrainer.backends.pipeline.nodes import Graph
+from ktrainer.backends.pipeline.placing import (
+    build_optimizer,
+    holders_of,
+    optimizer_of,
+    place_model,
+)
+from ktrainer.backends.pipeline.planning import StagePlan, plan_stages
+from ktrainer.backends.pipeline.sums import GradientSums
+from ktrainer.config import PipelineConfig
+from ktrainer.errors import ModelError
+from ktrainer.steps.placement import Placement
+from ktrainer.world import World
+from ktrainer.world.layout import Layout
+
+
+class PlannedModel:
+    """Cuts a model into stages and keeps this process's variables.
+
+    Args:
+        model: a compiled Keras model, whose variables may have no values yet.
+        config: the pipeline's keys.
+        batch: examples in a batch of one replica, as far as known, to weigh layers by.
+        layout: which rank has which partition.
+        world: all ranks.
+        groups: the processes of this replica, and those of this partition.
+
+    Attributes:
+        partition: this process's.
+        placement: who holds what; set by `place`.
+        holders: the partitions that hold each variable, by `id()`; set by `place`.
+        plan: the stages and their costs; set by `place`.
+        compiled_for: the optimizer and the trained variables then.
+        sums: where gradients are added up.
+    """
+
+    placement: Placement
+    holders: dict[int, list[int]]
+    plan: StagePlan
+    compiled_for: tuple[Any, tuple[Any, ...]]
+
+    def __init__(
+        self,
+        model: keras.Model,
+        config: PipelineConfig,
+        batch: int,
+        layout: Layout,
+        world: World,
+        groups: tuple[World, World],
+    ) -> None:
+        check_steps(model)
+        self.model, self.config = model, config
+        self.layout, self.world, self.groups = layout, world, groups
+        self.partition = layout.partition_of(world.rank)
+        self._batch = max(1, batch // config.microbatches)
+        self._graphs: dict[bool, Graph] = {}
+        self._stages: dict[bool, tuple[StageGraph, ...]] = {}
+        self.sums = GradientSums()
+
+    @property
+    def placed(self) -> bool:
+        """Whether the model has been cut."""
+        return bool(self._stages)
+
+    def graph(self, training: bool) -> Graph:
+        """The whole model's graph, for training or for inference."""
+        return self._graphs[training]
+
+    def stages(self, training: bool) -> tuple[StageGraph, ...]:
+        """All stages of that graph."""
+        return self._stages[training]
+
+    def place(self, spec: Any) -> None:
+        """Cut the model for data of this spec, and make the variables that are held here.
+
+        Args:
+            spec: nested `tf.TensorSpec` of a share.
+        """
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+        if self.placed:
+            self._trace_again(inputs)
+            return
+        config, model = self.config, self.model
+        _refuse_synchronized(model, self.layout.replicas)
+        with deferred():
+            first = trace(model, inputs, training=True)
+            slots = build_optimizer(model)
+            self.plan = plan_stages(
+                model,
+                inputs,
+                config,
+                microbatches=config.microbatches,
+                batch=self._batch,
+                state_factor=state_factor(model),
+                costs=self._profiled(first),
+            )
+            inference = trace(model, inputs, training=False)
+        self._cut(self.plan.graph, inference)
+        self.compiled_for = (optimizer_of(model), tuple(model.trainable_variables))
+        every = [*self._stages[True], *self._stages[False]]
+        self.holders = holders_of(model, every, config.partitions)
+        gc.collect()  # traces are cyclic; what they took, the weights can use
+        self.placement = place_model(
+            model, self.holders, slots, self.layout, self.groups, self.world.rank
+        )
+
+    def check_unchanged(self) -> None:
+        """Refuse a model that was compiled again, or of which other layers are frozen now.
+
+        Raises:
+            ModelError: who holds what was decided for another optimizer, or other weights.
+        """
+        if not self.placed:
+            return
+        optimizer, trained = self.compiled_for
+        now = self.model.trainable_variables
+        same = len(now) == len(trained) and all(a is b for a, b in zip(now, trained, strict=True))
+        if optimizer is not optimizer_of(self.model) or not same:
+            raise ModelError(
+                f"model {self.model.name!r} was compiled again, or layers were frozen or unfrozen, "
+                "after it was cut into stages. Save it with trainer.save and pass fit a function "
+                "that loads and compiles it"
+            )
+
+    def _trace_again(self, inputs: Any) -> None:
+        """For data with wider shapes; every node stays on its stage."""
+        training = trace(self.model, inputs, training=True)
+        self._cut(training, trace(self.model, inputs, training=False))
+
+    def _cut(self, training: Graph, inference: Graph) -> None:
+        """Cut both graphs alike."""
+        count = self.config.partitions * self.config.chunks
+        for mode, graph in ((True, training), (False, inference)):
+            stage_of = stages_by_name(self.plan.partition.stage_of, graph)
+            self._graphs[mode] = graph
+            self._stages[mode] = cut_graph(graph, stage_of, count)
+
+    def regularised(self) -> dict[int, Sequence[Any]]:
+        """For each stage, the variables whose regularisation loss it counts: each variable is
+        counted by the first stage that reads it."""
+        first = {id(v): 0 for v in self.model.trainable_variables}
+        for stage in reversed(self._stages[True]):
+            first.update({id(v): stage.index for v in stage.trainable})
+        found: dict[int, list[Any]] = {}
+        for variable in self.model.trainable_variables:
+            if variable.regularizer is not None:
+                found.setdefault(first[id(variable)], []).append(variable)
+        return dict(found)
+
+    def _profiled(self, graph: Graph) -> list[float] | None:
+        """Measured costs, those of rank 0 on all ranks; None where costs are counted."""
+        if self.config.costs != "profile":
+            return None
+        measured = None
+        if self.world.is_root:
+            measured = node_costs(graph, "profile", batch=self._batch)
+        return self.world.broadcast(measured, 0, "measured costs of layers")
+
+
+def _refuse_synchronized(model: Any, replicas: int) -> None:
+    for layer in model._flatten_layers():
+        if replicas > 1 and getattr(layer, "synchronized", False):
+            raise ModelError(
+                f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not meet in "
+                "the forward pass; leave it out, or train with backend=data_parallel"
+            )
+
+
+def state_factor(model: Any) -> float:
+    """Bytes in memory for each byte of a weight: itself, its gradient, its optimizer slots."""
+    weights = sum(_bytes(v) for v in model.trainable_variables)
+    optimizer = optimizer_of(model)
+    slots = sum(_bytes(v) for v in optimizer.variables) if optimizer is not None else 0
+    return 2 + slots / weights if weights else 2.0
+
+
+def _bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)

@@ -1,0 +1,258 @@
+"""A model's steps as a pipeline: batches cut into microbatches, run by schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.backends.pipeline.compiled import CompiledModel
+from ktrainer.backends.pipeline.head import build_metrics
+from ktrainer.backends.pipeline.microbatches import Microbatch, cut_batches, leaves, with_leaves
+from ktrainer.backends.pipeline.planned import PlannedModel
+from ktrainer.backends.pipeline.post import Post, Waits
+from ktrainer.backends.pipeline.runner import Outcome, Runner, Values
+from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
+from ktrainer.backends.pipeline.shared import SharedGradients, densify
+from ktrainer.backends.pipeline.stage import Mode, StageSettings
+from ktrainer.backends.pipeline.update import StageUpdate
+from ktrainer.config import PipelineConfig
+from ktrainer.feed.specs import spec_of
+from ktrainer.steps import StepOptions
+from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.model_step import ShareLike, is_uniform
+from ktrainer.world.plane import GradientPlane
+
+
+class PipelineProgram(Steps):
+    """The steps of one model of which this process holds a partition.
+
+    Args:
+        planned: the model, cut and placed.
+        options: how steps run.
+        config: the backend's.
+        stages: sums over the partitions of this replica; None for one.
+        replicas: sums over the copies of this partition; None for one.
+        waits: where the time spent waiting for other stages is added up.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedModel,
+        options: StepOptions,
+        config: PipelineConfig,
+        stages: GradientPlane | None,
+        replicas: GradientPlane | None,
+        waits: Waits,
+    ) -> None:
+        self.planned, self.options, self.config = planned, options, config
+        self.model = planned.model
+        self.post: Post | None = None
+        self._planes = (stages, replicas)
+        self._schedules: dict[Any, Schedule] = {}
+        self._sums, self._waits = planned.sums, waits
+        self._shapes: list[tuple[int | None, ...]] = []
+        self._seen: dict[bool, Any] = {}
+
+    @property
+    def counts_metrics(self) -> bool:  # type: ignore[override]
+        """Whether this is the last partition."""
+        return self.planned.partition == self.config.partitions - 1
+
+    def build(self, spec: Any, training: bool = True) -> None:
+        if self._seen.get(training) is spec:
+            return
+        self._seen[training] = spec
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+        shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
+        if self.post is None:
+            self._start(spec)
+            self._shapes = shapes
+            return
+        # Wider than before, for training or for validation: the graph must do for both.
+        wider = [_widened(*both) for both in zip(self._shapes, shapes, strict=True)]
+        uniform = self._compiled.uniform and is_uniform(spec)
+        if wider != self._shapes:
+            specs = zip(wider, leaves(inputs), strict=True)
+            widest = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in specs]
+            self.planned.place((with_leaves(inputs, widest),))
+            self._shapes = wider
+        elif uniform == self._compiled.uniform:
+            return
+        self._compiled.forget(uniform)
+
+    def _start(self, spec: Any) -> None:
+        planned = self.planned
+        planned.place(spec)
+        build_metrics(self.model, spec, planned.graph(True))
+        self.post = Post(planned.placement.model, len(planned.stages(True)), self._waits)
+        held = [v for v in self.model.trainable_variables if planned.placement.holds(v)]
+        several = [v for v in held if len(planned.holders[id(v)]) > 1]
+        self._shared = SharedGradients(several, planned.holders, self._sums, self.post)
+        settings = StageSettings(
+            model=self.model,
+            regularised=planned.regularised(),
+            sums=self._sums,
+            replica=planned.placement.replica,
+            recompute=self.config.recompute,
+            xla=self.options.xla,
+        )
+        self._compiled = CompiledModel(planned, settings, self.post)
+        self._compiled.forget(is_uniform(spec))
+        self._runner = Runner(self.post)
+        stages, replicas = self._planes
+        self._update = StageUpdate(
+            self.model, held, planned.placement.owned, self._sums, self.options, stages, replicas
+        )
+        self._held = held
+
+    def train(self, shares: Sequence[ShareLike]) -> Logs:
+        microbatches = cut_batches(shares, self.config.microbatches)
+        self._sums.begin()
+        outcome = self._run("train", microbatches, self._loss_scale())
+        slices = outcome.slices
+        for variable in self._held:
+            densify(variable, slices, self._sums)
+        self._shared(slices)
+        dense = {id(v) for v in self._held if self._sums.has(v)}
+        weight = sum(m.weight for m in microbatches)
+        self._guarded(self._update, slices, dense, weight)
+        self._guarded(self._update.average, self._moved, weight)
+        self._equal_seeds()
+        return self._logs("train", microbatches, outcome)
+
+    def train_many(self, shares: Sequence[ShareLike]) -> Logs:
+        for share in shares:
+            logs = self.train([share])
+        return logs
+
+    def test(self, share: ShareLike) -> Logs:
+        microbatches = cut_batches([share], self.config.microbatches)
+        return self._logs("test", microbatches, self._run("test", microbatches))
+
+    def predict(self, share: ShareLike) -> Any:
+        if self.post is None:
+            self.build(spec_of(share.batch))
+        microbatches = cut_batches([share], self.config.microbatches)
+        outcome = self._run("predict", microbatches)
+        if not self.counts_metrics:
+            return None
+        outputs = [
+            np.concatenate([x.numpy() for x in parts])
+            for parts in zip(*outcome.results, strict=True)
+        ]
+        structure = self._compiled.stages("predict", microbatches[-1])[-1].logs
+        return keras.tree.pack_sequence_as(structure, [x[: share.examples] for x in outputs])
+
+    # -- one run of a schedule
+
+    def _run(self, mode: Mode, microbatches: list[Microbatch], scale: float = 1.0) -> Outcome:
+        with self._compiled.with_global_seed():
+            return self._run_seeded(mode, microbatches, scale)
+
+    def _run_seeded(self, mode: Mode, microbatches: list[Microbatch], scale: float) -> Outcome:
+        compiled = [self._compiled.stages(mode, microbatch) for microbatch in microbatches]
+        state = self._compiled.state(mode)
+        values = Values(
+            trainable={id(v): tf.convert_to_tensor(v.value) for v in self._held},
+            state={id(v): tf.convert_to_tensor(v.value) for v in state},
+        )
+        before = dict(values.state)
+        outcome = self._runner.run(
+            self._schedule(mode, len(microbatches)),
+            self.planned.partition,
+            microbatches,
+            compiled,
+            values,
+            scale,
+            self._count(mode, microbatches),
+        )
+        # What may move is the same in all replicas, also in one that had nothing to do.
+        changing = {id(v) for stages in compiled for stage in stages for v in stage.changes}
+        self._moved = [v for v in state if id(v) in changing]
+        for variable in self._moved:
+            if values.state[id(variable)] is not before[id(variable)]:
+                variable.assign(values.state[id(variable)])
+        return outcome
+
+    def _equal_seeds(self) -> None:
+        """Give all replicas the seeds of the one that drew most: a replica with fewer
+        microbatches, in the last batch of an epoch, would fall behind, and a checkpoint keeps
+        one state for all."""
+        copies = self.planned.placement.copies
+        if copies.size == 1:
+            return
+        metrics = {id(v) for v in self.model.metrics_variables}
+        seeds = [v for v in self._moved if not tf.as_dtype(v.dtype).is_floating]
+        seeds = [v for v in seeds if id(v) not in metrics]
+        if not seeds:
+            return
+        flat = np.concatenate([v.numpy().reshape(-1).astype(np.int64) for v in seeds])
+        most = copies.oob_allreduce(flat, "max", "seeds of replicas")
+        start = 0
+        for variable in seeds:
+            size = int(np.prod(variable.shape))
+            value = most[start : start + size].reshape(variable.shape)
+            variable.assign(value.astype(variable.dtype))
+            start += size
+
+    def _count(self, mode: Mode, microbatches: list[Microbatch]) -> Any:
+        """What losses are divided by, counted over all microbatches and replicas; on the last
+        stage."""
+        if not self.counts_metrics or mode == "predict":
+            return None
+        total = np.zeros(0)
+        for microbatch in microbatches:
+            count = self._compiled.denominators(mode, microbatch)
+            if not count.count:
+                return tf.zeros([0], tf.float64)
+            present = 1.0 if microbatch.weight else 0.0
+            counted = count(microbatch.data).numpy() * present
+            total = counted if not total.size else total + counted
+        copies = self.planned.placement.copies
+        if copies.size > 1:
+            total = copies.oob_allreduce(total, "sum", "denominators of losses")
+        return tf.constant(total, tf.float64)
+
+    def _logs(self, mode: Mode, microbatches: list[Microbatch], outcome: Outcome) -> Logs:
+        """The last stage's logs, on every partition."""
+        logs = None
+        if self.counts_metrics:
+            structure = self._compiled.stages(mode, microbatches[-1])[-1].logs
+            values = [x.numpy() for x in outcome.results[-1]]
+            logs = keras.tree.pack_sequence_as(structure, values)
+        world = self.planned.placement.model
+        return world.broadcast(logs, world.size - 1, "logs of the last stage")
+
+    def _loss_scale(self) -> float:
+        optimizer = self.model.optimizer
+        return float(keras.ops.convert_to_numpy(optimizer.scale_loss(tf.constant(1.0))))
+
+    def _guarded(self, function: Any, *args: Any) -> None:
+        try:
+            function(*args)
+        except tf.errors.OpError as error:
+            for plane in self._planes:
+                cause = plane.failure(error) if plane is not None else None
+                if cause is not None:
+                    raise cause from error
+            raise
+
+    def _schedule(self, mode: Mode, microbatches: int) -> Schedule:
+        key = (mode == "train", microbatches)
+        if key not in self._schedules:
+            config = self.config
+            name = config.schedule if mode == "train" else "forward_only"
+            active = config.active_microbatches if mode == "train" else None
+            self._schedules[key] = make_schedule(
+                name, config.partitions, microbatches, config.chunks, active
+            )
+        return self._schedules[key]
+
+
+def _widened(one: tuple[int | None, ...], two: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The dimensions that both shapes have; None where they differ."""
+    return tuple(a if a == b else None for a, b in zip(one, two, strict=True))

@@ -1,0 +1,178 @@
+"""Runs one rank's part of a schedule: the only place where stages meet time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.backends.pipeline.actions import Action, Schedule
+from ktrainer.backends.pipeline.microbatches import Microbatch
+from ktrainer.backends.pipeline.parts import Kept
+from ktrainer.backends.pipeline.post import Post
+from ktrainer.backends.pipeline.stage import Arguments, CompiledStage
+from ktrainer.backends.pipeline.transfers import Transfers
+
+_AHEAD = 2  # receives are posted for so many actions before they are needed
+
+
+@dataclass
+class Values:
+    """The values of this process's variables during a step, by the variable's `id()`.
+
+    Attributes:
+        trainable: of those that are trained: the same in the whole step.
+        state: of the others; each forward pass leaves them as the next one finds them.
+    """
+
+    trainable: Mapping[int, Any]
+    state: dict[int, Any]
+
+
+@dataclass
+class Outcome:
+    """What a step leaves in this process.
+
+    Attributes:
+        results: on the last stage, for each microbatch, its flat logs or outputs.
+        slices: for each variable with sparse gradients, values and indices in turn.
+    """
+
+    results: list[list[Any]] = field(default_factory=list)
+    slices: dict[int, list[Any]] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs schedules on the stages of this process.
+
+    Args:
+        post: to and from the other stages.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self.post = post
+
+    def run(
+        self,
+        schedule: Schedule,
+        rank: int,
+        microbatches: Sequence[Microbatch],
+        compiled: Sequence[Sequence[CompiledStage]],
+        values: Values,
+        scale: float = 1.0,
+        denominators: Any = None,
+    ) -> Outcome:
+        """Run the actions of `rank`, this process's partition, in order.
+
+        Args:
+            compiled: for each microbatch, the stages of this process, in order.
+            scale: what losses are multiplied by.
+            denominators: float64 vector, what losses are divided by; on the last stage.
+        """
+        step = _Step(self.post, schedule, microbatches, compiled, values, scale, denominators)
+        row = schedule.actions[rank]
+        for place, action in enumerate(row):
+            for soon in row[place : place + 1 + _AHEAD]:
+                for transfer in step.transfers.receives(soon):
+                    self.post.expect(transfer, step.specs_of(soon))
+            getattr(step, _METHODS[action.kind])(action)
+        self.post.finish()
+        return step.outcome
+
+
+_METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+
+
+class _Step:
+    """One run of a schedule."""
+
+    def __init__(
+        self,
+        post: Post,
+        schedule: Schedule,
+        microbatches: Sequence[Microbatch],
+        compiled: Sequence[Sequence[CompiledStage]],
+        values: Values,
+        scale: float,
+        denominators: Any,
+    ) -> None:
+        self.post, self._compiled, self._ranks = post, compiled, schedule.ranks
+        self.transfers = Transfers(schedule)
+        self.microbatches, self.values = microbatches, values
+        self.scale, self.denominators = scale, denominators
+        self.outcome = Outcome()
+        self._kept: dict[tuple[int, int], Kept] = {}
+
+    def stage(self, action: Action) -> CompiledStage:
+        return self._compiled[action.microbatch][action.stage // self._ranks]
+
+    def specs_of(self, action: Action) -> list[tf.TensorSpec]:
+        """Specs of what an action receives."""
+        stage = self.stage(action)
+        return stage.receives if action.kind == "F" else stage.gradient_specs
+
+    def forward(self, action: Action) -> None:
+        stage = self.stage(action)
+        sent, state, results, kept = stage.forward(self._arguments(action, stage))
+        if self.microbatches[action.microbatch].weight:  # a stand-in leaves no trace
+            self.values.state |= {id(v): x for v, x in zip(stage.changes, state, strict=True)}
+        for transfer in self.transfers.sends(action):
+            self.post.send(transfer, sent)
+        if stage.stage.is_last:
+            self.outcome.results.append(results)
+        if stage.mode == "train":
+            self._kept[action.stage, action.microbatch] = kept
+
+    def backward(self, action: Action) -> None:
+        stage = self.stage(action)
+        kept = self._kept.pop((action.stage, action.microbatch))
+        gradients, slices = stage.backward(kept, self._received(action, stage.gradient_specs))
+        self._send(action, gradients)
+        self._keep_slices(stage, slices)
+
+    def input_gradient(self, action: Action) -> None:
+        stage = self.stage(action)
+        kept = self._kept[action.stage, action.microbatch]
+        cotangents = self._received(action, stage.gradient_specs)
+        self._send(action, stage.input_gradient(kept, cotangents))
+
+    def weight_gradient(self, action: Action) -> None:
+        stage = self.stage(action)
+        kept = self._kept.pop((action.stage, action.microbatch))
+        self._keep_slices(stage, stage.weight_gradient(kept))
+
+    def _arguments(self, action: Action, stage: CompiledStage) -> Arguments:
+        microbatch = self.microbatches[action.microbatch]
+        received = self._received(action, stage.receives)
+        if not action.stage:
+            received = [tf.zeros((), stage.receives[-1].dtype)]
+        return Arguments(
+            trainable=[self.values.trainable[id(v)] for v in stage.stage.trainable],
+            state=[self.values.state[id(v)] for v in stage.state],
+            received=received,
+            data=stage.data_of(microbatch),
+            scalars=[
+                tf.constant(microbatch.weight, tf.float64),
+                tf.constant(self.scale, tf.float64),
+            ],
+            denominators=[self.denominators] if stage.specs.denominators else [],
+        )
+
+    def _received(self, action: Action, specs: Sequence[tf.TensorSpec]) -> list[Any]:
+        return [
+            tensor
+            for transfer in self.transfers.receives(action)
+            for tensor in self.post.receive(transfer, specs)
+        ]
+
+    def _send(self, action: Action, gradients: Sequence[Any]) -> None:
+        for transfer in self.transfers.sends(action):
+            self.post.send(transfer, gradients)
+
+    def _keep_slices(self, stage: CompiledStage, slices: Sequence[Any]) -> None:
+        pairs: Iterator[Any] = iter(slices)
+        for variable in stage.sparse:
+            kept = self.outcome.slices.setdefault(id(variable), [])
+            kept += [next(pairs), next(pairs)]

@@ -1,0 +1,150 @@
+"""Parts of a traced computation as functions of their own.
+
+TensorFlow traces a stage's forward and backward pass as one graph; a pipeline runs them at
+different times. What the one computes and the other needs is handed over as tensors:
+
+    forward        inputs -> outputs, saved
+    backward       inputs, saved, gradients of outputs -> gradients of inputs and of variables
+    or in halves:  input gradient (more saved), later weight gradient
+
+Each part is cut out of the graph at the tensors that it is fed, and compiled by itself, so that
+nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+class Traced:
+    """A graph that can be cut into functions.
+
+    Args:
+        graph: a `FuncGraph`: what `tf.compat.v1.wrap_function` has traced.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        self._definition = graph.as_graph_def()
+
+    def needed_for(
+        self,
+        tensors: Iterable[tf.Tensor],
+        given: Iterable[tf.Tensor] = (),
+        done: Collection[str] = (),
+    ) -> set[str]:
+        """Names of the ops that compute `tensors`, from tensors that are `given`.
+
+        Args:
+            done: ops that have run before, so that nothing has to wait for them.
+        """
+        stop = {t.name for t in given}
+        needed: set[str] = set()
+        waiting = [t.op for t in tensors if t.name not in stop]
+        while waiting:
+            op = waiting.pop()
+            if op.name not in needed:
+                needed.add(op.name)
+                waiting += [x.op for x in op.inputs if x.name not in stop]
+                waiting += [before for before in op.control_inputs if before.name not in done]
+        return needed
+
+    def crossing(
+        self, source: Collection[str], target: Iterable[str], known: Iterable[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        """The tensors that ops in `source` make and ops in `target` need; none that is `known`,
+        and no constant, which both have."""
+        seen = {t.name for t in known}
+        found: list[tf.Tensor] = []
+        for name in sorted(target):
+            for tensor in self.graph.get_operation_by_name(name).inputs:
+                if tensor.op.name in source and tensor.name not in seen:
+                    seen.add(tensor.name)
+                    if tensor.op.type != "Const":
+                        found.append(tensor)
+        return found
+
+    def changing(self, ops: set[str], fixed: Iterable[tf.Tensor]) -> set[str]:
+        """Those of `ops` that depend on more than the `fixed` arguments and constants."""
+        still = {t.op.name for t in fixed}
+        found: set[str] = set()
+        for op in self.graph.get_operations():  # in topological order
+            if op.type == "Placeholder":
+                starts = op.name not in still
+            else:  # random numbers, for one
+                starts = op.op_def is not None and op.op_def.is_stateful
+            if starts or any(x.op.name in found for x in op.inputs):
+                found.add(op.name)
+        arguments = {op.name for op in self.graph.get_operations() if op.type == "Placeholder"}
+        return (ops & found) - arguments
+
+    def read_by(self, ops: Iterable[str]) -> set[str]:
+        """Names of the tensors that `ops` read."""
+        return {x.name for name in ops for x in self.graph.get_operation_by_name(name).inputs}
+
+    def function(
+        self,
+        feeds: Sequence[tf.Tensor],
+        fetches: Sequence[tf.Tensor],
+        finish: Callable[[list[tf.Tensor]], Any] | None = None,
+        xla: bool = False,
+        done: Collection[str] = (),
+    ) -> Callable[..., Any]:
+        """A compiled function from the values of `feeds`, flat, to those of `fetches`.
+
+        Args:
+            finish: what to do with the fetched tensors inside the function, and to return.
+            xla: compile with XLA.
+            done: as in `needed_for`.
+        """
+        definition = self._part(feeds, fetches, done)
+        used = {name for node in definition.node for name in map(_tensor_name, node.input)}
+        captured = {inner.name: outer for outer, inner in self.graph.captures}
+        fed = [t.name for t in feeds]
+        wanted = list(dict.fromkeys(t.name for t in fetches if t.name not in fed))
+
+        def part(*values: tf.Tensor) -> Any:
+            # Constants from outside, such as a regulariser's factor, are no tensors of a graph.
+            here = tf.compat.v1.get_default_graph()
+            outside = {name: here.capture(value) for name, value in captured.items()}
+            given = {**outside, **dict(zip(fed, values, strict=True))}
+            mapping = {name: value for name, value in given.items() if name in used}
+            made = tf.graph_util.import_graph_def(
+                definition, input_map=mapping, return_elements=wanted, name=""
+            )
+            every = {**given, **dict(zip(wanted, made or [], strict=True))}
+            results = [every[t.name] for t in fetches]
+            return finish(results) if finish is not None else results
+
+        compiled = tf.function(part, autograph=False, jit_compile=xla or None)
+        return compiled.get_concrete_function(*[tf.TensorSpec(t.shape, t.dtype) for t in feeds])
+
+    def _part(
+        self, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor], done: Collection[str]
+    ) -> Any:
+        """The definition of the ops between `feeds` and `fetches`."""
+        needed = self.needed_for(fetches, feeds, done)
+        for placeholder in self.graph.captures:
+            needed.discard(placeholder[1].op.name)
+        part = tf.compat.v1.GraphDef()
+        part.versions.CopyFrom(self._definition.versions)
+        part.library.CopyFrom(self._definition.library)
+        for node in self._definition.node:
+            if node.name not in needed:
+                continue
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            # Both may name ops that are not in this part.
+            copy.attr.pop("_class", None)
+            kept = [i for i in node.input if not i.startswith("^") or i[1:] in needed]
+            del copy.input[:]
+            copy.input.extend(kept)
+        return part
+
+
+def _tensor_name(name: str) -> str:
+    """The name of a tensor as it is written in a node's inputs, in full."""
+    return name if ":" in name or name.startswith("^") else f"{name}:0"

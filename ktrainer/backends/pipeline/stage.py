@@ -1,0 +1,260 @@
+"""One stage, compiled for microbatches of one shape: forward, backward, and backward in halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
+from ktrainer.backends.pipeline.head import loss_of, outputs_of, update_metrics
+from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
+from ktrainer.backends.pipeline.nodes import run
+from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
+from ktrainer.backends.pipeline.split import Traced
+from ktrainer.backends.pipeline.sums import GradientSums
+from ktrainer.steps import optimizers_of
+from ktrainer.steps.context import StepContext
+from ktrainer.steps.seams import seams
+
+Mode = Literal["train", "test", "predict"]
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What all stages of a process are compiled with.
+
+    Attributes:
+        model: the whole model.
+        regularised: for each stage, the variables whose regularisation loss it counts.
+        sums: where gradients are added up.
+        replica: which copy of the model this is; other copies draw other random numbers.
+        recompute: keep a stage's inputs only, and run it again before its backward pass.
+        xla: compile with XLA.
+    """
+
+    model: keras.Model
+    regularised: Mapping[int, Sequence[Any]]
+    sums: GradientSums
+    replica: int = 0
+    recompute: bool = False
+    xla: bool = False
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Everything that a stage's computation depends on, as flat lists of tensors or specs.
+
+    Attributes:
+        trainable, state: values of the variables.
+        received: from the stage before; the last one is the sum of the losses that layers of
+            earlier stages have added, a scalar.
+        data: leaves of the microbatch that the stage needs.
+        scalars: float64: the microbatch's weight and the loss scale.
+        denominators: float64 vector; on the last stage.
+    """
+
+    trainable: list[Any]
+    state: list[Any]
+    received: list[Any]
+    data: list[Any]
+    scalars: list[Any]
+    denominators: list[Any]
+
+    def flat(self) -> list[Any]:
+        """All of them, in order."""
+        return [
+            *self.trainable,
+            *self.state,
+            *self.received,
+            *self.data,
+            *self.scalars,
+            *self.denominators,
+        ]
+
+    def like(self, values: Sequence[Any]) -> Arguments:
+        """`values`, flat, sorted as these are."""
+        parts = [getattr(self, item.name) for item in fields(self)]
+        return Arguments(*_take(values, [len(part) for part in parts]))
+
+
+class CompiledStage:
+    """The computations of one stage for one shape of microbatch.
+
+    Args:
+        stage: what it computes.
+        mode: `train`, `test` or `predict`.
+        settings: of this process.
+        state: the variables that it may change: statistics, seeds, and on the last stage metrics.
+        specs: of its arguments.
+        data: nested specs of the whole microbatch.
+        added_before: whether layers of earlier stages have added losses.
+        uniform: whether all data has the same shapes but for the first dimension.
+    """
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        mode: Mode,
+        settings: StageSettings,
+        state: Sequence[Any],
+        specs: Arguments,
+        data: Any,
+        added_before: bool = False,
+        uniform: bool = True,
+    ) -> None:
+        self._uniform = uniform
+        self.stage, self.mode, self.settings = stage, mode, settings
+        self.adds = added_before  # whether layers up to this stage have added losses
+        self.state, self.specs, self._data = list(state), specs, data
+        self.logs: Any = None  # the structure of what the last stage returns
+        self.changes: list[Any] = []  # those of the state that a forward pass changes
+        self._gradients: Gradients | None = None
+        function = tf.compat.v1.wrap_function(self._trace, [specs.flat()])
+        self._parts = Parts(
+            Traced(function.graph),
+            list(function.inputs[: len(specs.flat())]),
+            len(specs.trainable),
+            [*self._sent, *self._state, *self._results],
+            self._gradients,
+            settings.sums,
+            settings.recompute and mode == "train",
+            settings.xla,
+        )
+
+    @property
+    def sends(self) -> list[tf.TensorSpec]:
+        """Specs of what goes to the stage after, static."""
+        return [tf.TensorSpec(t.shape, t.dtype) for t in self._sent]
+
+    @property
+    def receives(self) -> list[tf.TensorSpec]:
+        """Specs of what comes from the stage before."""
+        return self.specs.received
+
+    @property
+    def gradient_specs(self) -> list[tf.TensorSpec]:
+        """Specs of the gradients that come back from the stage after."""
+        cotangents = self._gradients.cotangents if self._gradients is not None else []
+        return [tf.TensorSpec(t.shape, t.dtype) for t in cotangents]
+
+    @property
+    def sparse(self) -> list[Any]:
+        """The variables whose gradients are slices."""
+        return self._gradients.sparse if self._gradients is not None else []
+
+    def data_of(self, microbatch: Microbatch) -> list[Any]:
+        """The leaves of a microbatch that this stage needs."""
+        every = leaves(microbatch.data)
+        chosen = every if self.stage.is_last else [every[k] for k in self.stage.inputs]
+        return [tf.convert_to_tensor(x) for x in chosen]
+
+    def forward(self, arguments: Arguments) -> tuple[list[Any], list[Any], list[Any], Kept]:
+        """What to send, the new values of what `changes`, the results of the last stage, and
+        what to keep."""
+        made, kept = self._parts.forward(arguments.flat())
+        sent, state, results = _take(made, (len(self._sent), len(self.changes), len(self._results)))
+        return sent, state, results, kept
+
+    def backward(self, kept: Kept, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Gradients of what was received, and slices of gradients; the rest is added up."""
+        return self._parts.backward(kept, cotangents)
+
+    def input_gradient(self, kept: Kept, cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of what was received; the rest waits for `weight_gradient`."""
+        return self._parts.input_gradient(kept, cotangents)
+
+    def weight_gradient(self, kept: Kept) -> list[Any]:
+        """Add up the gradients of variables; returns slices."""
+        return self._parts.weight_gradient(kept)
+
+    # -- tracing
+
+    def _trace(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        given = self.specs.like(values)
+        stage, training = self.stage, self.mode == "train"
+        variables = [*stage.trainable, *self.state]
+        mapping = list(zip(variables, [*given.trainable, *given.state], strict=True))
+        received = given.received[:-1]
+        sources = [*given.trainable, *(t for t in received if is_differentiable(t))]
+        with (
+            keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            if training:
+                tape.watch(sources)
+            added, results, sent = self._compute(given, scope)
+        self._sent = [*sent, added] if not stage.is_last else []
+        self._results = results
+        old = zip(self.state, given.state, strict=True)
+        new = [(v, scope.get_current_value(v), before) for v, before in old]
+        self.changes = [v for v, after, before in new if after is not before]
+        self._state = [after for _, after, before in new if after is not before]
+        if training:
+            self._differentiate(tape, sources, given)
+        return [*self._sent, *self._results, *self._state]
+
+    def _compute(self, given: Arguments, scope: Any) -> tuple[Any, list[Any], list[Any]]:
+        """(losses that layers added so far, results of the last stage, what is sent)."""
+        stage, model = self.stage, self.settings.model
+        context = StepContext(
+            given.scalars[0],
+            rank=self.settings.replica,
+            uniform=self._uniform,
+            denominators=tf.unstack(given.denominators[0]) if given.denominators else [],
+        )
+        tensors = dict(zip(stage.receives, given.received[:-1], strict=True))
+        tensors |= dict(zip(stage.inputs, given.data, strict=False))
+        with seams(context, optimizers_of(model)):
+            run(stage.nodes, tensors)
+            self._own = self._added_here(scope.losses)
+            added = given.received[-1] + tf.cast(self._own, given.received[-1].dtype)
+            if not stage.is_last:
+                return added, [], [tf.identity(tensors[i]) for i in stage.sends]
+            y_pred = outputs_of(stage.graph, tensors)
+            if self.mode == "predict":
+                self.logs = keras.tree.map_structure(lambda t: None, y_pred)
+                return added, list(keras.tree.flatten(y_pred)), []
+            data = with_leaves(self._data, given.data)
+            loss = loss_of(model, data, y_pred, [added] if self.adds else [], self.mode == "train")
+            self._own = loss
+            logs = update_metrics(model, data, y_pred, loss)
+        self.logs = logs
+        return added, list(keras.tree.flatten(logs)), []
+
+    def _added_here(self, losses: Sequence[Any]) -> Any:
+        """The sum of the losses that this stage's layers and variables have added."""
+        floats = keras.config.floatx()
+        mine = [keras.ops.sum(keras.ops.cast(x, floats)) for x in losses]
+        variables = self.settings.regularised.get(self.stage.index, ())
+        mine += [keras.ops.cast(v.regularizer(v), floats) for v in variables]
+        self.adds = self.adds or bool(mine)
+        return tf.add_n(mine) if mine else tf.zeros((), floats)
+
+    def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
+        weight, scale = given.scalars
+        sent = [t for t in self._sent[:-1] if is_differentiable(t)]
+        placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
+        targets = [*sent, self._own]
+        cotangents = [*placeholders, tf.cast(weight * scale, self._own.dtype)]
+        found = tape.gradient(targets, sources, output_gradients=cotangents)
+        trainable = self.stage.trainable
+        of_inputs = [
+            # Zeros where the loss does not depend on what was received.
+            tf.zeros(s.shape, s.dtype) if g is None else tf.convert_to_tensor(g)
+            for g, s in zip(found[len(trainable) :], sources[len(trainable) :], strict=True)
+        ]
+        of_variables = list(zip(trainable, found[: len(trainable)], strict=True))
+        self._gradients = Gradients(of_inputs, of_variables, placeholders)
+
+
+def _take(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """`values` cut into lists of the given lengths; the rest is left out."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(values[start : start + count]))
+        start += count
+    return parts

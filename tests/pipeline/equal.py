@@ -1,0 +1,238 @@
+"""Train a model under `local` and under `pipeline`, and compare what comes out.
+
+`local` sees the very microbatches of the pipeline, as batches whose gradients accumulate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.pipeline.trained import BUILD, ROWS, data_of
+
+LOCAL = ("backend=local",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training, whatever runs it.
+
+    Attributes:
+        model: a key of `BUILD`.
+        floatx: the float type, or a mixed policy.
+        rows, batch, microbatches: 338 rows are 17 updates an epoch; microbatches
+            are those of all replicas together.
+        accumulate: batches an update.
+        settings: more configuration.
+        weighted: with a weight for each example.
+        class_weight: with a weight for each class.
+        instance: the model is made before `fit`.
+        callbacks: with those of `callbacks()`.
+    """
+
+    model: str
+    epochs: int = 1
+    floatx: str = "float64"
+    rows: int = ROWS
+    batch: int = 20
+    microbatches: int = 4
+    accumulate: int = 1
+    settings: tuple[str, ...] = ()
+    weighted: bool = False
+    class_weight: bool = False
+    instance: bool = False
+    callbacks: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a training left behind on one rank.
+
+    Attributes:
+        names: of all variables of the model and its optimizer.
+        held: the values of those that are here, by name.
+        history: Keras' History.
+        evaluated: logs of an evaluation.
+        predicted: outputs, flat.
+        more: what EarlyStopping has to say.
+    """
+
+    names: list[str]
+    held: dict[str, np.ndarray]
+    history: dict[str, list[float]]
+    evaluated: dict[str, float]
+    predicted: list[np.ndarray]
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def callbacks() -> list[Any]:
+    """Callbacks that act on what is logged: at every validation the rate is halved, and after
+    the third of them the weights are again those after the first."""
+    import keras
+
+    return [
+        keras.callbacks.EarlyStopping("val_loss", 10, 2, mode="max", restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10),
+    ]
+
+
+def parts_of(rows: int, batch: int, parts: int) -> Iterator[slice]:
+    """The rows of each microbatch, of batches that are cut as a pipeline cuts them."""
+    from ktrainer.feed.share import bounds
+
+    for start in range(0, rows, batch):
+        size = min(batch, rows - start)
+        for part in range(min(parts, size)):
+            first, last = bounds(size, part, min(parts, size))
+            yield slice(start + first, start + last)
+
+
+def dataset(data: Any, rows: int, batch: int, parts: int = 1) -> Any:
+    """Data that comes in these parts."""
+    import keras
+
+    class Parts(keras.utils.PyDataset):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [
+                keras.tree.map_structure(lambda x, cut=cut: x[cut], data)
+                for cut in parts_of(rows, batch, parts)
+            ]
+
+        def __len__(self) -> int:
+            return len(self.parts)
+
+        def __getitem__(self, index: int) -> Any:
+            return self.parts[index]
+
+    return Parts()
+
+
+def configure(floatx: str) -> None:
+    """Set Keras' float type, or its policy."""
+    import keras
+
+    keras.utils.clear_session()
+    keras.config.set_floatx(floatx if floatx == "float64" else "float32")
+    keras.config.set_dtype_policy(floatx)
+
+
+def words_of(case: Case, backend: tuple[str, ...]) -> list[str]:
+    """The configuration of a case under a backend."""
+    local = backend[0] == "backend=local"
+    accumulate = case.accumulate * (case.microbatches if local else 1)
+    return [
+        *backend,
+        f"trainer.epochs={case.epochs}",
+        f"trainer.accumulate={accumulate}",
+        "logging.progress=none",
+        "logging.csv=false",
+        "world.deadline=60",
+        *case.settings,
+    ]
+
+
+def train(case: Case, backend: tuple[str, ...] = LOCAL, save: str | None = None) -> Outcome:
+    """Run a case on this rank; `save` is a file for the whole model."""
+    from ktrainer import Trainer
+
+    configure(case.floatx)
+    x, y = data_of(case.model, case.rows)
+    weights = (np.random.default_rng(1).random(case.rows),) if case.weighted else ()
+    data = (x, y, *weights)
+    local = backend[0] == "backend=local"
+    given = dataset(data, case.rows, case.batch, case.microbatches if local else 1)
+    unseen = dataset(data, 2 * case.batch, case.batch)  # fewer, to compile for fewer shapes
+    stop = callbacks() if case.callbacks else []
+    build = BUILD[case.model]
+    with Trainer(overrides=words_of(case, backend)) as trainer:
+        history = trainer.fit(
+            build() if case.instance else build,
+            given,
+            validation_data=unseen,
+            class_weight={0: 1.0, 1: 3.0, 2: 0.2} if case.class_weight else None,
+            callbacks=stop,
+        )
+        if save:
+            trainer.save(save)
+        more = {key: getattr(stop[0], key) for key in ("best", "best_epoch") if stop}
+        return outcome_of(trainer, history, unseen, more)
+
+
+def outcome_of(trainer: Any, history: Any, data: Any, more: Any) -> Outcome:
+    """What a Trainer has after `fit`."""
+    import keras
+
+    from ktrainer.steps.placement import placement_of
+
+    model = trainer.model
+    evaluated = trainer.evaluate(model, data)
+    predicted = keras.tree.flatten(trainer.predict(model, data))
+    placement = placement_of(model)
+    variables = [*model.variables, *model.optimizer.variables]
+    names = [f"{i}:{v.path}" for i, v in enumerate(variables)]
+    held = {
+        name: v.numpy()
+        for name, v in zip(names, variables, strict=True)
+        if placement is None or placement.holds(v)
+    }
+    return Outcome(names, held, history.history, evaluated, predicted, more)
+
+
+@functools.cache
+def local(case: Case) -> Outcome:
+    """What one process makes of a case; once a session."""
+    return train(case)
+
+
+def pipeline(partitions: int, *words: str) -> tuple[str, ...]:
+    """The words that choose the backend; microbatches are added by `same`."""
+    return ("backend=pipeline", f"backend.partitions={partitions}", *words)
+
+
+def same(
+    expected: Outcome, ranks: list[Outcome], rtol: float = 1e-10, floor: float = 1e-13
+) -> float:
+    """Check every rank; returns the largest difference of a variable, relative to its largest
+    element.
+
+    Args:
+        rtol: for variables, relative to their largest elements, logs and outputs.
+        floor: what is zero but for round-off, as the gradient of a bias before BatchNorm.
+    """
+    held = [name for rank in ranks for name in rank.held]
+    assert set(held) == set(expected.names)
+    worst = 0.0
+    for at, rank in enumerate(ranks):
+        assert rank.names == expected.names
+        for name, value in rank.held.items():
+            where, truth = f"rank {at}: {name}", expected.held[name]
+            assert value.dtype == truth.dtype, where
+            gap = np.abs(np.float64(value) - np.float64(truth)).max(initial=0.0)
+            scale = np.abs(np.float64(truth)).max(initial=0.0)
+            assert gap <= max(rtol * scale, floor), f"{where} differs by {gap:.1e} of {scale:.1e}"
+            worst = max(worst, gap / max(scale, 1e-3))
+        assert rank.history.keys() == expected.history.keys()
+        for key, values in expected.history.items():
+            np.testing.assert_allclose(rank.history[key], values, rtol, floor, err_msg=key)
+        assert rank.evaluated.keys() == expected.evaluated.keys()
+        for key, number in expected.evaluated.items():
+            np.testing.assert_allclose(rank.evaluated[key], number, rtol, floor, err_msg=key)
+        for mine, truth in zip(rank.predicted, expected.predicted, strict=True):
+            np.testing.assert_allclose(mine, truth, rtol, rtol * np.abs(truth).max())
+        for key, fact in expected.more.items():
+            np.testing.assert_allclose(rank.more[key], fact, rtol, err_msg=key)
+    copies_agree(ranks)
+    return worst
+
+
+def copies_agree(ranks: list[Outcome]) -> None:
+    """What several ranks hold has the same bits on all of them."""
+    first: dict[str, bytes] = {}
+    for rank in ranks:
+        for name, value in rank.held.items():
+            assert first.setdefault(name, value.tobytes()) == value.tobytes(), name

@@ -1,0 +1,129 @@
+"""A pipeline gives the numbers of one process: every kind of model, schedule, number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pipeline.equal import Case, Outcome, local, pipeline, same, train
+
+Ranks = Callable[..., Any]
+
+INTERLEAVED = ("backend.schedule=interleaved", "backend.chunks=2")
+GPIPE = ("backend.schedule=gpipe",)
+ZERO = ("backend.schedule=zero_bubble",)
+RECOMPUTE = ("backend.recompute=true",)
+MAIN = {name: Case(name, epochs=3) for name in ("mlp", "cnn", "tied", "two", "recurrent")}
+
+
+def check(ranks: Ranks, case: Case, stages: int, *words: str, **close: float) -> list[Outcome]:
+    """Train in `stages` stages, one a rank, and compare with one process."""
+    words = (f"backend.microbatches={case.microbatches}", *words)
+    ours = ranks(stages).run(train, case, pipeline(stages, *words), deadline=150)
+    print(f"largest difference {same(local(case), ours, **close):.1e}")
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("model", "stages", "words"),
+    [
+        ("mlp", 2, ()),
+        ("cnn", 2, ZERO),
+        ("tied", 2, INTERLEAVED),
+        ("two", 2, GPIPE),
+        ("recurrent", 2, RECOMPUTE),
+        ("mlp", 3, ZERO),
+        ("cnn", 3, GPIPE),
+        ("tied", 3, ()),
+        ("two", 3, INTERLEAVED),
+        ("recurrent", 3, ZERO),
+        ("mlp", 4, INTERLEAVED),
+        ("cnn", 4, ()),
+        ("tied", 4, ZERO),
+        ("two", 4, (*GPIPE, *RECOMPUTE)),
+        ("recurrent", 4, GPIPE),
+    ],
+    ids=lambda v: "-".join(w.partition("=")[2] for w in v) or "1f1b" if isinstance(v, tuple) else v,
+)
+def test_weights_logs_and_outputs(
+    ranks: Ranks, model: str, stages: int, words: tuple[str, ...]
+) -> None:
+    check(ranks, MAIN[model], stages, *words)
+
+
+SHORT = {"rows": 38, "epochs": 2}  # two updates an epoch
+CLIP = ("trainer.clip.global_norm=0.1",)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize(
+    ("case", "stages", "words"),
+    [
+        (Case("mlp", **SHORT, accumulate=2), 2, ()),
+        (Case("mlp", **SHORT, settings=CLIP), 2, ZERO),
+        (Case("plain", **SHORT, weighted=True, instance=True), 2, ()),
+        (Case("plain", rows=42, epochs=2, class_weight=True), 2, ()),
+        (Case("scoped", **SHORT, settings=CLIP), 2, ()),
+        (Case("plain", **SHORT), 2, ("backend.stages={0: dense, 1: 'dense_[1-3]'}",)),
+        (Case("plain", rows=38, epochs=6, callbacks=True), 2, ()),
+        (Case("aside", **SHORT), 3, ()),
+    ],
+    ids=[
+        "accumulate",
+        "clip",
+        "sample-weight-instance",
+        "few-rows-class-weight",
+        "scope",
+        "patterns",
+        "callbacks",
+        "aside",
+    ],
+)
+def test_options(ranks: Ranks, case: Case, stages: int, words: tuple[str, ...]) -> None:
+    check(ranks, case, stages, *words)
+
+
+def test_stopping_early_takes_the_best_weights_back() -> None:
+    """What `callbacks` promises of the case above holds in one process."""
+    found = local(Case("plain", rows=38, epochs=6, callbacks=True))
+    assert found.more["best_epoch"] == 0
+    assert found.history["learning_rate"] == [0.1, 0.1, 0.05]
+
+
+def test_float32_is_equal_to_round_off(ranks: Ranks) -> None:
+    check(ranks, Case("plain", epochs=3, floatx="float32"), 2, rtol=5e-6, floor=1e-6)
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("mixed_bfloat16", 1e-2), ("mixed_float16", 1e-3)])
+def test_mixed_precision_is_equal_to_round_off(ranks: Ranks, precision: str, rtol: float) -> None:
+    settings = (f"trainer.precision={precision}",)
+    case = Case("plain", **SHORT, floatx="float32", settings=settings)
+    check(ranks, case, 2, *ZERO, rtol=rtol, floor=rtol / 10)
+
+
+HALF = ("trainer.precision=mixed_float16",)
+
+
+def test_an_overflow_on_one_stage_is_skipped_on_all(ranks: Ranks) -> None:
+    """Only the last stage's gradients overflow, in all of the first three updates."""
+    case = Case("steep", floatx="float32", settings=(*HALF, "trainer.max_steps=3"))
+    for fact in _facts(check(ranks, case, 3, rtol=2e-3)):
+        assert (fact["dynamic_scale"], fact["iteration"]) == (2**12, 0)
+
+
+def test_a_common_loss_scale_falls_until_nothing_overflows(ranks: Ranks) -> None:
+    case = Case("steep", floatx="float32", settings=HALF)
+    ours = ranks(3).run(train, case, pipeline(3, "backend.microbatches=4"), deadline=150)
+    first, *others = _facts(ours)
+    assert first["dynamic_scale"] == 2.0 ** (15 - (17 - first["iteration"]))
+    assert 5 < first["iteration"] < 17
+    assert others == [first] * 2
+
+
+def _facts(ranks: list[Outcome]) -> list[dict[str, float]]:
+    """On each rank what the optimizer counts: the loss scale, and the updates that it made."""
+    wanted = ("dynamic_scale", "iteration", "step_counter")
+    ends = [{name.split("/")[-1]: v for name, v in rank.held.items()} for rank in ranks]
+    return [{key: float(end[key]) for key in wanted} for end in ends]

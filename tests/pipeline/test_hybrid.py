@@ -1,0 +1,46 @@
+"""Two copies of a model, each in two stages, give the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist.small import group_mode
+from tests.pipeline.equal import Case, local, pipeline, same, train
+
+MAIN = Case("mlp", epochs=3)
+# The last batch is one row: the other copy has nothing to do.
+LITTLE = Case("plain", rows=41, epochs=2, weighted=True)
+MASKED = Case("masked", rows=38, epochs=2, settings=("trainer.clip.global_norm=0.5",))
+TWO = Case("two", rows=38, epochs=2, accumulate=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "placement", "schedule", "engine"),
+    [
+        (MAIN, "cluster", "1f1b", "mpi"),
+        (MAIN, "spread", "zero_bubble", "mpi"),
+        (LITTLE, "spread", "gpipe", "mpi"),
+        (MASKED, "cluster", "1f1b", "mpi"),
+        (TWO, "spread", "1f1b", "mpi"),
+        pytest.param(MASKED, "cluster", "1f1b", "horovod", marks=pytest.mark.horovod),
+        pytest.param(MAIN, "spread", "1f1b", "horovod", marks=pytest.mark.horovod),
+    ],
+    ids=lambda v: v.model if isinstance(v, Case) else v,
+)
+def test_two_copies_of_two_stages(
+    ranks: Callable[..., Any], case: Case, placement: str, schedule: str, engine: str
+) -> None:
+    words = pipeline(
+        2,
+        f"backend.microbatches={case.microbatches // 2}",
+        f"backend.placement={placement}",
+        f"backend.schedule={schedule}",
+        f"backend.engine={engine}",
+    )
+    ours = ranks(4, group_mode(engine)).run(train, case, words, deadline=150)
+    print(f"largest difference {same(local(case), ours):.1e}")
+    copy, other = (1, 2) if placement == "spread" else (2, 1)
+    assert ours[copy].held.keys() == ours[0].held.keys() != ours[other].held.keys()

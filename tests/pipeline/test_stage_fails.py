@@ -1,0 +1,107 @@
+"""A stage that raises ends all; a stage that stops is named by those that wait for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ktrainer.errors import DeadlineExceeded
+from tests.dist.harness.group import ROOT
+from tests.pipeline.trained import classes, data_of
+
+SCRIPT = """
+import keras, numpy as np, tensorflow as tf
+from ktrainer import Trainer
+
+calls = 0
+
+def third_time(x):
+    global calls
+    calls += 1
+    if calls == 5:
+        raise RuntimeError("a stage that fails on purpose")
+    return x
+
+class Fails(keras.layers.Layer):
+    def call(self, x):
+        y = tf.py_function(third_time, [x], x.dtype)
+        return tf.ensure_shape(y, x.shape)
+
+def build():
+    dense = keras.layers.Dense
+    model = keras.Sequential([keras.Input((6,)), dense(8), dense(8), Fails(), dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+Trainer.from_cli().fit(build, (np.zeros((64, 6), "float32"), np.zeros((64, 3), "float32")))
+"""
+WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
+QUIET = ("logging.progress=none", "logging.csv=false", "data.batch_size=16")
+
+
+def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", str(script)]
+    done = subprocess.run(
+        [*command, *WORDS, *QUIET, "backend.stages={0: dense, 1: 'dense_.*|fails'}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode not in (0, None), done.stdout
+    assert "rank 1 raised UnknownError; all others were ended:\nTraceback" in done.stderr
+    assert "RuntimeError: a stage that fails on purpose" in done.stderr
+
+
+def _stop_one(pid_file: str) -> None:
+    import keras
+    import tensorflow as tf
+
+    from ktrainer import Trainer
+
+    calls = []
+
+    def stop_at_the_fifth(x: Any) -> Any:
+        calls.append(x)
+        if len(calls) == 5:
+            Path(pid_file).write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return x
+
+    class Stops(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.ensure_shape(tf.py_function(stop_at_the_fifth, [x], x.dtype), x.shape)
+
+    def build() -> Any:
+        dense = keras.layers.Dense
+        model = keras.Sequential([keras.Input((6,)), dense(8), dense(8), Stops(), dense(3)])
+        model.compile("sgd", classes())
+        return model
+
+    stages = "backend.stages={0: dense, 1: 'dense_.*|stops'}"
+    try:
+        with Trainer(overrides=[*WORDS, *QUIET, stages, "world.deadline=5"]) as trainer:
+            trainer.fit(build, data_of("plain", 64))
+    finally:
+        if trainer.world.rank == 0:
+            os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
+
+
+def test_a_stage_that_stops_is_named_within_the_deadline(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    first, second = ranks(2).outcomes(_stop_one, str(tmp_path / "pid"))
+    assert isinstance(first.error, DeadlineExceeded), first
+    assert first.error.seconds == 5
+    assert "rank 1" in str(first.error)
+    assert second.error is not None
