@@ -13,6 +13,7 @@ from ktrainer.errors import KtrainerError, nearest
 # name -> (module with add_arguments(parser) and run(args) -> int, what it does)
 COMMANDS = {
     "launch": ("ktrainer.launch.launch", "start a script in several processes, and watch them"),
+    "plan": ("ktrainer.preview.command", "say what a run would do, or why it cannot"),
     "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),
     "env": ("ktrainer.launch.env", "say what is installed here, and which backends can run"),
     "horovod build": (

@@ -1,0 +1,129 @@
+"""`ktrainer plan SCRIPT_OR_CONFIG`: show what would run, or why it cannot."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktrainer.errors import ConfigError, SetupError
+
+if TYPE_CHECKING:
+    from ktrainer.preview.mode import Preview
+
+_CONFIGS = (".yaml", ".yml")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `ktrainer plan`."""
+    parser.description = (
+        "Say what a run would do, or why it cannot: processes, batches, and for a pipeline its "
+        "stages, what goes between them, its schedule, memory and expected speed. A script is "
+        "run in this one process up to its first Trainer.fit; a configuration file is enough to "
+        "see the schedule. No other process is started, and nothing is trained."
+    )
+    _add_options(parser)
+    parser.add_argument("target", metavar="SCRIPT_OR_CONFIG", help="a Python script, or a YAML")
+    parser.add_argument(
+        "args",
+        nargs=argparse.REMAINDER,
+        metavar="...",
+        help="key=value, the options above, and for a script its own arguments",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the plan; returns the exit status.
+
+    Raises:
+        ConfigError: the configuration cannot work, or the script does not call `Trainer.fit`.
+        SetupError: the picture's format needs something that is not installed.
+    """
+    own = argparse.ArgumentParser(prog="ktrainer plan", allow_abbrev=False, add_help=False)
+    _add_options(own)
+    later, words = own.parse_known_args(args.args)
+    picture = later.picture or args.picture
+    if picture is not None:
+        _check_picture(picture)
+    path = Path(args.target)
+    if not path.is_file():
+        raise ConfigError(f"there is no script or configuration {args.target!r}.")
+
+    from ktrainer.preview.mode import Preview
+
+    preview = Preview(later.processes or args.processes, picture)
+    if path.suffix in _CONFIGS:
+        return _show_config(path, words, preview)
+    return _run_script(path, words, preview)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n",
+        "--processes",
+        type=_positive,
+        metavar="N",
+        help="plan for so many (default: backend.partitions for a pipeline, else 1)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw a pipeline's schedule: .svg, or .png where matplotlib is installed",
+    )
+
+
+def _check_picture(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything runs."""
+    if path.suffix not in (".svg", ".png"):
+        message = f"--picture: {str(path)!r} must end in .svg or .png."
+        raise ConfigError(message, value=str(path))
+    if path.suffix == ".png" and find_spec("matplotlib") is None:
+        raise SetupError(
+            f"--picture {path}: PNG needs matplotlib, which is not installed: ask for "
+            f"{path.with_suffix('.svg')}, which needs nothing, or `pip install matplotlib`."
+        )
+    if not path.parent.is_dir():
+        raise SetupError(f"--picture {path}: there is no folder {str(path.parent)!r}.")
+
+
+def _show_config(path: Path, words: list[str], preview: Preview) -> int:
+    from ktrainer.config import load_config, parse_cli
+    from ktrainer.preview.mode import previewing
+    from ktrainer.preview.report import show_config
+
+    more, overrides = parse_cli(words)
+    if more is not None:
+        raise ConfigError(f"give one configuration, not both {str(path)!r} and {more!r}.")
+    with previewing(preview):
+        show_config(load_config(path, overrides, on_unknown_callback=lambda error: None))
+    return 0
+
+
+def _run_script(path: Path, words: list[str], preview: Preview) -> int:
+    """Run the script as `python SCRIPT words...` would, up to its first `fit`."""
+    from ktrainer.preview.mode import Previewed, previewing
+
+    argv, folders = sys.argv, list(sys.path)
+    sys.argv, sys.path[:] = [str(path), *words], [str(path.resolve().parent), *folders]
+    try:
+        with previewing(preview):
+            runpy.run_path(str(path), run_name="__main__")
+    except Previewed:
+        return 0
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    finally:
+        sys.argv, sys.path[:] = argv, folders
+    raise ConfigError(f"{path} has ended without Trainer.fit, so there is nothing to plan.")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value

@@ -1,0 +1,230 @@
+"""What `ktrainer plan` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
+from ktrainer.backends.pipeline.simulate import Costs, Timeline, simulate
+from ktrainer.config import Config, PipelineConfig
+from ktrainer.plan import Plan, WorldFacts, make_plan
+from ktrainer.preview.mode import Previewed, asked, pretend
+from ktrainer.preview.text import bytes_text, grid_text, table
+
+if TYPE_CHECKING:
+    from ktrainer.backends.pipeline.planning import StagePlan
+    from ktrainer.backends.pipeline.stages import Partition
+    from ktrainer.trainer import Trainer
+
+_UNITS = {
+    "flops": "operations of the forward pass",
+    "profile": "seconds, forward and backward, measured here",
+    "parameters": "parameters",
+    "uniform": "layers and ops",
+}
+
+
+def show_config(config: Config) -> None:
+    """Print what a configuration alone says: the plan, and a pipeline's schedule.
+
+    Raises:
+        ConfigError: it cannot run on so many processes.
+    """
+    from ktrainer.world import SingleWorld
+
+    plan = make_plan(config, pretend(config, WorldFacts.detect(SingleWorld())))
+    print(plan)
+    if isinstance(config.backend, PipelineConfig):
+        schedule = _schedule(config.backend, plan.rank_batches[0])
+        _show_schedule(simulate(schedule), plan.replicas)
+
+
+def show_model(trainer: Trainer, data: Any) -> NoReturn:
+    """Print what `fit` would do with the trainer's model, and end the script.
+
+    Args:
+        trainer: its plan is for as many processes as asked for.
+        data: the training data; looked at for shapes, not read through.
+
+    Raises:
+        ConfigError, ModelError, DataError: what cannot be trained so.
+        Previewed: always, at the end.
+    """
+    from ktrainer.fit import check_model
+
+    model, config, plan = trainer.model, trainer.config, trainer.plan
+    assert model is not None
+    check_model(model, config)
+    print(plan)
+    if isinstance(config.backend, PipelineConfig):
+        inputs, rows = _inputs(trainer, data)
+        share = plan.rank_batches[0] if rows is None else math.ceil(rows / plan.replicas)
+        _show_pipeline(model, inputs, share, config.backend, plan)
+    else:
+        _show_whole(model)
+    raise Previewed
+
+
+def _show_whole(model: Any) -> None:
+    """Size of a model of which every process has all; its variables are made for it."""
+    if not model.built:
+        print(f"model     {model.name}: built by its first batch, so its size is not known")
+        return
+    size = sum(math.prod(v.shape) * _item(v) for v in model.variables)
+    print(
+        f"model     {model.name}: {model.count_params():,} parameters, {bytes_text(size)}; with "
+        f"gradients and optimizer {bytes_text(_state(model))} a process"
+    )
+
+
+def _show_pipeline(
+    model: Any, inputs: Any, share: int, backend: PipelineConfig, plan: Plan
+) -> None:
+    """Stages, what crosses the cuts, the schedule, and what they come to."""
+    from ktrainer.backends.pipeline.head import check_steps
+    from ktrainer.backends.pipeline.planning import plan_stages
+    from ktrainer.preview.optimizer import state_factor
+
+    check_steps(model)
+    batch = max(1, share // backend.microbatches)
+    made = plan_stages(
+        model,
+        inputs,
+        backend,
+        microbatches=backend.microbatches,
+        batch=batch,
+        state_factor=state_factor(model.optimizer),
+    )
+    print(f"\nstages, for microbatches of {batch} examples; costs are {_UNITS[backend.costs]}")
+    print(made.partition)
+    print()
+    print(_memory(made))
+    schedule = _schedule(backend, share)
+    timeline = simulate(schedule, stage_costs(made.partition, backend.recompute))
+    _show_schedule(timeline, plan.replicas)
+
+
+def stage_costs(partition: Partition, recompute: bool = False) -> Costs:
+    """What a simulation of these stages takes: a third of the cost forward, two thirds backward.
+
+    Args:
+        recompute: backward passes begin with a forward pass.
+    """
+    costs = [stage.cost for stage in partition.stages]
+    sent = [(stage.time - stage.cost) / 2 for stage in partition.stages[:-1]]
+    share = 1.0 if recompute else 2 / 3
+    return Costs.of(
+        len(costs),
+        forward=[cost / 3 for cost in costs],
+        backward=[cost * share for cost in costs],
+        # The gradient of the weights takes a third in any case.
+        input_grad=[cost * (share - 1 / 3) for cost in costs],
+        activation=sent,
+    )
+
+
+def _show_schedule(timeline: Timeline, replicas: int) -> None:
+    """The grid with equal stages, and what the schedule comes to; the picture, if asked for."""
+    schedule = timeline.schedule
+    print(f"\nschedule {schedule.name}, {schedule.microbatches} microbatches")
+    print(grid_text(schedule))
+    equal, speedup = simulate(schedule), _speedup(timeline)
+    ideal = schedule.ranks * schedule.microbatches / (schedule.microbatches + schedule.ranks - 1)
+    lines = [
+        f"bubble    {100 * timeline.bubble:.1f}%, {100 * equal.bubble:.1f}% with equal stages",
+        f"speed-up  {speedup:.2f} over one process, {_speedup(equal):.2f} with equal stages "
+        f"(1f1b's ideal, P x M / (M + P - 1), is {ideal:.2f})",
+    ]
+    if replicas > 1:
+        lines.append(f"          {replicas * speedup:.2f} with {replicas} replicas")
+    print("\n".join(["", *lines]))
+    preview = asked()
+    if preview is not None and preview.picture is not None:
+        from ktrainer.preview.picture import draw
+
+        draw(timeline, preview.picture)
+        print(f"picture   {preview.picture}")
+
+
+def _speedup(timeline: Timeline) -> float:
+    """How much faster than one process that does all the work."""
+    return sum(timeline.busy) / timeline.makespan if timeline.makespan else 1.0
+
+
+def _memory(made: StagePlan) -> str:
+    """Memory of each process: its stages' variables with all that belongs to them, activations."""
+    rows: list[Sequence[str]] = [("process", "stages", "parameters", "memory")]
+    schedule = made.schedule
+    for rank in range(schedule.ranks):
+        mine = made.partition.stages[rank :: schedule.ranks]
+        rows.append(
+            (
+                str(rank),
+                ", ".join(str(stage.index) for stage in mine),
+                f"{sum(stage.parameters for stage in mine):,}",
+                bytes_text(sum(stage.memory for stage in mine)),
+            )
+        )
+    return table(rows)
+
+
+def _schedule(backend: PipelineConfig, share: int) -> Schedule:
+    """The schedule of a batch: one of fewer examples than microbatches is cut into as many."""
+    microbatches = max(1, min(backend.microbatches, share))
+    return make_schedule(
+        backend.schedule,
+        backend.partitions,
+        microbatches,
+        backend.chunks,
+        backend.active_microbatches,
+    )
+
+
+def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
+    """Specs of the model's inputs, and the rows of a batch where the data says."""
+    import keras
+
+    from ktrainer.feed import make_feed
+    from ktrainer.fit import data_config
+
+    config = trainer.config
+    rows = _rows(data)
+    feed = make_feed(
+        data,
+        world=trainer.world,
+        config=data_config(config),
+        training=True,
+        seed=config.seed or 0,
+        check=False,
+    )
+    try:
+        return keras.utils.unpack_x_y_sample_weight(feed.spec)[0], rows
+    finally:
+        feed.close()
+
+
+def _rows(data: Any) -> int | None:
+    """Rows of a batch of a tf.data.Dataset that says so; None for all else."""
+    import tensorflow as tf
+
+    if not isinstance(data, tf.data.Dataset):
+        return None
+    shapes = [spec.shape for spec in tf.nest.flatten(data.element_spec) if hasattr(spec, "shape")]
+    return next((shape[0] for shape in shapes if shape.rank), None)
+
+
+def _state(model: Any) -> int:
+    from ktrainer.preview.optimizer import state_factor
+
+    factor = state_factor(model.optimizer)
+    trained = {id(v) for v in model.trainable_variables}
+    sizes = ((math.prod(v.shape) * _item(v), id(v) in trained) for v in model.variables)
+    return round(sum(size * (factor if is_trained else 1) for size, is_trained in sizes))
+
+
+def _item(variable: Any) -> int:
+    import tensorflow as tf
+
+    return int(tf.as_dtype(variable.dtype).size)

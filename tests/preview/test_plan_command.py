@@ -1,0 +1,272 @@
+"""`ktrainer plan`: what it shows of scripts and configurations, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from ktrainer import cli
+from ktrainer.preview import mode
+from tests.dist.harness.group import ROOT
+
+SCRIPT = """
+import sys
+import keras
+import numpy as np
+from keras import layers
+from ktrainer import Trainer
+
+def build():
+    stack = [layers.Dense(16, name=f"dense_{i}") for i in range(8)]
+    model = keras.Sequential([keras.Input((16,)), *stack], name="stack")
+    model.compile("adam", "mse")
+    return model
+
+if __name__ == "__main__":
+    trainer = Trainer.from_cli(argv=[word for word in sys.argv[1:] if word != "--own"])
+    x = np.zeros((64, 16), "float32")
+    try:
+        trainer.fit(build, (x, x))
+    except Exception:
+        print("caught")
+    print("trained")
+"""
+PIPELINE = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text("backend: {name: pipeline, partitions: 2, microbatches: 4}\n")
+    return str(path)
+
+
+def test_a_pipelines_script(script, capsys, tmp_path):
+    argv, folders = list(sys.argv), list(sys.path)
+    assert cli.main(["plan", script, "--own", *PIPELINE]) == 0
+    out, err = capsys.readouterr()
+    assert "2 partitions x 1 replica, 1f1b with 4 microbatches" in out
+    assert "microbatches of 8 examples; costs are operations of the forward pass" in out
+    assert re.search(r"0 +dense_0 .. dense_3 \(4\) +1,088 +4,352 .* 512 B: dense_3", out)
+    # Adam: four times 4,352 bytes, and 8 x 16 x 4 for each of 4 layers, of two microbatches.
+    assert re.search(rf"0 +0 +1,088 +{(4 * 4352 + 2 * 4 * 512) / 1000:.1f} kB", out)
+    assert "rank 0  F0 F1 .  .  B0 -- F2 B1" in out
+    # Slower than equal stages alone would be: what crosses the cut takes time too.
+    assert re.search(r"speed-up  1\.[45]\d over one process, 1\.60 with equal stages", out)
+    assert "is 1.60)" in out
+    assert "trained" not in out
+    assert "caught" not in out
+    assert err == ""
+    assert (sys.argv, sys.path) == (argv, folders)
+    assert mode.asked() is None
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+def test_options_before_and_after(script, capsys, tmp_path):
+    picture = tmp_path / "schedule.svg"
+    words = [*PIPELINE, "--processes", "4", f"--picture={picture}"]
+    assert cli.main(["plan", script, *words]) == 0
+    out = capsys.readouterr().out
+    assert "2 partitions x 2 replicas (cluster)" in out
+    assert "microbatches of 4 examples" in out
+    assert re.search(r" 2\.\d\d with 2 replicas", out)
+    assert picture.read_text().startswith("<svg ")
+    assert cli.main(["plan", "--processes", "6", script, *PIPELINE]) == 0
+    assert "6 processes on" in capsys.readouterr().out
+
+
+def test_no_weights_are_made_for_a_pipeline(tmp_path, capsys):
+    """Eight layers of 40 GB each."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("(16", "(100_000").replace("(64, 16)", "(64, 100_000)"))
+    assert cli.main(["plan", str(path), *PIPELINE]) == 0
+    assert re.search(r"0 +0 +40,000,400,000 +640\.0 GB", capsys.readouterr().out)
+
+
+def test_a_batch_of_fewer_examples_than_microbatches(config, capsys):
+    assert cli.main(["plan", config, "data.batch_size=3"]) == 0
+    out = capsys.readouterr().out
+    assert "cut into so many as it has" in out
+    assert "schedule 1f1b, 3 microbatches" in out
+
+
+def test_other_backends(script, capsys):
+    assert cli.main(["plan", script]) == 0
+    out = capsys.readouterr().out
+    assert "backend   local" in out
+    assert "model     stack: 2,176 parameters, 8.7 kB; with gradients and optimizer 34.8 kB" in out
+    assert cli.main(["plan", "-n", "3", script, "backend=data_parallel"]) == 0
+    assert "3 processes on" in capsys.readouterr().out
+
+
+SUBCLASSED = """
+import keras
+import tensorflow as tf
+from keras import layers
+from ktrainer import Trainer
+
+class Mine(keras.Model):
+    def __init__(self):
+        super().__init__(name="mine")
+        self.stack = [layers.Dense(16, name=f"dense_{i}") for i in range(4)]
+
+    def call(self, x):
+        for layer in self.stack:
+            x = layer(x)
+        return x
+
+trainer = Trainer.from_cli()
+model = Mine()
+model.compile("sgd", "mse")
+x = tf.zeros((40, 16))
+trainer.fit(model, tf.data.Dataset.from_tensor_slices((x, x)).batch(20, drop_remainder=True))
+"""
+
+
+def test_a_model_that_is_not_built_and_a_dataset_with_its_own_batches(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(SUBCLASSED)
+    assert cli.main(["plan", str(path), *PIPELINE, "backend.costs=profile"]) == 0
+    out = capsys.readouterr().out
+    assert "microbatches of 5 examples; costs are seconds" in out
+    assert "dense_" in out
+    assert cli.main(["plan", str(path)]) == 0
+    assert "mine: built by its first batch" in capsys.readouterr().out
+
+
+def test_a_configuration_alone(config, capsys):
+    words = ["backend.schedule=interleaved", "backend.chunks=2", "-n", "6"]
+    assert cli.main(["plan", config, *words]) == 0
+    out = capsys.readouterr().out
+    assert "2 partitions of 2 stages each x 3 replicas" in out
+    assert "rank 1  " in out
+    assert "stages, for" not in out
+    assert cli.main(["plan", config, "backend=local"]) == 0
+    assert "backend   local" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["-n", "3"], "3 processes are no multiple of 2 partitions: start with .* -n 2"),
+        (["backend.chunks=2"], "backend.schedule=interleaved"),
+        (["backend=local", "-n", "2"], "local is one process"),
+        (["--picture", "x.gif"], "must end in .svg or .png"),
+        (["--picture", "not/there/x.svg"], "no folder 'not/there'"),
+        (["--config", "other.yaml"], "give one configuration"),
+        (["trainer.epoch=3"], "Did you mean 'trainer.epochs'"),
+    ],
+)
+def test_what_a_configuration_cannot_do(config, words, says, capsys):
+    assert cli.main(["plan", config, *words]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_script_that_goes_on_after_an_error(script, capsys):
+    # The script catches every Exception, and this is one.
+    assert cli.main(["plan", script, "backend=pipeline", "backend.partitions=9"]) == 2
+    out, err = capsys.readouterr()
+    assert "caught" in out
+    assert "without Trainer.fit" in err
+
+
+def test_what_a_model_cannot_do(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.replace("except Exception", "except ZeroDivisionError"))
+    words = ["backend=pipeline", "backend.partitions=9"]
+    assert cli.main(["plan", str(path), *words]) == 2
+    assert "The nearest legal value is 8" in capsys.readouterr().err
+    words = [*PIPELINE, "backend.memory_limit=9KB"]
+    assert cli.main(["plan", str(path), *words]) == 2
+    assert re.search(r"keeps each within 9000 bytes. The least .* is \d+", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("script_text", ["", "raise SystemExit(0)"])
+def test_a_script_without_fit(tmp_path, capsys, script_text):
+    path = tmp_path / "train.py"
+    path.write_text(script_text)
+    assert cli.main(["plan", str(path)]) == 2
+    assert "without Trainer.fit" in capsys.readouterr().err
+
+
+def test_a_scripts_own_failure_is_its_own(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(7)")
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", str(path)])
+    assert caught.value.code == 7
+    path.write_text("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plan", str(path)])
+    assert cli.main(["plan", str(tmp_path / "none.py")]) == 2
+    assert "there is no script" in capsys.readouterr().err
+
+
+def test_png_needs_matplotlib(config, capsys, monkeypatch):
+    monkeypatch.setattr("ktrainer.preview.command.find_spec", lambda name: None)
+    assert cli.main(["plan", config, "--picture", "x.png"]) == 2
+    assert "ask for x.svg, which needs nothing" in capsys.readouterr().err
+
+
+def test_png_is_drawn_by_matplotlib(config, capsys, monkeypatch, tmp_path):
+    drawn: list[tuple] = []
+
+    class Recorder:
+        def __init__(self, **kwargs: object) -> None:
+            pass
+
+        def __getattr__(self, name: str):
+            def method(*args: object, **kwargs: object) -> Recorder:
+                drawn.append((name, args))
+                return self
+
+            return method
+
+    module = types.SimpleNamespace(Figure=Recorder)
+    monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    monkeypatch.setattr("ktrainer.preview.command.find_spec", lambda name: object())
+    path = tmp_path / "x.png"
+    assert cli.main(["plan", config, "--picture", str(path)]) == 0
+    assert [name for name, _ in drawn].count("barh") == 2 * 2 * 4
+    assert drawn[-1] == ("savefig", (path,))
+
+
+def test_in_a_process_of_its_own(tmp_path):
+    """A real example, as a user would call it; nothing is trained or written."""
+    command = [sys.executable, "-m", "ktrainer.cli", "plan", str(ROOT / "examples" / "digits.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *PIPELINE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "speed-up" in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_planning_a_configuration_loads_no_tensorflow(config):
+    code = (
+        "import sys\nfrom ktrainer.cli import main\n"
+        f"assert main(['plan', {config!r}]) == 0\n"
+        "assert not {'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
