@@ -18,6 +18,7 @@ _WHERE = {
     "load_config": "ktrainer.config",
     "Callback": "ktrainer.callbacks",
     "rank_zero_only": "ktrainer.callbacks",
+    "partition": "ktrainer.backends.pipeline.manual",
     "register": "ktrainer.registry",
     "KtrainerError": "ktrainer.errors",
     "ConfigError": "ktrainer.errors",
@@ -45,11 +46,13 @@ __all__ = [
     "WorldError",
     "__version__",
     "load_config",
+    "partition",
     "rank_zero_only",
     "register",
 ]
 
 if TYPE_CHECKING:
+    from ktrainer.backends.pipeline.manual import partition
     from ktrainer.callbacks import Callback, rank_zero_only
     from ktrainer.config import Config, load_config
     from ktrainer.errors import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -85,8 +86,16 @@ class Fit:
         """Restore what `checkpoint.resume` asks for, on all ranks."""
         config = self.trainer.config
         mode = config.checkpoint.resume
-        if config.trainer.fast_dev_run or (self.trainer.fits > 1 and mode not in ("auto", "never")):
-            return  # the checkpoint of a path is where the first `fit` begins
+        if config.trainer.fast_dev_run:
+            return
+        if self.trainer.fits > 1 and mode not in ("auto", "never"):
+            if self.trainer.world.is_root:
+                warnings.warn(
+                    f"checkpoint.resume={mode} is where the first call of fit begins; this is "
+                    f"number {self.trainer.fits}, which begins with the model as it is",
+                    stacklevel=4,
+                )
+            return
         progress = resume(
             mode,
             self.trainer.checkpoint_dir,
@@ -122,7 +131,8 @@ class Fit:
         trainer, config = self.trainer, self.trainer.config
         batches, accumulate = self.feed.num_batches, config.trainer.accumulate
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
-        every = assemble(callbacks_config(config, trainer), trainer.world, users)
+        every = assemble(callbacks_config(config), trainer.world, users)
+        trainer.backend.check_callbacks(every)
         mine = on_rank(every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
         # must be traced after that.
@@ -179,11 +189,11 @@ def data_config(config: Config) -> DataConfig:
     return config.data
 
 
-def callbacks_config(config: Config, trainer: Trainer) -> Config:
-    """The configuration of callbacks: where this `fit` saves; a `fast_dev_run` leaves no files."""
+def callbacks_config(config: Config) -> Config:
+    """The configuration of callbacks: the trainer says where a `fit` saves, once it is known which
+    one it is; a `fast_dev_run` leaves no files."""
     if not config.trainer.fast_dev_run:
-        directory = str(trainer.checkpoint_dir)
-        return replace(config, checkpoint=replace(config.checkpoint, dir=directory))
+        return replace(config, checkpoint=replace(config.checkpoint, dir=None))
     return replace(
         config,
         checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),

@@ -10,12 +10,14 @@
                 every logging.every: logs of all ranks, on_log
                 every trainer.validate_every, inside the epoch: validate, on_validation_end
                 stop if any rank wants to
+        on_epoch_cut, if a stop left some updates
         validation at the epoch's end
         on_epoch_end
     on_train_end
 
 An epoch that a stop cuts short is validated and reported like any other, as in Keras, but does
-not count as finished: a checkpoint of it goes on inside it.
+not count as finished: a checkpoint of it goes on inside it, with the state of before its
+`on_epoch_end`, which will come once more.
 
 Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
 them together; no rank leaves the loop alone.
@@ -38,7 +40,8 @@ from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DataError
-from ktrainer.steps import Program
+from ktrainer.evaluation import evaluate
+from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
     from ktrainer.feed import Feed, Share
@@ -83,7 +86,7 @@ class Loop:
     def __init__(
         self,
         trainer: Trainer,
-        program: Program,
+        program: Steps,
         callbacks: keras.callbacks.CallbackList,
         feed: Feed,
         validation: Feed | None,
@@ -100,6 +103,7 @@ class Loop:
         self._validated: tuple[int, dict[str, Any]] = (-1, {})  # step and logs of the last one
         self._started = 0.0
         self._late = False  # `max_time` has passed, on any rank
+        self._waited = trainer.communication_seconds or 0.0  # in calls of `fit` before this one
 
     def run(self) -> Any:
         """Train to the end; returns Keras' History."""
@@ -114,6 +118,7 @@ class Loop:
             )
         self._start_clock()
         self._skip_to_initial_epoch()
+        self._check_time()
         logs: dict[str, Any] | None = None
         while not self._finished():
             logs = self._epoch()
@@ -138,6 +143,18 @@ class Loop:
             progress.epoch = epoch
             # The learning rate and `max_steps` go by the step.
             progress.step = epoch * (self.trainer.steps_per_epoch or 0)
+
+    def _check_time(self) -> None:
+        """`max_time` holds over restarts: it may have been used up before this one."""
+        if self.schedule.max_seconds is None:
+            return
+        self._agree_to_stop()
+        if self._late and self.world.is_root:
+            warnings.warn(
+                f"training had taken {self.trainer.progress.elapsed:.0f} s when the checkpoint was "
+                "made, which is all of trainer.max_time, so there is nothing to do",
+                stacklevel=3,
+            )
 
     def _finished(self) -> bool:
         return (
@@ -167,6 +184,8 @@ class Loop:
             else:
                 raise DataError("the training data has no batches")
         self.trainer.epoch_complete = not cut
+        if cut:
+            emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         epoch_logs = self._global_logs(logs)
         if self._due(self._validate, epoch_end=True):
             epoch_logs |= self._validation_logs(keep=cut)
@@ -224,10 +243,11 @@ class Loop:
         self.trainer.timers["step"] += time.perf_counter() - start
         for shares in updates:
             progress.advance(sum(share.global_examples for share in shares))
-            self._examples += sum(share.examples for share in shares)
+            if self.program.counts_metrics:
+                self._examples += sum(share.examples for share in shares)
         progress.elapsed = time.monotonic() - self._started
         if (waited := self.trainer.communication_seconds) is not None:
-            self.trainer.timers["communication"] = waited
+            self.trainer.timers["communication"] = waited - self._waited
         emit(ours, "on_step_end", progress.step, logs)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
@@ -267,55 +287,3 @@ class Loop:
         for variable, value in kept:
             variable.assign(value)
         return {f"val_{name}": value for name, value in logs.items()}
-
-
-def evaluate(
-    program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
-) -> dict[str, Any]:
-    """Loss and metrics over all of `feed`, over all ranks."""
-    model = program.model
-    program.build(feed.spec, training=False)
-    model.stop_evaluating = False
-    callbacks.on_test_begin()
-    model.reset_metrics()
-    logs: Any = {}
-    examples = 0
-    shares = feed.epoch(0)
-    with closing(shares):  # type: ignore[type-var]
-        for batch, share in enumerate(shares):
-            program.build(feed.spec, training=False)
-            callbacks.on_test_batch_begin(batch)
-            logs = program.test(share)
-            examples += share.examples
-            callbacks.on_test_batch_end(batch, logs)
-            if world.any(model.stop_evaluating, "stop evaluating"):
-                break
-    if not logs:
-        raise DataError("the data to evaluate on has no batches")
-    results = global_results(model.metrics, world, logs=logs, examples=examples)
-    callbacks.on_test_end(results)
-    return results
-
-
-def predict(
-    program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
-) -> Any:
-    """The model's outputs for all of `feed`, in order, on every rank."""
-    callbacks.on_predict_begin()
-    batches = []
-    shares = feed.epoch(0)
-    with closing(shares):  # type: ignore[type-var]
-        for batch, share in enumerate(shares):
-            callbacks.on_predict_batch_begin(batch)
-            batches.append(program.predict(share))
-            callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
-    callbacks.on_predict_end()
-    ranks = world.allgather(batches, "outputs of predict")
-    in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
-    if not in_order:
-        raise DataError("predict was given no data")
-    return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
-
-
-def _concatenate(parts: Any) -> Any:
-    return np.concatenate(parts, axis=0)

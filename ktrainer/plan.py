@@ -13,13 +13,14 @@ from glob import glob
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from ktrainer.config import Config, DataParallelConfig
+from ktrainer.config import Config, DataParallelConfig, PipelineConfig
 from ktrainer.errors import ConfigError
 
 
 class Group(Protocol):
     """The part of a `World` that facts are gathered through."""
 
+    name: str
     size: int
     local_size: int
 
@@ -39,6 +40,8 @@ class WorldFacts:
         horovod: whether Horovod can be imported.
         horovod_nccl: whether it was built with NCCL.
         own_gpu: whether every process of every node has a GPU of its own; None: tell by `gpus`.
+        threads: threads of this process that TF_NUM_INTRAOP_THREADS asks for, if it does.
+        world: what connects the processes: `"mpi"`, `"horovod"` or `"single"`.
     """
 
     size: int = 1
@@ -48,6 +51,8 @@ class WorldFacts:
     horovod: bool = False
     horovod_nccl: bool = False
     own_gpu: bool | None = None
+    threads: int | None = None
+    world: str = "single"
 
     @property
     def gpu_each(self) -> bool:
@@ -75,7 +80,15 @@ class WorldFacts:
             horovod=all(each[3] for each in everyone),
             horovod_nccl=all(each[4] for each in everyone),
             own_gpu=all(len(node_gpus[h]) >= hosts.count(h) for h in hosts),
+            threads=_threads_asked(),
+            world=world.name,
         )
+
+
+def _threads_asked() -> int | None:
+    """What the user, or `ktrainer launch`, asks TensorFlow for; its default, 0, is no number."""
+    asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else None
 
 
 def _usable_cores() -> set[int]:
@@ -113,9 +126,12 @@ class Plan:
         size: processes in all.
         threads: threads of each process.
         device: `"gpu"` or `"cpu"`.
-        rank_batches: examples of a full batch that each rank trains on, by rank; for arrays.
+        rank_batches: examples of a full batch that each replica trains on, by replica; for arrays.
+            A replica is one rank, but for a pipeline, whose replicas are `partitions` ranks each.
         global_batch: examples of one update, `accumulate` batches together; for arrays.
         notes: what is allowed, but may not be what is meant.
+        partitions: processes that hold one copy of the model together.
+        layout: the pipeline in words, if there is one.
     """
 
     backend: str
@@ -126,6 +142,13 @@ class Plan:
     rank_batches: tuple[int, ...]
     global_batch: int
     notes: tuple[str, ...] = ()
+    partitions: int = 1
+    layout: str | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model, each of which trains on a share of the data."""
+        return self.size // self.partitions
 
     def __str__(self) -> str:
         processes = "1 process" if self.size == 1 else f"{self.size} processes"
@@ -135,8 +158,11 @@ class Plan:
         lines = [
             f"backend   {self.backend}" + (f", engine {self.engine}" if self.engine else ""),
             f"processes {processes} on {self.device}, {threads} each",
-            f"batch     {self.global_batch} examples an update, {per_rank} a rank and step",
+            f"batch     {self.global_batch} examples an update, {per_rank} a "
+            f"{'replica' if self.layout else 'rank'} and step",
         ]
+        if self.layout:
+            lines.insert(1, f"pipeline  {self.layout}")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
 
@@ -147,29 +173,33 @@ def make_plan(config: Config, facts: WorldFacts) -> Plan:
         ConfigError: if it cannot run, with what to change.
     """
     _check_backend(config, facts)
-    engine = _engine(config, facts)
-    size, batch = facts.size, config.data.batch_size
+    pipeline = config.backend if isinstance(config.backend, PipelineConfig) else None
+    partitions = pipeline.partitions if pipeline else 1
+    replicas, batch = facts.size // partitions, config.data.batch_size
+    engine = _engine(config, facts, replicas)
     if config.data.batch == "per_worker":
-        rank_batches = (batch,) * size
+        rank_batches = (batch,) * replicas
     else:
-        base, extra = divmod(batch, size)
-        rank_batches = tuple(base + (rank < extra) for rank in range(size))
+        base, extra = divmod(batch, replicas)
+        rank_batches = tuple(base + (rank < extra) for rank in range(replicas))
     return Plan(
         backend=config.backend.name,
         engine=engine,
-        size=size,
-        threads=config.world.threads or max(1, facts.cores // max(1, facts.local_size)),
+        size=facts.size,
+        threads=config.world.threads or facts.threads or _fair_threads(facts),
         device="gpu" if facts.gpus else "cpu",
         rank_batches=rank_batches,
         global_batch=sum(rank_batches) * config.trainer.accumulate,
-        notes=tuple(_notes(config, facts, engine)),
+        notes=(*_notes(config, facts, replicas, engine), *_pipeline_notes(config, rank_batches)),
+        partitions=partitions,
+        layout=_layout(pipeline, replicas) if pipeline else None,
     )
 
 
 def _check_backend(config: Config, facts: WorldFacts) -> None:
     name = config.backend.name
-    if name in ("pipeline", "tf_distribute"):
-        message = f"{name} is not part of this version: use local or data_parallel."
+    if name == "tf_distribute":
+        message = f"{name} is not part of this version: use local, data_parallel or pipeline."
         raise ConfigError(message, path="backend", value=name)
     if name == "local" and facts.size > 1:
         message = (
@@ -177,13 +207,46 @@ def _check_backend(config: Config, facts: WorldFacts) -> None:
         )
         message += "or start one."
         raise ConfigError(message, path="backend", value=name)
+    if isinstance(config.backend, PipelineConfig):
+        _check_partitions(config.backend.partitions, facts.size)
 
 
-def _engine(config: Config, facts: WorldFacts) -> str | None:
+def _check_partitions(partitions: int, size: int) -> None:
+    """The processes must be whole pipelines."""
+    if size % partitions == 0:
+        return
+    below, above = size - size % partitions, size - size % partitions + partitions
+    starts = [f"`ktrainer launch -n {n}`" for n in (below, above) if n]
+    near = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - partitions))
+    are = "1 process is" if size == 1 else f"{size} processes are"
+    raise ConfigError(
+        f"{are} no multiple of {partitions} partitions: start with "
+        f"{' or '.join(starts)}, or set backend.partitions={near}.",
+        path="backend.partitions",
+        value=partitions,
+    )
+
+
+def _layout(backend: PipelineConfig, replicas: int) -> str:
+    """The pipeline in words."""
+    stages = f"{backend.partitions} partitions"
+    if backend.chunks > 1:
+        stages += f" of {backend.chunks} stages each"
+    copies = "1 replica" if replicas == 1 else f"{replicas} replicas ({backend.placement})"
+    parts = f"{backend.microbatches} microbatch{'es' if backend.microbatches > 1 else ''}"
+    return f"{stages} x {copies}, {backend.schedule} with {parts}"
+
+
+def _engine(config: Config, facts: WorldFacts, replicas: int) -> str | None:
     """The engine that `auto` stands for, or the chosen one if it can run."""
     backend = config.backend
-    if not isinstance(backend, DataParallelConfig):
+    if isinstance(backend, PipelineConfig):
+        if replicas == 1:
+            return None  # nothing to sum over
+    elif not isinstance(backend, DataParallelConfig):
         return None
+    if backend.engine == "auto" and facts.world == "horovod":
+        return "horovod"  # `horovodrun` without MPI: nothing else connects these processes
     if backend.engine == "auto":
         return "horovod" if facts.gpus and facts.horovod_nccl and facts.gpu_each else "mpi"
     if backend.engine == "horovod" and not facts.horovod:
@@ -202,18 +265,23 @@ def _engine(config: Config, facts: WorldFacts) -> str | None:
     return backend.engine
 
 
-def _notes(config: Config, facts: WorldFacts, engine: str | None) -> list[str]:
+def _fair_threads(facts: WorldFacts) -> int:
+    return max(1, facts.cores // max(1, facts.local_size))
+
+
+def _notes(config: Config, facts: WorldFacts, replicas: int, engine: str | None) -> list[str]:
     """Settings that can run, but that are likely to surprise."""
     notes, data = [], config.data
-    if data.batch == "global" and data.batch_size < facts.size:
+    copies = "replicas" if config.backend.name == "pipeline" else "processes"
+    if data.batch == "global" and data.batch_size < replicas:
         notes.append(
-            f"data.batch_size={data.batch_size} is less than {facts.size} processes: "
+            f"data.batch_size={data.batch_size} is less than {replicas} {copies}: "
             "some have nothing to train on."
         )
-    if config.lr.scale != "none" and data.batch == "global" and facts.size > 1:
+    if config.lr.scale != "none" and data.batch == "global" and replicas > 1:
         notes.append(
             f"lr.scale={config.lr.scale} with data.batch=global: the batch does not grow with "
-            "the number of processes, so results will depend on it."
+            f"the number of {copies}, so results will depend on it."
         )
     if 0 < facts.gpus < facts.local_size:
         notes.append(f"{facts.local_size} processes share {facts.gpus} GPU(s) on this node.")
@@ -226,5 +294,24 @@ def _notes(config: Config, facts: WorldFacts, engine: str | None) -> list[str]:
     if engine == "mpi" and facts.gpus and facts.size > 1:
         notes.append(
             "gradients go through host memory; `ktrainer horovod build` gives Horovod with NCCL."
+        )
+    return notes
+
+
+def _pipeline_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
+    """What slows a pipeline down."""
+    backend, notes = config.backend, list[str]()
+    if not isinstance(backend, PipelineConfig):
+        return notes
+    if min(batches) < backend.microbatches:
+        notes.append(
+            f"a replica's batch of {min(batches)} examples is less than "
+            f"backend.microbatches={backend.microbatches}: it is cut into so many as it has."
+        )
+    if backend.microbatches < backend.partitions:
+        notes.append(
+            f"backend.microbatches={backend.microbatches} is less than {backend.partitions} "
+            f"partitions: most of the time they wait for one another; {4 * backend.partitions} "
+            "is a good start."
         )
     return notes

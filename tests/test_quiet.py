@@ -35,6 +35,26 @@ def test_what_is_asked_for_is_said() -> None:
     assert _run(code, TF_CPP_MIN_LOG_LEVEL="0", TF_ENABLE_ONEDNN_OPTS="1").stderr != "heard"
 
 
+LOUD = "Trainer({'logging': {'tensorflow': True, 'progress': 'none'}})"
+
+
+def test_what_the_configuration_asks_for_is_said() -> None:
+    code = f"from ktrainer import Trainer\n{LOUD}\nimport os; os.write(2, b'heard')"
+    assert _run(code, TF_ENABLE_ONEDNN_OPTS="1").stderr != "heard"
+
+
+def test_what_the_configuration_asks_for_too_late_is_a_warning() -> None:
+    code = f"from ktrainer import Trainer\nimport keras\n{LOUD}"
+    assert "before the configuration was known" in _run(code, TF_ENABLE_ONEDNN_OPTS="1").stderr
+
+
+def test_processes_begin_with_what_the_user_has_set() -> None:
+    code = "import os; before = dict(os.environ); import ktrainer.quiet\n"
+    code += "print(os.environ != before, ktrainer.quiet.environment() == before)"
+    assert _run(f"import os; os.environ.pop('KERAS_BACKEND', None)\n{code}").stdout == "True True\n"
+    assert _run(code, TF_CPP_MIN_LOG_LEVEL="0", KERAS_BACKEND="tensorflow").stdout == "False True\n"
+
+
 def test_an_error_while_it_is_imported_is_not_lost(tmp_path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('broken')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ktrainer\n"

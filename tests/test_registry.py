@@ -32,7 +32,9 @@ def test_register_and_build():
     made = registry.build({"type": "seen_it", "size": 3})
     assert (type(made), made.size) == (Seen, 3)
     assert registry.build("SeenIt").size == 1
-    assert "seenit" in registry.names()
+    assert "seen_it" in registry.names()
+    with pytest.raises(ConfigError, match="Did you mean 'seen_it'"):
+        registry.check("seen_i")
 
 
 def test_functions_can_be_registered():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from ktrainer import Trainer
+from ktrainer import Callback, Trainer
 
 ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
 
@@ -51,11 +51,13 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(ROWS, 6)).astype("float32"), random.integers(0, 3, ROWS)
 
 
-def train(words: list[str]) -> tuple[dict[str, list[float]], list[bytes], int]:
+def train(
+    words: list[str], callbacks: Callable[[], list[Any]] = list, build: Any = model
+) -> tuple[dict[str, list[float]], list[bytes], int]:
     """History, the bits of all variables, and the step, after a `fit` as in a new process."""
     keras.utils.clear_session()
-    with Trainer(overrides=words) as trainer:
-        history = trainer.fit(model, data(), validation_data=data()).history
+    with Trainer(overrides=words, callbacks=callbacks()) as trainer:
+        history = trainer.fit(build, data(), validation_data=data()).history
         variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
         return history, [v.numpy().tobytes() for v in variables], trainer.progress.step
 
@@ -80,6 +82,65 @@ def test_ranks_go_on_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> No
         assert whole[2] == 15
 
 
+class Counts(Callback):
+    """A user's own: multiplies the rate by 0.9 at the end of every second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.ends += 1
+        if self.ends % 2 == 0:
+            optimizer = self.model.optimizer
+            optimizer.learning_rate = float(optimizer.learning_rate) * 0.9
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ends": self.ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ends = state["ends"]
+
+
+def plain_rate() -> keras.Model:
+    """The model with a rate that callbacks can change."""
+    it = model()
+    it.compile(keras.optimizers.SGD(0.05, momentum=0.9), it.loss, metrics=["accuracy"])
+    return it
+
+
+def plateau() -> list[Any]:
+    # Nothing is ever this much better: each epoch after the first one counts.
+    settings = {"monitor": "loss", "patience": 2, "min_delta": 100.0}
+    return [keras.callbacks.ReduceLROnPlateau(**settings, factor=0.5), Counts()]
+
+
+def early_stop() -> list[Any]:
+    return [
+        keras.callbacks.EarlyStopping(
+            "loss", patience=3, min_delta=100.0, restore_best_weights=True, start_from_epoch=1
+        )
+    ]
+
+
+@pytest.mark.parametrize("callbacks", [plateau, early_stop])
+@pytest.mark.parametrize("best", [None, "loss"])
+def test_an_epoch_that_was_cut_counts_once(
+    tmp_path: Path, callbacks: Callable[[], list[Any]], best: str | None
+) -> None:
+    more = {"checkpoint__every": "1ep", "trainer__epochs": 6, "trainer__accumulate": 1}
+    more |= {"checkpoint__best": best} if best else {}
+
+    def run(name: str, **limits: Any) -> Any:
+        words = settings(tmp_path / name, **more, **limits)
+        return train(words, callbacks, build=plain_rate)
+
+    for end in (14, 28):  # in the second epoch, and in the third
+        run("parts", trainer__max_steps=end)
+    assert run("parts") == run("whole")
+
+
 def test_a_run_that_was_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
     words = settings(tmp_path / "run", trainer__accumulate=1)
     _, _, step = train([*words, "trainer.max_time=0.01s"])
@@ -87,6 +148,13 @@ def test_a_run_that_was_out_of_time_goes_on_with_more(tmp_path: Path) -> None:
     history, _, step = train([*words, "trainer.max_time=1h"])
     assert step == 30
     assert len(history["loss"]) == 3
+
+
+def test_time_that_is_used_up_stays_used_up(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", trainer__accumulate=1)
+    _, _, step = train([*words, "trainer.max_time=0.01s"])
+    with pytest.warns(UserWarning, match="max_time, so there is nothing to do"):
+        assert train([*words, "trainer.max_time=0.01s"])[2] == step
 
 
 def test_a_stopped_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:

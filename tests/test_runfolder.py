@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from ktrainer.config import load_config
 from ktrainer.errors import SetupError
-from ktrainer.runfolder import library_versions, open_run_folder
+from ktrainer.runfolder import library_versions, of_fit, open_run_folder
 from ktrainer.world.base import SingleWorld
 
 
@@ -106,3 +107,17 @@ def test_secrets_are_not_saved(monkeypatch):
 def test_versions_name_what_is_here():
     found = library_versions()
     assert {"python", "platform", "numpy", "omegaconf"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "second"),
+    [
+        ("metrics.csv", "metrics-2.csv"),
+        ("throughput.jsonl", "throughput-2.jsonl"),
+        ("checkpoints", "checkpoints-2"),
+        ("model.v1", "model.v1-2"),
+    ],
+)
+def test_what_each_fit_writes_has_a_name_of_its_own(name: str, second: str) -> None:
+    assert of_fit(Path("run", name), 1) == Path("run", name)
+    assert of_fit(Path("run", name), 2) == Path("run", second)

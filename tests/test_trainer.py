@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from keras import layers
 
-from ktrainer import Callback, ConfigError, ModelError, Trainer
+from ktrainer import Callback, ConfigError, DataError, ModelError, Trainer
 from tests.small import BATCH, Watch, build, data, fit, trainer
 
 # The other calls
@@ -91,6 +92,45 @@ def test_the_run_folder_says_what_ran(tmp_path: Path) -> None:
         assert {"config.yaml", "config.diff.yaml", "versions.json"} <= set(os.listdir(it.run_dir))
 
 
+def test_each_fit_has_files_of_its_own(tmp_path: Path) -> None:
+    settings = {"logging__csv": "true", "logging__tensorboard": "true", "checkpoint__every": "1ep"}
+    with trainer(run__dir=tmp_path / "run", trainer__epochs=2, **settings) as it:
+        for _ in range(2):
+            it.fit(build, data())
+    names = ("metrics{}.csv", "throughput{}.jsonl", "tensorboard{}", "checkpoints{}")
+    ours = {name.format(number) for name in names for number in ("", "-2")}
+    assert ours <= set(os.listdir(tmp_path / "run"))
+    for number in ("", "-2"):
+        table = (tmp_path / "run" / f"metrics{number}.csv").read_text().splitlines()
+        assert [line.split(",")[:3] for line in table[1:]] == [
+            ["epoch", "1", "6"],
+            ["epoch", "2", "12"],
+        ]
+        lines = (tmp_path / "run" / f"throughput{number}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
+
+
+def test_a_fit_that_is_refused_does_not_count(tmp_path: Path) -> None:
+    x, y = data()
+    with trainer(run__dir=tmp_path / "run", checkpoint__every="1ep") as it:
+        with pytest.raises(DataError):
+            it.fit(build, (x, y[:3]))
+        it.fit(build, (x, y))
+        assert it.fits == 1
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000006"]
+
+
+def test_a_checkpoint_to_go_on_from_is_for_the_first_fit(tmp_path: Path) -> None:
+    with trainer(run__dir=tmp_path / "run", checkpoint__every="1ep") as it:
+        it.fit(build, data())
+    settings = {"checkpoint__resume": tmp_path / "run", "trainer__epochs": 2}
+    with trainer(run__dir=tmp_path / "more", **settings) as it:
+        it.fit(build, data())
+        assert it.progress.step == 12
+        with pytest.warns(UserWarning, match="number 2, which begins with the model as it is"):
+            assert len(it.fit(build, data()).history["loss"]) == 2
+
+
 def test_the_run_folder_is_made_even_if_nothing_else_writes(tmp_path: Path) -> None:
     fit(run__dir=tmp_path / "run")
     assert (tmp_path / "run" / "config.yaml").exists()
@@ -161,7 +201,8 @@ def test_what_is_not_a_model(model: Any) -> None:
             "accumulate",
         ),
         ({"backend": "dataparallel"}, "backend", "data_parallel"),
-        ({"backend": {"name": "pipeline", "partitions": 2}}, "backend", "not part of this version"),
+        ({"backend": "tf_distribute"}, "backend", "not part of this version"),
+        ({"backend": {"name": "pipeline", "partitions": 2}}, "backend.partitions", "launch -n 2"),
         ({"callbacks": {"mine": {"type": "nobody_registered_this"}}}, "callbacks", "nobody"),
     ],
     ids=str,

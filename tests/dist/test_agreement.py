@@ -92,6 +92,43 @@ def test_validation_data_on_one_rank_only_is_found(ranks: Callable[..., Any]) ->
         assert "validation data" in str(outcome.error)
 
 
+def _another_kind() -> None:
+    import tensorflow as tf
+
+    from ktrainer.world import current
+
+    data = vectors()
+    if current().rank:
+        data = tf.data.Dataset.from_tensor_slices(data).batch(32)
+    with make_trainer(world__deadline=20) as trainer:
+        trainer.fit(small_model, data)
+
+
+def test_another_kind_of_data_is_found(ranks: Callable[..., Any]) -> None:
+    for outcome in ranks(3).outcomes(_another_kind):
+        assert isinstance(outcome.error, DivergenceError), outcome
+        assert "rank 0: arrays; ranks 1, 2: tf.data.Dataset" in str(outcome.error)
+
+
+def _over_other_data(what: str) -> None:
+    from ktrainer.world import current
+
+    x, y = vectors()
+    with make_trainer(world__deadline=20) as trainer:
+        rows = len(x) - 64 * current().rank
+        if what == "evaluate":
+            trainer.evaluate(small_model, (x[:rows], y[:rows]))
+        else:
+            trainer.predict(small_model, x[:rows])
+
+
+@pytest.mark.parametrize("what", ["evaluate", "predict"])
+def test_other_data_to_evaluate_or_predict_is_found(ranks: Callable[..., Any], what: str) -> None:
+    for outcome in ranks(2).outcomes(_over_other_data, what):
+        assert isinstance(outcome.error, DivergenceError), outcome
+        assert "given/x" in str(outcome.error)
+
+
 def _drift() -> None:
     import keras
 

@@ -1,0 +1,67 @@
+"""Evaluation and prediction: one pass over a feed with the weights left as they are."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from ktrainer.callbacks.metrics import global_results
+from ktrainer.errors import DataError
+from ktrainer.steps import Steps
+
+if TYPE_CHECKING:
+    from ktrainer.feed import Feed
+
+
+def evaluate(
+    program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
+) -> dict[str, Any]:
+    """Loss and metrics over all of `feed`, over all ranks."""
+    model = program.model
+    program.build(feed.spec, training=False)
+    model.stop_evaluating = False
+    callbacks.on_test_begin()
+    model.reset_metrics()
+    logs: Any = {}
+    examples = 0
+    shares = feed.epoch(0)
+    with closing(shares):  # type: ignore[type-var]
+        for batch, share in enumerate(shares):
+            program.build(feed.spec, training=False)
+            callbacks.on_test_batch_begin(batch)
+            logs = program.test(share)
+            examples += share.examples if program.counts_metrics else 0
+            callbacks.on_test_batch_end(batch, logs)
+            if world.any(model.stop_evaluating, "stop evaluating"):
+                break
+    if not logs:
+        raise DataError("the data to evaluate on has no batches")
+    results = global_results(model.metrics, world, logs=logs, examples=examples)
+    callbacks.on_test_end(results)
+    return results
+
+
+def predict(program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any) -> Any:
+    """The model's outputs for all of `feed`, in order, on every rank."""
+    callbacks.on_predict_begin()
+    batches = []
+    shares = feed.epoch(0)
+    with closing(shares):  # type: ignore[type-var]
+        for batch, share in enumerate(shares):
+            callbacks.on_predict_batch_begin(batch)
+            batches.append(program.predict(share))
+            callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
+    callbacks.on_predict_end()
+    mine = batches if program.counts_metrics else None
+    ranks = [each for each in world.allgather(mine, "outputs of predict") if each is not None]
+    in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
+    if not in_order:
+        raise DataError("predict was given no data")
+    return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
+
+
+def _concatenate(parts: Any) -> Any:
+    return np.concatenate(parts, axis=0)
