@@ -9,12 +9,14 @@
 # Horovod's wheel is kept in ~/.cache/ktrainer/wheels, for other checkouts too.
 #
 # Variables: PYTHON (which interpreter makes .venv), TENSORFLOW=cpu|gpu, ARGS (more key=value for
-# the example), PYTEST_ARGS (more for pytest).
+# the example), PYTEST_ARGS (more for pytest), WORKERS (test files that run side by side; most
+# tests use one core).
 
 PYTHON ?= python3
 TENSORFLOW ?= cpu
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
@@ -42,7 +44,7 @@ horovod: setup
 	@$(BIN)/ktrainer horovod build
 
 test: setup horovod
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,0 +1,221 @@
+"""What a pipeline gains: two stages, two processes, against one process with one thread.
+
+    ktrainer launch -n 2 benchmarks/pipeline_step.py
+    mpirun -n 2 python benchmarks/pipeline_step_torch.py    # the same with PyTorch's pipelines
+
+Two models: 8 dense layers of 1024 on 256 examples, and a transformer of 4 blocks (width 256,
+sequences of 64) on 64. "single" is rank 0 alone, while the others wait: gradients of the same M
+microbatches added up, one compiled function a microbatch, one update. "pipeline" is a step as the
+Trainer runs it, metrics and update included. Both take turns in one run, one thread a process, so
+that the ratios hold on a noisy machine. Efficiency is single / (P x pipeline); the ideal, for
+stages of equal cost and transfers that take no time, is M / (M + P - 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import ktrainer  # before TensorFlow, to keep its log quiet
+
+# isort: split
+import keras
+import tensorflow as tf
+
+from ktrainer.feed.share import bounds
+from ktrainer.steps import StepOptions
+from ktrainer.world import World, open_world
+
+WIDTH, DEPTH, MODEL_WIDTH, BLOCKS, SEQUENCE, TOKENS = 1024, 8, 256, 4, 64, 256
+
+
+@dataclass
+class Share:
+    batch: tuple[tf.Tensor, tf.Tensor]
+    examples: int
+    global_examples: int
+
+
+def dense() -> keras.Model:
+    hidden = [keras.layers.Dense(WIDTH, activation="relu") for _ in range(DEPTH)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(10)])
+    return compiled(model)
+
+
+def transformer() -> keras.Model:
+    tokens = keras.Input((SEQUENCE,), dtype="int32")
+    x = keras.layers.Embedding(TOKENS, MODEL_WIDTH)(tokens)
+    for _ in range(BLOCKS):
+        normed = keras.layers.LayerNormalization()(x)
+        attention = keras.layers.MultiHeadAttention(4, MODEL_WIDTH // 4)
+        x = x + attention(normed, normed, use_causal_mask=True)
+        hidden = keras.layers.Dense(4 * MODEL_WIDTH, "relu")(keras.layers.LayerNormalization()(x))
+        x = x + keras.layers.Dense(MODEL_WIDTH)(hidden)
+    return compiled(keras.Model(tokens, keras.layers.Dense(TOKENS)(x)))
+
+
+def compiled(model: keras.Model) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
+def dense_batch() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.random((256, WIDTH), dtype=np.float32), random.integers(0, 10, 256)
+
+
+def transformer_batch() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, TOKENS, (2, 64, SEQUENCE))
+    return x.astype(np.int32), y
+
+
+CASES = {"dense": (dense, dense_batch), "transformer": (transformer, transformer_batch)}
+
+
+def single(
+    build: Callable[[], keras.Model], batch: tuple[tf.Tensor, tf.Tensor], microbatches: int
+) -> Callable[[], Any]:
+    """A step of one process: the gradients of the microbatches, added up; one update."""
+    model, rows = build(), int(batch[0].shape[0])
+    trained = model.trainable_variables
+    model.optimizer.build(trained)
+    sums = [tf.Variable(tf.zeros(v.shape, v.dtype)) for v in trained]
+
+    @tf.function
+    def add_gradients(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(x, y, model(x, training=True))
+        gradients = tape.gradient(loss, [v.value for v in trained])
+        for total, gradient in zip(sums, gradients, strict=True):
+            total.assign_add(tf.convert_to_tensor(gradient) / microbatches)
+        return loss / microbatches
+
+    @tf.function
+    def update() -> None:
+        model.optimizer.apply([tf.convert_to_tensor(total) for total in sums], trained)
+        for total in sums:
+            total.assign(tf.zeros_like(total))
+
+    parts = [slice(*bounds(rows, part, microbatches)) for part in range(microbatches)]
+
+    def step() -> float:
+        losses = [add_gradients(batch[0][part], batch[1][part]) for part in parts]
+        update()
+        return sum(map(float, losses))
+
+    return step
+
+
+def pipeline(
+    build: Callable[[], keras.Model],
+    batch: tuple[tf.Tensor, tf.Tensor],
+    microbatches: int,
+    args: argparse.Namespace,
+    world: World,
+) -> Callable[[], Any]:
+    """A step of the Trainer's pipeline."""
+    rows = int(batch[0].shape[0])
+    backend = {
+        "name": "pipeline",
+        "partitions": world.size,
+        "microbatches": microbatches,
+        "schedule": args.schedule,
+        "chunks": args.chunks,
+        "costs": args.costs,
+    }
+    trainer = ktrainer.Trainer(
+        {"backend": backend, "data": {"batch_size": rows}, "world": {"threads": 1}}
+    )
+    program = trainer.backend.prepare(trainer.backend.build_model(build), StepOptions())
+    program.build(tuple(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch))
+    share = Share(batch, rows, rows)
+    return lambda: program.train([share])["loss"]
+
+
+def measure(
+    steps: dict[str, Callable[[], Any]], args: argparse.Namespace, world: World
+) -> dict[str, list[float]]:
+    """Milliseconds a step of each, by round; "single" runs on rank 0 alone."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(args.rounds + 1):
+        for name, step in steps.items():
+            world.barrier()
+            start = time.perf_counter()
+            for _ in range(args.steps if world.is_root or name != "single" else 0):
+                step()
+            if name != "single":
+                world.barrier()
+            if round_:  # the first compiles
+                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    world.barrier()
+    return times
+
+
+def pin(rank: int) -> None:
+    """Keep this process on one core of its own, if there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=5, help="steps a round")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--costs", default="flops")
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    world = open_world()
+    if args.pin:
+        pin(world.rank)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    size = world.size
+    if world.is_root:
+        print(f"ktrainer {ktrainer.__version__}, {args.schedule}, {size} processes of one thread")
+        print(HEADER)
+    for name in args.models:
+        build, make_batch = CASES[name]
+        batch = tuple(map(tf.constant, make_batch()))
+        for count in args.microbatches:
+            steps: dict[str, Callable[[], Any]] = {"single": lambda: None}
+            if world.is_root:
+                keras.utils.set_random_seed(0)  # as the Trainer does: the same weights
+                steps["single"] = single(build, batch, count)
+            steps["pipeline"] = pipeline(build, batch, count, args, world)
+            loss = steps["pipeline"]()
+            if world.is_root:
+                np.testing.assert_allclose(steps["single"](), loss, rtol=1e-4)
+            times = measure(steps, args, world)
+            if world.is_root:
+                print(row(name, count, size, times), flush=True)
+
+
+HEADER = "model         M  single ms  pipeline ms  speed-up  efficiency  ideal  of ideal"
+
+
+def row(name: str, microbatches: int, size: int, times: dict[str, list[float]]) -> str:
+    """Medians; the ratio is the median of the rounds' ratios."""
+    ratios = [s / p for s, p in zip(times["single"], times["pipeline"], strict=True)]
+    speedup, ideal = statistics.median(ratios), microbatches / (microbatches + size - 1)
+    medians = [statistics.median(times[kind]) for kind in ("single", "pipeline")]
+    return (
+        f"{name:12s} {microbatches:2d} {medians[0]:10.1f} {medians[1]:12.1f} {speedup:9.2f} "
+        f"{speedup / size:11.3f} {ideal:6.3f} {speedup / size / ideal:9.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
