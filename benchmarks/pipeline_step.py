@@ -14,9 +14,6 @@ stages of equal cost and transfers that take no time, is M / (M + P - 1).
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +25,23 @@ import ktrainer  # before TensorFlow, to keep its log quiet
 # isort: split
 import keras
 import tensorflow as tf
+from pipeline_table import (
+    BLOCKS,
+    DEPTH,
+    HEADER,
+    MODEL_WIDTH,
+    SEQUENCE,
+    TOKENS,
+    WIDTH,
+    arguments,
+    measure,
+    pin,
+    row,
+)
 
 from ktrainer.feed.share import bounds
 from ktrainer.steps import StepOptions
 from ktrainer.world import World, open_world
-
-WIDTH, DEPTH, MODEL_WIDTH, BLOCKS, SEQUENCE, TOKENS = 1024, 8, 256, 4, 64, 256
 
 
 @dataclass
@@ -141,41 +149,11 @@ def pipeline(
     return lambda: program.train([share])["loss"]
 
 
-def measure(
-    steps: dict[str, Callable[[], Any]], args: argparse.Namespace, world: World
-) -> dict[str, list[float]]:
-    """Milliseconds a step of each, by round; "single" runs on rank 0 alone."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 1):
-        for name, step in steps.items():
-            world.barrier()
-            start = time.perf_counter()
-            for _ in range(args.steps if world.is_root or name != "single" else 0):
-                step()
-            if name != "single":
-                world.barrier()
-            if round_:  # the first compiles
-                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
-    world.barrier()
-    return times
-
-
-def pin(rank: int) -> None:
-    """Keep this process on one core of its own, if there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="steps a round")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
+    parser = arguments(__doc__, [*CASES])
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--costs", default="flops")
-    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     world = open_world()
     if args.pin:
@@ -198,23 +176,9 @@ def main() -> None:
             loss = steps["pipeline"]()
             if world.is_root:
                 np.testing.assert_allclose(steps["single"](), loss, rtol=1e-4)
-            times = measure(steps, args, world)
+            times = measure(steps, args, world.rank, world.barrier)
             if world.is_root:
                 print(row(name, count, size, times), flush=True)
-
-
-HEADER = "model         M  single ms  pipeline ms  speed-up  efficiency  ideal  of ideal"
-
-
-def row(name: str, microbatches: int, size: int, times: dict[str, list[float]]) -> str:
-    """Medians; the ratio is the median of the rounds' ratios."""
-    ratios = [s / p for s, p in zip(times["single"], times["pipeline"], strict=True)]
-    speedup, ideal = statistics.median(ratios), microbatches / (microbatches + size - 1)
-    medians = [statistics.median(times[kind]) for kind in ("single", "pipeline")]
-    return (
-        f"{name:12s} {microbatches:2d} {medians[0]:10.1f} {medians[1]:12.1f} {speedup:9.2f} "
-        f"{speedup / size:11.3f} {ideal:6.3f} {speedup / size / ideal:9.3f}"
-    )
 
 
 if __name__ == "__main__":

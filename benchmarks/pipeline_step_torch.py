@@ -10,13 +10,24 @@ both on the same idle machine.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
+
+from pipeline_table import (
+    BLOCKS,
+    DEPTH,
+    HEADER,
+    MODEL_WIDTH,
+    SEQUENCE,
+    TOKENS,
+    WIDTH,
+    arguments,
+    measure,
+    pin,
+    row,
+)
 
 try:
     import torch
@@ -26,9 +37,7 @@ try:
 except ImportError as error:
     sys.exit(f"this benchmark needs PyTorch ({error}): pip install torch, in its CPU build.")
 
-WIDTH, DEPTH, MODEL_WIDTH, BLOCKS, SEQUENCE, TOKENS = 1024, 8, 256, 4, 64, 256
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-HEADER = "model         M  single ms  pipeline ms  speed-up  efficiency  ideal  of ideal"
 
 
 class Block(nn.Module):
@@ -125,43 +134,9 @@ def pipeline(
     return step
 
 
-def measure(
-    steps: dict[str, Callable[[], Any]], args: argparse.Namespace, rank: int
-) -> dict[str, list[float]]:
-    """Milliseconds a step of each, by round; "single" runs on rank 0 alone."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(args.rounds + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(args.steps if rank == 0 or name != "single" else 0):
-                step()
-            if name != "single":
-                dist.barrier()
-            if round_:
-                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
-    dist.barrier()
-    return times
-
-
-def row(name: str, microbatches: int, size: int, times: dict[str, list[float]]) -> str:
-    ratios = [s / p for s, p in zip(times["single"], times["pipeline"], strict=True)]
-    speedup, ideal = statistics.median(ratios), microbatches / (microbatches + size - 1)
-    medians = [statistics.median(times[kind]) for kind in ("single", "pipeline")]
-    return (
-        f"{name:12s} {microbatches:2d} {medians[0]:10.1f} {medians[1]:12.1f} {speedup:9.2f} "
-        f"{speedup / size:11.3f} {ideal:6.3f} {speedup / size / ideal:9.3f}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=5, help="steps a round")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--models", nargs="+", default=[*CASES], choices=[*CASES])
+    parser = arguments(__doc__, [*CASES])
     parser.add_argument("--schedule", default="1f1b", choices=[*SCHEDULES])
-    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
@@ -171,8 +146,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     if args.pin:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+        pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
     if rank == 0:
@@ -185,7 +159,7 @@ def main() -> None:
             batch = make_batch()
             steps = {"pipeline": pipeline(build(), batch, count, args.schedule, rank, size)}
             steps["single"] = single(build(), batch, count)
-            times = measure(steps, args, rank)
+            times = measure(steps, args, rank, dist.barrier)
             if rank == 0:
                 print(row(name, count, size, times), flush=True)
     dist.destroy_process_group()
