@@ -84,8 +84,8 @@ def _show_pipeline(
 ) -> None:
     """Stages, what crosses the cuts, the schedule, and what they come to."""
     from ktrainer.backends.pipeline.head import check_steps
+    from ktrainer.backends.pipeline.optimizer_memory import state_factor
     from ktrainer.backends.pipeline.planning import plan_stages
-    from ktrainer.preview.optimizer import state_factor
 
     check_steps(model)
     batch = max(1, share // backend.microbatches)
@@ -216,7 +216,7 @@ def _rows(data: Any) -> int | None:
 
 
 def _state(model: Any) -> int:
-    from ktrainer.preview.optimizer import state_factor
+    from ktrainer.backends.pipeline.optimizer_memory import state_factor
 
     factor = state_factor(model.optimizer)
     trained = {id(v) for v in model.trainable_variables}

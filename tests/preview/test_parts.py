@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ET
 import keras
 import pytest
 
+from ktrainer.backends.pipeline.optimizer_memory import state_factor
 from ktrainer.backends.pipeline.partition import NodeFacts, Settings, partition
 from ktrainer.backends.pipeline.schedule import make_schedule
 from ktrainer.backends.pipeline.simulate import Costs, simulate
-from ktrainer.preview.optimizer import state_factor
 from ktrainer.preview.picture import svg
 from ktrainer.preview.report import stage_costs
 from ktrainer.preview.text import bytes_text, grid_text, table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -29,7 +30,7 @@ class Microbatch:
     rows: int
     weight: float
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[Any, ...]:
         """Shapes and types of its leaves: what a stage is compiled for."""
         return shapes_of(self.data)

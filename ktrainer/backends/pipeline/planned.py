@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from ktrainer.backends.pipeline.costs import node_costs
 from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
@@ -17,6 +15,7 @@ from ktrainer.backends.pipeline.graph import trace
 from ktrainer.backends.pipeline.head import check_steps
 from ktrainer.backends.pipeline.manual import stages_by_name
 from ktrainer.backends.pipeline.nodes import Graph
+from ktrainer.backends.pipeline.optimizer_memory import state_factor
 from ktrainer.backends.pipeline.placing import (
     build_optimizer,
     holders_of,
@@ -101,17 +100,16 @@ class PlannedModel:
         config, model = self.config, self.model
         _refuse_synchronized(model, self.layout.replicas)
         with deferred():
-            first = trace(model, inputs, training=True)
-            slots = build_optimizer(model)
             self.plan = plan_stages(
                 model,
                 inputs,
                 config,
                 microbatches=config.microbatches,
                 batch=self._batch,
-                state_factor=state_factor(model),
-                costs=self._profiled(first),
+                state_factor=state_factor(optimizer_of(model)),
+                costs=self._profiled(inputs),
             )
+            slots = build_optimizer(model)
             inference = trace(model, inputs, training=False)
         self._cut(self.plan.graph, inference)
         self.compiled_for = (optimizer_of(model), tuple(model.trainable_variables))
@@ -165,10 +163,11 @@ class PlannedModel:
                 found.setdefault(first[id(variable)], []).append(variable)
         return dict(found)
 
-    def _profiled(self, graph: Graph) -> list[float] | None:
+    def _profiled(self, inputs: Any) -> list[float] | None:
         """Measured costs, those of rank 0 on all ranks; None where costs are counted."""
         if self.config.costs != "profile":
             return None
+        graph = trace(self.model, inputs, training=True)  # on all ranks: it makes names
         measured = None
         if self.world.is_root:
             measured = node_costs(graph, "profile", batch=self._batch)
@@ -182,15 +181,3 @@ def _refuse_synchronized(model: Any, replicas: int) -> None:
                 f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not meet in "
                 "the forward pass; leave it out, or train with backend=data_parallel"
             )
-
-
-def state_factor(model: Any) -> float:
-    """Bytes in memory for each byte of a weight: itself, its gradient, its optimizer slots."""
-    weights = sum(_bytes(v) for v in model.trainable_variables)
-    optimizer = optimizer_of(model)
-    slots = sum(_bytes(v) for v in optimizer.variables) if optimizer is not None else 0
-    return 2 + slots / weights if weights else 2.0
-
-
-def _bytes(variable: Any) -> int:
-    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)

@@ -104,7 +104,7 @@ class Post:
 
     def tell(self, value: Any, partition: int, what: str) -> None:
         """Send a picklable object to another partition of this replica; less than 2 GiB."""
-        self._wait(self._comm.isend(value, partition, _AGREE), f"{what} to {partition}")
+        self._wait(self._comm.isend(value, partition, _AGREE), f"{what} to {self._who(partition)}")
 
     def hear(self, partition: int, what: str) -> Any:
         """The object that another partition tells.

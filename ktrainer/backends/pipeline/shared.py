@@ -72,11 +72,14 @@ class SharedGradients:
 def densify(variable: Any, slices: Slices, sums: GradientSums) -> None:
     """Where one stage has slices and another in the same process a dense gradient: one sum."""
     if sums.has(variable) and id(variable) in slices:
-        pairs = slices.pop(id(variable))
-        values, indices = tf.concat(pairs[0::2], 0), tf.concat(pairs[1::2], 0)
-        sums.of(variable).assign_add(
-            tf.convert_to_tensor(tf.IndexedSlices(values, indices, variable.shape))
-        )
+        gradient = tf.IndexedSlices(*joined(slices.pop(id(variable))), variable.shape)
+        sums.of(variable).assign_add(tf.convert_to_tensor(gradient))
+
+
+def joined(pairs: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
+    """The slices of all microbatches as one: repeated indices stay apart, because Keras'
+    adaptive optimizers square each slice on its own."""
+    return tf.concat(list(pairs[0::2]), 0), tf.concat(list(pairs[1::2]), 0)
 
 
 def _sum(variable: Any, gradients: Sequence[Any]) -> Any:

@@ -66,14 +66,7 @@ class Arguments:
 
     def flat(self) -> list[Any]:
         """All of them, in order."""
-        return [
-            *self.trainable,
-            *self.state,
-            *self.received,
-            *self.data,
-            *self.scalars,
-            *self.denominators,
-        ]
+        return [value for item in fields(self) for value in getattr(self, item.name)]
 
     def like(self, values: Sequence[Any]) -> Arguments:
         """`values`, flat, sorted as these are."""

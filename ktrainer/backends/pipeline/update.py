@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 
+from ktrainer.backends.pipeline.shared import joined
 from ktrainer.backends.pipeline.sums import GradientSums
 from ktrainer.steps import StepOptions, optimizers_of
 from ktrainer.steps.context import StepContext
@@ -62,7 +63,7 @@ class StageUpdate:
             weight: this replica's part of the update's examples.
         """
         sparse = [v for v in self.variables if id(v) in slices and id(v) not in dense]
-        parts = [_joined(slices[id(v)]) for v in sparse]
+        parts = [joined(slices[id(v)]) for v in sparse]
         key = (tuple(map(id, sparse)), tuple(sorted(dense)))
         if key not in self._functions:
             self._functions[key] = tf.function(
@@ -103,7 +104,7 @@ class StageUpdate:
             weight,
             self.replicas,
             # Gradients are weighted already; those of a stand-in are not looked at.
-            gradient_weight=tf.cast(weight > 0, tf.float64) * self._factor(),
+            gradient_weight=tf.cast(weight > 0, tf.float64),
             hooks=(*map(_unless_empty, self.options.hooks), self._clip, self._join),
         )
         gradients = []
@@ -117,10 +118,6 @@ class StageUpdate:
         optimizer = self.model.optimizer
         with seams(context, optimizers_of(self.model)), self._over_stages(), _one_by_one(optimizer):
             optimizer.apply(gradients, self.variables)
-
-    def _factor(self) -> float:
-        several = self.replicas is not None and not self.options.average
-        return float(self.replicas.size) if several and self.replicas is not None else 1.0
 
     def _clip(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         limit = self.options.clip.global_norm
@@ -220,9 +217,3 @@ def _unless_empty(hook: Any) -> Any:
 
 def _values(gradient: Any) -> tf.Tensor:
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def _joined(pairs: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-    """The slices of all microbatches as one: repeated indices stay apart, because Keras'
-    adaptive optimizers square each slice on its own."""
-    return tf.concat(list(pairs[0::2]), 0), tf.concat(list(pairs[1::2]), 0)
