@@ -76,14 +76,17 @@ class DeadlineExceeded(WorldError):
         step: its global step.
         operation: what it waited for.
         seconds: how long it waited.
+        others: sentences on what the other ranks are doing, where that is known.
     """
 
-    def __init__(self, rank: int, step: int, operation: str, seconds: float) -> None:
+    def __init__(
+        self, rank: int, step: int, operation: str, seconds: float, others: str = ""
+    ) -> None:
         self.rank, self.step, self.operation, self.seconds = rank, step, operation, seconds
+        others = others or "One of them has stopped, died, or taken another path."
         super().__init__(
             f"rank {rank} waited {seconds:g} s at step {step} in {operation!r} for other ranks. "
-            "One of them has stopped, died, or taken another path. If steps are really that long, "
-            "raise world.deadline."
+            f"{others} If steps are really that long, raise world.deadline."
         )
 
 

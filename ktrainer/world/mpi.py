@@ -17,6 +17,7 @@ from mpi4py import MPI
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.mpi_group import MpiGroup
+from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, report
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
 
@@ -32,6 +33,7 @@ class MpiWorld(MpiComm):
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
         super().__init__(MPI.COMM_WORLD.Dup())
+        self._roll_call = RollCall(self.comm)
         _end_all_with_this_rank()
 
     def group(self, ranks: Sequence[int], name: str) -> MpiGroup:
@@ -55,11 +57,15 @@ class MpiWorld(MpiComm):
 
     def wait(self, request: Any, what: str) -> None:
         start = time.monotonic()
+        look = LOOK_SECONDS
         try:
             while not request.Test():
                 waited = time.monotonic() - start
                 if waited > self.deadline:
-                    raise DeadlineExceeded(self.rank, self.step, what, self.deadline)
+                    raise self._late(what)
+                if waited > look:
+                    look = waited + LOOK_SECONDS
+                    self._roll_call.answer(self._doing(what))
                 if waited > _SPIN_SECONDS:
                     time.sleep(50e-6)
                 else:
@@ -68,6 +74,21 @@ class MpiWorld(MpiComm):
             raise PeerLost(
                 f"rank {self.rank} lost a peer at step {self.step} in {what!r}: {error}"
             ) from error
+
+    def close(self) -> None:
+        if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._roll_call.close()
+        super().close()
+
+    def _late(self, what: str) -> DeadlineExceeded:
+        """The error of a wait that took too long; says what the other ranks are doing."""
+        seconds = min(ANSWER_SECONDS, self.deadline)
+        answers = self._roll_call.ask(self._doing(what), seconds)
+        others = report(self.size, self.rank, answers)
+        return DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
+
+    def _doing(self, what: str) -> str:
+        return f"at step {self.step} in {what!r}"
 
 
 def _check_groups(every: Sequence[tuple[int, ...]]) -> None:

@@ -63,6 +63,36 @@ def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path) -> 
     assert "RuntimeError: a stage that fails on purpose" in done.stderr
 
 
+def _late_between_steps() -> None:
+    import time
+
+    import keras
+
+    from ktrainer import Trainer
+
+    class Sleeps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trainer.world.deadline = 2.0  # the first batch compiled
+            if batch == 1 and trainer.world.rank == 1:
+                time.sleep(6)
+
+    def build() -> Any:
+        model = keras.Sequential([keras.Input((6,)), *map(keras.layers.Dense, (8, 8, 3))])
+        model.compile("sgd", classes())
+        return model
+
+    words = [*WORDS, "backend.costs=uniform", *QUIET]
+    with Trainer(overrides=words, callbacks=[Sleeps()]) as trainer:
+        trainer.fit(build, data_of("plain", 64))
+
+
+def test_a_stage_that_is_late_between_steps_is_named(ranks: Callable[..., Any]) -> None:
+    first, _ = ranks(2).outcomes(_late_between_steps)
+    assert isinstance(first.error, DeadlineExceeded), first
+    assert "at step 2" in str(first.error)
+    assert "No answer from rank 1" in str(first.error)
+
+
 def _stop_one(pid_file: str) -> None:
     import keras
     import tensorflow as tf
@@ -70,6 +100,10 @@ def _stop_one(pid_file: str) -> None:
     from ktrainer import Trainer
 
     calls = []
+
+    class Deadline(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trainer.world.deadline = 5.0  # the first batch compiled
 
     def stop_at_the_fifth(x: Any) -> Any:
         calls.append(x)
@@ -90,7 +124,7 @@ def _stop_one(pid_file: str) -> None:
 
     stages = "backend.stages={0: dense, 1: 'dense_.*|stops'}"
     try:
-        with Trainer(overrides=[*WORDS, *QUIET, stages, "world.deadline=5"]) as trainer:
+        with Trainer(overrides=[*WORDS, *QUIET, stages], callbacks=[Deadline()]) as trainer:
             trainer.fit(build, data_of("plain", 64))
     finally:
         if trainer.world.rank == 0:

@@ -87,4 +87,7 @@ def test_a_wait_for_a_late_rank_ends_in_time(
         assert isinstance(error, DeadlineExceeded), outcome
         assert (error.rank, error.step, error.operation) == (outcome.rank, 7, operation)
         assert f"rank {outcome.rank} waited 0.5 s at step 7 in {operation!r}" in str(error)
+        if kind == "mpi":
+            assert "No answer from rank 1: stopped, died, or busy" in str(error)
+            assert f"Waiting at step 7 in {operation!r}: rank {2 - outcome.rank}." in str(error)
         assert DEADLINE <= outcome.seconds < collectives.LATE * DEADLINE

@@ -1,0 +1,85 @@
+"""Who is missing: when a wait has taken too long, ask all ranks what they are doing.
+
+A rank that waits looks for such questions now and then and says what it waits for, and at which
+step. One that computes, has stopped, hangs or died says nothing, so it is the one to look at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from mpi4py import MPI
+
+_ASK, _ANSWER = 0, 1
+LOOK_SECONDS = 0.1  # how often a rank that waits looks for questions
+ANSWER_SECONDS = 2.0  # how long to wait for answers: the machine may be busy
+
+
+class RollCall:
+    """Questions and answers over a communicator that is used for nothing else.
+
+    Args:
+        comm: of all ranks; it is duplicated.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm.Dup()
+        self._asked = 0
+        self._sent: list[MPI.Request] = []  # a request that is let go of may lose its message
+
+    def answer(self, doing: str) -> None:
+        """Answer the questions that have come, if any. Any thread may call this."""
+        # Matched probes: another thread of this rank cannot take the message in between.
+        while question := self._comm.improbe(MPI.ANY_SOURCE, _ASK):
+            rank, number = question.recv()
+            self._sent.append(self._comm.isend((self._comm.rank, number, doing), rank, _ANSWER))
+
+    def ask(self, doing: str, seconds: float) -> dict[int, str]:
+        """What the other ranks are doing; those that are not there do not answer.
+
+        Args:
+            doing: what this one does: others may ask at the same time.
+            seconds: how long to wait for answers, at most.
+        """
+        self._asked += 1
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        for rank in others:
+            self._sent.append(self._comm.isend((self._comm.rank, self._asked), rank, _ASK))
+        answers: dict[int, str] = {}
+        end = time.monotonic() + seconds
+        while len(answers) < len(others) and time.monotonic() < end:
+            self.answer(doing)
+            while message := self._comm.improbe(MPI.ANY_SOURCE, _ANSWER):
+                rank, number, theirs = message.recv()
+                if number == self._asked:
+                    answers[rank] = theirs
+            time.sleep(0.01)
+        return answers
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
+    """The answers as sentences for an error message: who is missing first.
+
+    Args:
+        size: how many ranks there are.
+        rank: the one that asked.
+        answers: what each other rank said.
+    """
+    missing = [r for r in range(size) if r != rank and r not in answers]
+    sentences = []
+    if missing:
+        sentences.append(
+            f"No answer from {_ranks(missing)}: stopped, died, or busy with something else."
+        )
+    for doing in sorted(set(answers.values())):
+        said = [r for r in sorted(answers) if answers[r] == doing]
+        sentences.append(f"Waiting {doing}: {_ranks(said)}.")
+    return " ".join(sentences)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
