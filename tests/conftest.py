@@ -30,9 +30,10 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def ranks(pool: Pool) -> Callable[..., Ranks]:
+def ranks(pool: Pool) -> Iterator[Callable[..., Ranks]]:
     """`ranks(3)` is a group of three real MPI processes: `ranks(3).run(function, *args)`."""
-    return pool.ranks
+    yield pool.ranks
+    pool.pause()
 
 
 @pytest.fixture(autouse=True)

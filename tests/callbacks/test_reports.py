@@ -127,6 +127,7 @@ def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr("ktrainer.callbacks.progress.REFRESH_SECONDS", 0.0)  # draw every step
     x, y = data(20)
     callback = RichProgress()
     fit(small_model(), [callback], epochs=2, validation_data=(x, y))

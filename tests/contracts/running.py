@@ -14,6 +14,7 @@ import numpy as np
 from ktrainer import Trainer
 from ktrainer.steps import optimizers_of
 from tests.contracts.zoo import ZOO, Case
+from tests.dist.harness import keras_state
 
 SEED, EPOCHS = 7, 2
 # The last batches have one row: with several ranks, some have nothing to do there.
@@ -109,7 +110,7 @@ def train(names: Iterable[str], times: int = 1, **backend: Any) -> dict[str, lis
     outcomes: dict[str, list[Outcome]] = {}
     for name in names:
         for _ in range(times):
-            keras.utils.clear_session()
+            keras_state.clear()
             use_float64()
             outcomes.setdefault(name, []).append(with_ktrainer(ZOO[name], backend=backend))
     return outcomes

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.dist.harness import keras_state
+
 EXAMPLES, BATCH, EPOCHS = 241, 32, 7
 
 
@@ -236,12 +238,10 @@ def train(
 
 def several(cases: list[tuple[str, str]], floatx: str = "float64", **settings: Any) -> Any:
     """Run several (case, optimizer) in one task; the outcomes in order."""
-    import keras
-
     outcomes = []
     for case, name in cases:
         outcomes.append(train(case, name, floatx, **settings))
-        keras.utils.clear_session()
+        keras_state.clear()
     return outcomes
 
 

@@ -60,8 +60,16 @@ def _die_on(rank: int) -> None:
     time.sleep(30)
 
 
-def _leak_thread(stop_after: float) -> None:
-    threading.Thread(target=time.sleep, args=(stop_after,), name="forgotten").start()
+_enough = threading.Event()
+
+
+def _leak_thread() -> None:
+    _enough.clear()
+    threading.Thread(target=_enough.wait, name="forgotten").start()
+
+
+def _end_thread() -> None:
+    _enough.set()
 
 
 def _leak_variable() -> None:
@@ -124,7 +132,8 @@ def test_dead_rank_is_named(ranks: Group) -> None:
 
 def test_rank_that_leaves_something_behind_fails(ranks: Group) -> None:
     with pytest.raises(RankError, match="thread: forgotten"):
-        ranks(2).run(_leak_thread, 3.0)
+        ranks(2).run(_leak_thread)
+    ranks(2).run(_end_thread)
     with pytest.raises(RankError, match="variable: FORGOTTEN=1"):
         ranks(2).run(_leak_variable)
     assert ranks(2).run(_is_set, "FORGOTTEN") == [False, False]

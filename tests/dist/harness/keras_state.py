@@ -17,7 +17,7 @@ def reset() -> None:
     import tensorflow as tf
     from tensorflow.python.framework import config as framework_config
 
-    keras.utils.clear_session()
+    clear()
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
@@ -26,4 +26,13 @@ def reset() -> None:
     tf.config.optimizer.set_jit("")
     # There is no public way back from `enable_op_determinism`.
     framework_config.disable_op_determinism()
-    gc.collect()
+
+
+def clear() -> None:
+    """Forget the names of models so far, and free them."""
+    import keras
+
+    keras.utils.clear_session()
+    # What has outlived its collection (TensorFlow's modules above all) stays: looking through it
+    # again after every test would take longer than most tests do.
+    gc.freeze()

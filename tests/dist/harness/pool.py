@@ -40,6 +40,11 @@ class Pool:
             group = self._groups[key] = Ranks(size, env=env, mpirun=mpirun)
         return group
 
+    def pause(self) -> None:
+        """Stop all ranks until their next tasks."""
+        for group in self._groups.values():
+            group.pause()
+
     def close(self) -> list[int]:
         """End all groups. Returns the process ids of ranks that did not end, which is a bug."""
         groups = [*self._groups.values(), *self._ended]
