@@ -7,8 +7,10 @@ Two models: 8 dense layers of 1024 on 256 examples, and a transformer of 4 block
 sequences of 64) on 64. "single" is rank 0 alone, while the others wait: gradients of the same M
 microbatches added up, one compiled function a microbatch, one update. "pipeline" is a step as the
 Trainer runs it, metrics and update included. Both take turns in one run, one thread a process, so
-that the ratios hold on a noisy machine. Efficiency is single / (P x pipeline); the ideal, for
-stages of equal cost and transfers that take no time, is M / (M + P - 1).
+that the ratios hold on a noisy machine. The ideal of single / (P x pipeline), for stages of equal
+cost and transfers that take no time, is M / (M + P - 1). "at once" is "single" on all ranks at the
+same time: where cores are not alike or share a memory, that is what work on all of them takes, and
+"of possible" counts from it.
 """
 
 from __future__ import annotations
@@ -168,14 +170,10 @@ def main() -> None:
         build, make_batch = CASES[name]
         batch = tuple(map(tf.constant, make_batch()))
         for count in args.microbatches:
-            steps: dict[str, Callable[[], Any]] = {"single": lambda: None}
-            if world.is_root:
-                keras.utils.set_random_seed(0)  # as the Trainer does: the same weights
-                steps["single"] = single(build, batch, count)
+            keras.utils.set_random_seed(0)  # as the Trainer does: the same weights
+            steps = {"single": single(build, batch, count)}
             steps["pipeline"] = pipeline(build, batch, count, args, world)
-            loss = steps["pipeline"]()
-            if world.is_root:
-                np.testing.assert_allclose(steps["single"](), loss, rtol=1e-4)
+            np.testing.assert_allclose(steps["single"](), steps["pipeline"](), rtol=1e-4)
             times = measure(steps, args, world.rank, world.barrier)
             if world.is_root:
                 print(row(name, count, size, times), flush=True)
