@@ -191,6 +191,10 @@ def test_config_mistake_is_found_before_a_process_starts(
         (["trainer.epoch=3"], "trainer.epochs"),
         (["trainer.epochs=many"], "trainer.epochs"),
         (["backend=local"], "data_parallel"),
+        (
+            ["backend.microbatches=4"],
+            "If the script chooses the backend in its code, add --no-check",
+        ),
         (["--config", str(tmp_path / "absent.yaml")], "absent.yaml"),
     ]:
         done = launch("-n", 2, path, *words)
