@@ -9,4 +9,10 @@ MOST_BYTES = 2**30  # in one message; the limit is 2**31 - 1
 
 def pieces(data: np.ndarray) -> list[np.ndarray]:
     """Views of one-dimensional bytes, in order, of at most `MOST_BYTES` each; at least one."""
-    return [data[start : start + MOST_BYTES] for start in range(0, max(1, data.size), MOST_BYTES)]
+    return [data[start:stop] for start, stop in spans(data.size)]
+
+
+def spans(size: int) -> list[tuple[int, int]]:
+    """Where the pieces of `size` bytes start and stop; at least one."""
+    starts = range(0, max(1, size), MOST_BYTES)
+    return [(start, min(start + MOST_BYTES, size)) for start in starts]

@@ -150,6 +150,20 @@ def aside() -> keras.Model:
     return model
 
 
+def unused() -> keras.Model:
+    """An output without a loss leaves the first of three stages: its weights must not decay."""
+    inputs = keras.Input((6,))
+    with ktrainer.partition(0):
+        x = layers.Dense(8, "tanh")(inputs)
+        early = layers.Dense(2, name="early")(layers.Dense(4, "tanh")(x))
+    with ktrainer.partition(1):
+        x = layers.Dense(8, "tanh")(x)
+    with ktrainer.partition(2):
+        model = keras.Model(inputs, {"main": layers.Dense(3, name="main")(x), "early": early})
+    model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), {"main": classes()})
+    return model
+
+
 class Steep(layers.Layer):
     """The identity, with a weight whose own gradient is so large that float16 overflows."""
 
@@ -168,7 +182,7 @@ def steep() -> keras.Model:
     return model
 
 
-_ALL = (mlp, plain, cnn, tied, masked, two, recurrent, scoped, aside, steep)
+_ALL = (mlp, plain, cnn, tied, masked, two, recurrent, scoped, aside, unused, steep)
 BUILD: dict[str, Any] = {f.__name__: f for f in _ALL}
 
 
@@ -186,4 +200,4 @@ def data_of(model: str, rows: int = ROWS) -> tuple[Any, Any]:
         return {"a": normal(4), "b": normal(3)}, {"early": normal(1), "late": normal(2)}
     x = normal(6, 6, 2) if model == "cnn" else normal(6)
     y = x.reshape(rows, -1)[:, :3].argmax(1)
-    return x, {"main": y} if model == "aside" else y
+    return x, {"main": y} if model in ("aside", "unused") else y

@@ -64,9 +64,10 @@ class CompiledModel:
         if key not in self._made:
             made: list[CompiledStage] = []
             for stage in self._mine(mode):
-                made.append(self._compile(stage, mode, microbatch, made))
+                made.append(self._trace(stage, mode, microbatch, made))
                 self._tell(made[-1])
                 self._check_moves(made[-1])
+            self._complete(made)
             self._made[key] = made
             gc.collect()  # traces are cyclic, and the first step is where memory peaks
         return self._made[key]
@@ -90,7 +91,7 @@ class CompiledModel:
             state += self.settings.model.metrics_variables
         return list({id(v): v for v in state}.values())
 
-    def _compile(
+    def _trace(
         self, stage: StageGraph, mode: Mode, microbatch: Microbatch, before: list[CompiledStage]
     ) -> CompiledStage:
         model, state, data = self.settings.model, self._state(stage, mode), specs_of(microbatch)
@@ -120,6 +121,17 @@ class CompiledModel:
             return _facts(before[-1])
         partition = (stage.index - 1) % self._partitions
         return self.post.hear(partition, "the shapes of activations")
+
+    def _complete(self, made: list[CompiledStage]) -> None:
+        """Compile from the last stage to the first, each hearing what of it the loss depends on."""
+        reaching: list[bool] = []
+        for compiled in reversed(made):
+            stage, what = compiled.stage, "what the loss depends on"
+            if not stage.is_last and self._partitions > 1 and compiled.mode == "train":
+                reaching = self.post.hear((stage.index + 1) % self._partitions, what)
+            reaching = compiled.complete(reaching)
+            if stage.index and self._partitions > 1 and compiled.mode == "train":
+                self.post.tell(reaching, (stage.index - 1) % self._partitions, what)
 
     def _check_moves(self, stage: CompiledStage) -> None:
         """Refuse statistics that several partitions would each move by themselves."""

@@ -8,7 +8,7 @@ another type, is computed again rather than kept for every microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -25,11 +25,32 @@ class Gradients:
         of_inputs: of what was received; dense.
         of_variables: (variable, its gradient), a tensor, slices or None.
         cotangents: the placeholders for the gradients of what was sent.
+        seed: where the backward pass of this stage's own losses begins.
     """
 
     of_inputs: list[tf.Tensor]
     of_variables: list[tuple[Any, Any]]
     cotangents: list[tf.Tensor]
+    seed: tf.Tensor
+
+    def reaching(self, traced: Traced, sent: Sequence[bool]) -> tuple[Gradients, list[bool]]:
+        """Without the variables on which the loss does not depend.
+
+        Args:
+            sent: for each of `cotangents`, whether the loss depends on what was sent.
+
+        Returns:
+            The gradients, and for each of `of_inputs` whether the loss depends on that.
+        """
+        starts = [t for t, matters in zip(self.cotangents, sent, strict=True) if matters]
+        reached = traced.reached_from([*starts, self.seed])
+
+        def matters(gradient: Any) -> bool:
+            values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+            return values is not None and values.op.name in reached
+
+        of_variables = [(v, g if matters(g) else None) for v, g in self.of_variables]
+        return replace(self, of_variables=of_variables), [matters(g) for g in self.of_inputs]
 
     @property
     def dense(self) -> list[Any]:

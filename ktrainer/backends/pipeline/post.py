@@ -1,4 +1,4 @@
-"""Tensors from stage to stage: point to point over MPI, through host memory, with deadlines.
+"""Tensors from stage to stage: point to point over MPI, with deadlines.
 
 Sends are started and not waited for; receives are posted before they are needed; so transfers
 go on while stages compute. Shapes and types are agreed once for each shape of microbatch, and
@@ -7,6 +7,7 @@ bytes travel as they are, bfloat16 included.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.transfers import Transfer
+from ktrainer.backends.pipeline.wire import Parcel, Wire, make_wire
 from ktrainer.world import World, chunks
 
 _KINDS = {"activation": 0, "gradient": 1}
@@ -37,15 +39,20 @@ class Post:
         world: the processes of one replica, in the order of partitions.
         stages: how many stages there are; stage s is in process s modulo the size of `world`.
         waits: where the time spent waiting for other stages is added up.
+        wire: the memory that tensors travel through; by default the GPU's where MPI can use it,
+            else the host's.
     """
 
-    def __init__(self, world: World, stages: int, waits: Waits | None = None) -> None:
+    def __init__(
+        self, world: World, stages: int, waits: Waits | None = None, wire: Wire | None = None
+    ) -> None:
         self.world, self.stages = world, stages
+        self.wire = wire or make_wire()
         self._wait: Any = getattr(world, "wait", None)  # one process has no one to wait for
         self._comm: Any = getattr(world, "comm", None)
         self._waits = waits or Waits()
-        self._sending: list[tuple[Any, np.ndarray, str]] = []
-        self._coming: dict[Transfer, list[tuple[list[Any], np.ndarray]]] = {}
+        self._sending: list[tuple[Any, Parcel, str]] = []
+        self._coming: dict[Transfer, list[tuple[list[Any], Parcel]]] = {}
         self._here: dict[Transfer, list[Any]] = {}
 
     def send(self, transfer: Transfer, tensors: Sequence[Any]) -> None:
@@ -55,10 +62,10 @@ class Post:
             self._here[transfer] = list(tensors)
             return
         for part, tensor in enumerate(tensors):
-            array = np.ascontiguousarray(tensor.numpy())
-            for piece in chunks.pieces(_bytes(array)):
+            parcel = self.wire.pack(tensor)
+            for piece in parcel.pieces:
                 request = self._comm.Isend(piece, to, self._tag(transfer, part))
-                self._sending.append((request, array, self._what(transfer, "to", to)))
+                self._sending.append((request, parcel, self._what(transfer, "to", to)))
         self._sending = [entry for entry in self._sending if not entry[0].Test()]
 
     def expect(self, transfer: Transfer, specs: Sequence[tf.TensorSpec]) -> None:
@@ -68,10 +75,10 @@ class Post:
             return
         parts = []
         for part, spec in enumerate(specs):
-            array = np.empty(tuple(spec.shape), spec.dtype.as_numpy_dtype)
+            parcel = self.wire.make(spec)
             tag = self._tag(transfer, part)
-            pieces = chunks.pieces(_bytes(array))
-            parts.append(([self._comm.Irecv(piece, source, tag) for piece in pieces], array))
+            requests = [self._comm.Irecv(piece, source, tag) for piece in parcel.pieces]
+            parts.append((requests, parcel))
         self._coming[transfer] = parts
 
     def receive(self, transfer: Transfer, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
@@ -86,13 +93,13 @@ class Post:
         start = time.perf_counter()
         source = transfer.source % self.world.size
         what = self._what(transfer, "from", source)
-        arrays = []
-        for requests, array in self._coming.pop(transfer):
+        parcels = []
+        for requests, parcel in self._coming.pop(transfer):
             for request in requests:
                 self._wait(request, what)
-            arrays.append(array)
+            parcels.append(parcel)
         self._waits.seconds += time.perf_counter() - start
-        return [tf.convert_to_tensor(array) for array in arrays]
+        return [self.wire.unpack(parcel) for parcel in parcels]
 
     def finish(self) -> None:
         """Wait until all that was sent has been received."""
@@ -103,8 +110,12 @@ class Post:
         self._waits.seconds += time.perf_counter() - start
 
     def tell(self, value: Any, partition: int, what: str) -> None:
-        """Send a picklable object to another partition of this replica; less than 2 GiB."""
-        self._wait(self._comm.isend(value, partition, _AGREE), f"{what} to {self._who(partition)}")
+        """Send a picklable object to another partition of this replica."""
+        name = f"{what} to {self._who(partition)}"
+        data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        parts = [np.array([data.size], np.int64), *chunks.pieces(data)]
+        for request in [self._comm.Isend(part, partition, _AGREE) for part in parts]:
+            self._wait(request, name)
 
     def hear(self, partition: int, what: str) -> Any:
         """The object that another partition tells.
@@ -113,8 +124,12 @@ class Post:
             DeadlineExceeded: it told nothing.
         """
         name = f"{what} from {self._who(partition)}"
-        self._wait(_Probe(self._comm, partition), name)
-        return self._comm.recv(None, partition, _AGREE)
+        size = np.empty(1, np.int64)
+        self._wait(self._comm.Irecv(size, partition, _AGREE), name)
+        data = np.empty(int(size[0]), np.uint8)
+        for request in [self._comm.Irecv(p, partition, _AGREE) for p in chunks.pieces(data)]:
+            self._wait(request, name)
+        return pickle.loads(data.data)
 
     def _tag(self, transfer: Transfer, part: int) -> int:
         place = transfer.microbatch * self.stages + transfer.destination
@@ -125,18 +140,3 @@ class Post:
 
     def _who(self, partition: int) -> str:
         return f"rank {self.world.ranks[partition]}"
-
-
-class _Probe:
-    """A request that is done once a message is there."""
-
-    def __init__(self, comm: Any, source: int) -> None:
-        self._comm, self._source = comm, source
-
-    def Test(self) -> bool:
-        return bool(self._comm.Iprobe(self._source, _AGREE))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array as bytes: MPI need not know its type."""
-    return array.reshape(-1).view(np.uint8)

@@ -81,6 +81,14 @@ class Traced:
         arguments = {op.name for op in self.graph.get_operations() if op.type == "Placeholder"}
         return (ops & found) - arguments
 
+    def reached_from(self, tensors: Iterable[tf.Tensor]) -> set[str]:
+        """Names of the ops that depend on any of `tensors`, and of those that make them."""
+        found = {t.op.name for t in tensors}
+        for op in self.graph.get_operations():  # in topological order
+            if any(x.op.name in found for x in op.inputs):
+                found.add(op.name)
+        return found
+
     def read_by(self, ops: Iterable[str]) -> set[str]:
         """Names of the tensors that `ops` read."""
         return {x.name for name in ops for x in self.graph.get_operation_by_name(name).inputs}

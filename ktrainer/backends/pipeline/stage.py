@@ -107,16 +107,35 @@ class CompiledStage:
         self.changes: list[Any] = []  # those of the state that a forward pass changes
         self._gradients: Gradients | None = None
         function = tf.compat.v1.wrap_function(self._trace, [specs.flat()])
+        self._traced = Traced(function.graph)
+        self._arguments = list(function.inputs[: len(specs.flat())])
+
+    def complete(self, reaching: Sequence[bool]) -> list[bool]:
+        """Compile, once it is known what of the things that this stage sends matters.
+
+        A variable of which the loss knows nothing must have no gradient, as in one process: zeros
+        would let weight decay act on it.
+
+        Args:
+            reaching: for each of `gradient_specs`, whether the loss depends on it.
+
+        Returns:
+            The same for the differentiable things that it receives.
+        """
+        received: list[bool] = []
+        if self._gradients is not None:
+            self._gradients, received = self._gradients.reaching(self._traced, reaching)
         self._parts = Parts(
-            Traced(function.graph),
-            list(function.inputs[: len(specs.flat())]),
-            len(specs.trainable),
+            self._traced,
+            self._arguments,
+            len(self.specs.trainable),
             [*self._sent, *self._state, *self._results],
             self._gradients,
-            settings.sums,
-            settings.recompute and mode == "train",
-            settings.xla,
+            self.settings.sums,
+            self.settings.recompute and self.mode == "train",
+            self.settings.xla,
         )
+        return received
 
     @property
     def sends(self) -> list[tf.TensorSpec]:
@@ -232,7 +251,7 @@ class CompiledStage:
         sent = [t for t in self._sent[:-1] if is_differentiable(t)]
         placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
         targets = [*sent, self._own]
-        cotangents = [*placeholders, tf.cast(weight * scale, self._own.dtype)]
+        cotangents = [*placeholders, tf.cast(scale, self._own.dtype)]
         found = tape.gradient(targets, sources, output_gradients=cotangents)
         trainable = self.stage.trainable
         of_inputs = [
@@ -240,8 +259,20 @@ class CompiledStage:
             tf.zeros(s.shape, s.dtype) if g is None else tf.convert_to_tensor(g)
             for g, s in zip(found[len(trainable) :], sources[len(trainable) :], strict=True)
         ]
-        of_variables = list(zip(trainable, found[: len(trainable)], strict=True))
-        self._gradients = Gradients(of_inputs, of_variables, placeholders)
+        weighted = [_weighted(g, weight) for g in found[: len(trainable)]]
+        of_variables = list(zip(trainable, weighted, strict=True))
+        self._gradients = Gradients(of_inputs, of_variables, placeholders, cotangents[-1])
+
+
+def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
+    """A microbatch's gradient by its part of the update, 0 for a stand-in; in the type of the
+    weights: in 16 bits a small factor could lose, or hide, what a loss scale looks for."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _weighted(gradient.values, weight)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 def _take(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
