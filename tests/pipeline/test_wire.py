@@ -79,6 +79,31 @@ def test_mpi_says_itself_whether_it_is_cuda_aware() -> None:
     assert wire.mpi_is_cuda_aware() == built
 
 
+def _tell_each_other(most_bytes: int) -> Any:
+    from ktrainer import world
+    from ktrainer.backends.pipeline.post import Post
+
+    whole, chunks.MOST_BYTES = chunks.MOST_BYTES, most_bytes
+    try:
+        here = world.current()
+        office, other = Post(here, 2), 1 - here.rank
+        said = np.arange(1000.0) * (1 + here.rank)
+        if here.rank == 0:
+            office.tell(said, other, "numbers")
+            return office.hear(other, "numbers")
+        heard = office.hear(other, "numbers")
+        office.tell(said, other, "numbers")
+        return heard
+    finally:
+        chunks.MOST_BYTES = whole
+
+
+def test_what_is_told_may_be_larger_than_a_message(ranks: Callable[..., Any]) -> None:
+    first, second = ranks(2).run(_tell_each_other, 64)
+    np.testing.assert_array_equal(first, np.arange(1000.0) * 2)
+    np.testing.assert_array_equal(second, np.arange(1000.0))
+
+
 def _from_memory_to_memory(case: Case, words: tuple[str, ...]) -> Outcome:
     make = post.make_wire
     post.make_wire = DeviceWire  # on a machine without GPUs it is the host's memory

@@ -128,7 +128,8 @@ class Traced:
             return finish(results) if finish is not None else results
 
         compiled = tf.function(part, autograph=False, jit_compile=xla or None)
-        return compiled.get_concrete_function(*[tf.TensorSpec(t.shape, t.dtype) for t in feeds])
+        specs = [tf.TensorSpec(t.shape, t.dtype) for t in feeds]
+        return _direct(compiled.get_concrete_function(*specs))
 
     def _part(
         self, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor], done: Collection[str]
@@ -151,6 +152,19 @@ class Traced:
             del copy.input[:]
             copy.input.extend(kept)
         return part
+
+
+def _direct(concrete: Any) -> Callable[..., Any]:
+    """A compiled function that takes tensors as they are.
+
+    Checking each of them against the signature takes longer than a small stage does (0.4 ms for
+    40 tensors), and they come from where the signature does.
+    """
+
+    def call(*tensors: tf.Tensor) -> Any:
+        return concrete.inference_fn.call_preflattened([*tensors, *concrete.captured_inputs])
+
+    return call
 
 
 def _tensor_name(name: str) -> str:
