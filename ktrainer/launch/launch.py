@@ -8,10 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 from ktrainer.config import Config, load_config, parse_known_cli
+from ktrainer.config.backends import BACKENDS
 from ktrainer.errors import ConfigError
 from ktrainer.launch import command
 from ktrainer.launch.channel import Options
@@ -144,26 +146,23 @@ def _check(words: Sequence[str], ranks: int) -> Config | None:
     if path is None and not overrides:
         return None
     # The script that registers its callbacks does not run here.
-    try:
-        config = load_config(path, overrides, on_unknown_callback=lambda _error: None)
-    except ConfigError as error:
-        raise _with_hint(error, path, overrides) from None
-    # Without a word on the backend, the script may well choose one in its code.
-    named = any(word.partition("=")[0].split(".")[0] == "backend" for word in overrides)
+    # Without a word on the backend, the script may well choose one in its code; keys of the
+    # backend are then for the script to check.
+    named = any(word.partition("=")[0] in ("backend", "backend.name") for word in overrides)
+    if path is None and not named:
+        overrides = [word for word in overrides if not _of_some_backend(word)]
+    config = load_config(path, overrides, on_unknown_callback=lambda _error: None)
     if named or config.backend.name != "local":
         cores = len(command.available_cpus()) or os.cpu_count() or 1
         make_plan(config, WorldFacts(ranks, ranks, cores, horovod=find_spec("horovod") is not None))
     return config
 
 
-def _with_hint(error: ConfigError, path: str | None, overrides: Sequence[str]) -> ConfigError:
-    """The error of a key of a backend that only the script may know to be the one."""
-    keys = {word.partition("=")[0] for word in overrides}
-    if path or keys & {"backend", "backend.name"} or not (error.path or "").startswith("backend."):
-        return error
-    return ConfigError(
-        f"{error} If the script chooses the backend in its code, add --no-check before its name."
-    )
+def _of_some_backend(word: str) -> bool:
+    """Whether `word` sets a key that one of the backends has."""
+    group, _, key = word.partition("=")[0].partition(".")
+    known = {field.name for backend in BACKENDS.values() for field in fields(backend)}
+    return group == "backend" and key in known
 
 
 def _threads_asked(environ: Mapping[str, str]) -> int | None:
