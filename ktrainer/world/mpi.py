@@ -57,12 +57,14 @@ class MpiWorld(MpiComm):
 
     def wait(self, request: Any, what: str) -> None:
         start = time.monotonic()
-        look = LOOK_SECONDS
+        look, others = LOOK_SECONDS, None
         try:
             while not request.Test():
                 waited = time.monotonic() - start
                 if waited > self.deadline:
-                    raise self._late(what)
+                    raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others or "")
+                if others is None and waited > self.deadline - self._answer_seconds:
+                    others = self._who_is_missing(what)
                 if waited > look:
                     look = waited + LOOK_SECONDS
                     self._roll_call.answer(self._doing(what))
@@ -80,12 +82,14 @@ class MpiWorld(MpiComm):
             self._roll_call.close()
         super().close()
 
-    def _late(self, what: str) -> DeadlineExceeded:
-        """The error of a wait that took too long; says what the other ranks are doing."""
-        seconds = min(ANSWER_SECONDS, self.deadline)
-        answers = self._roll_call.ask(self._doing(what), seconds)
-        others = report(self.size, self.rank, answers)
-        return DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
+    @property
+    def _answer_seconds(self) -> float:
+        """How long before the deadline the others are asked what they are doing."""
+        return min(ANSWER_SECONDS, self.deadline / 4)
+
+    def _who_is_missing(self, what: str) -> str:
+        answers = self._roll_call.ask(self._doing(what), self._answer_seconds)
+        return report(self.size, self.rank, answers)
 
     def _doing(self, what: str) -> str:
         return f"at step {self.step} in {what!r}"

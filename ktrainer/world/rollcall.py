@@ -6,6 +6,7 @@ step. One that computes, has stopped, hangs or died says nothing, so it is the o
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
@@ -13,7 +14,7 @@ from mpi4py import MPI
 
 _ASK, _ANSWER = 0, 1
 LOOK_SECONDS = 0.1  # how often a rank that waits looks for questions
-ANSWER_SECONDS = 2.0  # how long to wait for answers: the machine may be busy
+ANSWER_SECONDS = 2.0  # how long to wait for answers, at most: the machine may be busy
 
 
 class RollCall:
@@ -25,6 +26,7 @@ class RollCall:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm.Dup()
+        self._one_at_a_time = threading.Lock()
         self._asked = 0
         self._sent: list[MPI.Request] = []  # a request that is let go of may lose its message
 
@@ -42,6 +44,10 @@ class RollCall:
             doing: what this one does: others may ask at the same time.
             seconds: how long to wait for answers, at most.
         """
+        with self._one_at_a_time:
+            return self._ask(doing, seconds)
+
+    def _ask(self, doing: str, seconds: float) -> dict[int, str]:
         self._asked += 1
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         for rank in others:
@@ -73,7 +79,7 @@ def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
     sentences = []
     if missing:
         sentences.append(
-            f"No answer from {_ranks(missing)}: stopped, died, or busy with something else."
+            f"No answer from {_ranks(missing)}: stopped, died, or busy (computing, in Horovod)."
         )
     for doing in sorted(set(answers.values())):
         said = [r for r in sorted(answers) if answers[r] == doing]
