@@ -59,6 +59,54 @@ def test_predict_and_evaluate_without_fit(trainer: Trainer) -> None:
     np.testing.assert_allclose(logs["loss"], compiled.evaluate(x, y, verbose=0), rtol=1e-5)
 
 
+def test_predict_of_a_compiled_model_comes_before_anything_else(trainer: Trainer) -> None:
+    model, (x, y) = build(metrics=["accuracy"]), data()
+    np.testing.assert_allclose(trainer.predict(model, x), model(x), rtol=1e-5)
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)
+    for key, value in trainer.evaluate(model, (x, y)).items():
+        np.testing.assert_allclose(value, expected[key], rtol=1e-5)
+    trainer.fit(model, (x, y))
+
+
+class Positions(keras.Model):
+    """Adds to each token what belongs to its position, and so must know how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = layers.Embedding(9, 4), layers.Embedding(20, 4)
+        self.head = layers.Dense(3)
+
+    def call(self, tokens: Any) -> Any:
+        places = self.places(keras.ops.arange(keras.ops.shape(tokens)[1]))
+        return self.head(keras.ops.mean(self.tokens(tokens) + places, axis=1))
+
+
+def _with_positions() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = Positions()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def _of_many_lengths(words: dict[str, Any] | None) -> list[Any]:
+    """Trained on one length, then used on others, and trained on one of those."""
+    random = np.random.default_rng(0)
+    tokens = {length: random.integers(0, 9, (16, length)) for length in (10, 7, 1)}
+    labels = random.integers(0, 3, 16)
+    with make(words) as trainer:
+        model = trainer.backend.build_model(_with_positions)
+        trainer.fit(model, (tokens[10], labels))
+        found = [trainer.predict(model, x) for x in tokens.values()]
+        found += [trainer.evaluate(model, (x, labels))["loss"] for x in tokens.values()]
+        trainer.fit(model, (tokens[7], labels))
+        return [*found, trainer.predict(model, tokens[10])]
+
+
+def test_lengths_that_the_model_must_know() -> None:
+    for ours, expected in zip(_of_many_lengths(None), _of_many_lengths({}), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_is_trained_on_in_several_fits(trainer: Trainer) -> None:
     model = trainer.backend.build_model(build)
     for _ in range(3):

@@ -18,6 +18,7 @@ from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.stage import Arguments, CompiledStage, Mode, StageSettings
 from ktrainer.errors import ModelError
+from ktrainer.feed.specs import spec_of
 
 
 class CompiledModel:
@@ -62,6 +63,8 @@ class CompiledModel:
         """This process's stages for microbatches like this one, in order."""
         key = (mode, microbatch.shapes)
         if key not in self._made:
+            if self.planned.by_shape:
+                self.planned.trace_for(_inputs_of(microbatch))
             made: list[CompiledStage] = []
             for stage in self._mine(mode):
                 made.append(self._trace(stage, mode, microbatch, made))
@@ -123,15 +126,17 @@ class CompiledModel:
         return self.post.hear(partition, "the shapes of activations")
 
     def _complete(self, made: list[CompiledStage]) -> None:
-        """Compile from the last stage to the first, each hearing what of it the loss depends on."""
+        """Tell from the last stage to the first what the loss depends on, then compile."""
         reaching: list[bool] = []
         for compiled in reversed(made):
             stage, what = compiled.stage, "what the loss depends on"
             if not stage.is_last and self._partitions > 1 and compiled.mode == "train":
                 reaching = self.post.hear((stage.index + 1) % self._partitions, what)
-            reaching = compiled.complete(reaching)
+            reaching = compiled.reach(reaching)
             if stage.index and self._partitions > 1 and compiled.mode == "train":
                 self.post.tell(reaching, (stage.index - 1) % self._partitions, what)
+        for compiled in made:  # all processes at the same time
+            compiled.compile()
 
     def _check_moves(self, stage: CompiledStage) -> None:
         """Refuse statistics that several partitions would each move by themselves."""
@@ -149,6 +154,12 @@ class CompiledModel:
         after = (stage.stage.index + 1) % self._partitions
         if not stage.stage.is_last and self._partitions > 1:
             self.post.tell(_facts(stage), after, "the shapes of activations")
+
+
+def _inputs_of(microbatch: Microbatch) -> Any:
+    """Specs of a microbatch's inputs, of which any number may come."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.data)
+    return spec_of(inputs)
 
 
 def _facts(stage: CompiledStage) -> tuple[list[Any], bool]:

@@ -49,6 +49,7 @@ class PlannedModel:
         plan: the stages and their costs; set by `place`.
         compiled_for: the optimizer and the trained variables then.
         sums: where gradients are added up.
+        by_shape: whether microbatches of each shape need a graph of their own.
     """
 
     placement: Placement
@@ -73,6 +74,7 @@ class PlannedModel:
         self._graphs: dict[bool, Graph] = {}
         self._stages: dict[bool, tuple[StageGraph, ...]] = {}
         self.sums = GradientSums()
+        self.by_shape = False
 
     @property
     def placed(self) -> bool:
@@ -140,6 +142,14 @@ class PlannedModel:
 
     def _trace_again(self, inputs: Any) -> None:
         """For data with wider shapes; every node stays on its stage."""
+        try:
+            self.trace_for(inputs)
+        except ModelError:
+            # A dimension that differs must be known, as for positions counted in `call`.
+            self.by_shape = True
+
+    def trace_for(self, inputs: Any) -> None:
+        """Take the graph of inputs of these shapes; every node stays on its stage."""
         training = trace(self.model, inputs, training=True)
         self._cut(training, trace(self.model, inputs, training=False))
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.transfers import Transfer
-from ktrainer.backends.pipeline.wire import Parcel, Wire, make_wire
+from ktrainer.backends.pipeline.wire import HostWire, Parcel, Wire, make_wire
 from ktrainer.world import World, chunks
 
 _KINDS = {"activation": 0, "gradient": 1}
@@ -47,7 +47,7 @@ class Post:
         self, world: World, stages: int, waits: Waits | None = None, wire: Wire | None = None
     ) -> None:
         self.world, self.stages = world, stages
-        self.wire = wire or make_wire()
+        self.wire = wire or (make_wire() if world.size > 1 else HostWire())
         self._wait: Any = getattr(world, "wait", None)  # one process has no one to wait for
         self._comm: Any = getattr(world, "comm", None)
         self._waits = waits or Waits()

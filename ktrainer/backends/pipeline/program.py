@@ -56,6 +56,7 @@ class PipelineProgram(Steps):
         self._sums, self._waits = planned.sums, waits
         self._shapes: list[tuple[int | None, ...]] = []
         self._seen: dict[bool, Any] = {}
+        self._metrics_built = False
 
     @property
     def counts_metrics(self) -> bool:  # type: ignore[override]
@@ -71,7 +72,9 @@ class PipelineProgram(Steps):
         if self.post is None:
             self._start(spec)
             self._shapes = shapes
+            self._build_metrics(spec)
             return
+        self._build_metrics(spec)
         # Wider than before, for training or for validation: the graph must do for both.
         wider = [_widened(*both) for both in zip(self._shapes, shapes, strict=True)]
         uniform = self._compiled.uniform and is_uniform(spec)
@@ -87,7 +90,6 @@ class PipelineProgram(Steps):
     def _start(self, spec: Any) -> None:
         planned = self.planned
         planned.place(spec)
-        build_metrics(self.model, spec, planned.graph(True))
         self.post = Post(planned.placement.model, len(planned.stages(True)), self._waits)
         held = [v for v in self.model.trainable_variables if planned.placement.holds(v)]
         several = [v for v in held if len(planned.holders[id(v)]) > 1]
@@ -108,6 +110,13 @@ class PipelineProgram(Steps):
             self.model, held, planned.placement.owned, self._sums, self.options, stages, replicas
         )
         self._held = held
+
+    def _build_metrics(self, spec: Any) -> None:
+        """Make the variables of metrics, once there are targets: `predict` has none."""
+        _, targets, _ = keras.utils.unpack_x_y_sample_weight(spec)
+        if targets is not None and not self._metrics_built:
+            build_metrics(self.model, spec, self.planned.graph(True))
+            self._metrics_built = True
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         microbatches = cut_batches(shares, self.config.microbatches)
@@ -134,8 +143,7 @@ class PipelineProgram(Steps):
         return self._logs("test", microbatches, self._run("test", microbatches))
 
     def predict(self, share: ShareLike) -> Any:
-        if self.post is None:
-            self.build(spec_of(share.batch))
+        self.build(spec_of(share.batch), training=False)
         microbatches = cut_batches([share], self.config.microbatches)
         outcome = self._run("predict", microbatches)
         if not self.counts_metrics:

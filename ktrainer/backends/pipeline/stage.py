@@ -110,8 +110,8 @@ class CompiledStage:
         self._traced = Traced(function.graph)
         self._arguments = list(function.inputs[: len(specs.flat())])
 
-    def complete(self, reaching: Sequence[bool]) -> list[bool]:
-        """Compile, once it is known what of the things that this stage sends matters.
+    def reach(self, reaching: Sequence[bool]) -> list[bool]:
+        """Leave out the gradients of what the loss does not depend on.
 
         A variable of which the loss knows nothing must have no gradient, as in one process: zeros
         would let weight decay act on it.
@@ -122,9 +122,13 @@ class CompiledStage:
         Returns:
             The same for the differentiable things that it receives.
         """
-        received: list[bool] = []
-        if self._gradients is not None:
-            self._gradients, received = self._gradients.reaching(self._traced, reaching)
+        if self._gradients is None:
+            return []
+        self._gradients, received = self._gradients.reaching(self._traced, reaching)
+        return received
+
+    def compile(self) -> None:
+        """Make the functions that run; after `reach`."""
         self._parts = Parts(
             self._traced,
             self._arguments,
@@ -135,7 +139,6 @@ class CompiledStage:
             self.settings.recompute and self.mode == "train",
             self.settings.xla,
         )
-        return received
 
     @property
     def sends(self) -> list[tf.TensorSpec]:
