@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist.small import group_mode
-from tests.pipeline.equal import Case, local, pipeline, same, train
+from tests.pipeline.equal import Case, copies_agree, local, pipeline, same, train
 
 MAIN = Case("mlp", epochs=3)
 # The last batch is one row: the other copy has nothing to do.
@@ -44,3 +44,16 @@ def test_two_copies_of_two_stages(
     print(f"largest difference {same(local(case), ours):.1e}")
     copy, other = (1, 2) if placement == "spread" else (2, 1)
     assert ours[copy].held.keys() == ours[0].held.keys() != ours[other].held.keys()
+
+
+def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
+    """Copies draw other masks, and hold the same weights nevertheless."""
+    words = pipeline(2, "backend.microbatches=2")
+    case = Case("cnn", rows=38, epochs=2)
+    first, second = (ranks(4).run(train, case, words, deadline=150) for _ in range(2))
+    copies_agree(first)
+    for one, other in zip(first, second, strict=True):
+        assert one.history == other.history
+        assert {k: v.tobytes() for k, v in one.held.items()} == {
+            k: v.tobytes() for k, v in other.held.items()
+        }

@@ -107,6 +107,27 @@ def test_lengths_that_the_model_must_know() -> None:
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+class Doubles(layers.Layer):
+    """Twice its input, by a Python function that is differentiated."""
+
+    def call(self, x: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(lambda x: x * 2, [x], x.dtype), x.shape)
+
+
+def test_a_python_function_is_differentiated_with_recomputation_only() -> None:
+    with make() as trainer, pytest.raises(ModelError, match=r"backend\.recompute=true"):
+        trainer.fit(trainer.backend.build_model(lambda: build(layer=Doubles())), data())
+    found = []
+    again = {"backend": {**PIPELINE["backend"], "recompute": True, "schedule": "gpipe"}}
+    for words in (again, {}):
+        with make(words) as trainer:
+            model = build(layer=Doubles())
+            trainer.fit(model, data())
+            found.append(weights(model))
+    for ours, expected in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_is_trained_on_in_several_fits(trainer: Trainer) -> None:
     model = trainer.backend.build_model(build)
     for _ in range(3):

@@ -16,6 +16,7 @@ from ktrainer.backends.pipeline.nodes import run
 from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
 from ktrainer.backends.pipeline.split import Traced
 from ktrainer.backends.pipeline.sums import GradientSums
+from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.seams import seams
@@ -128,7 +129,14 @@ class CompiledStage:
         return received
 
     def compile(self) -> None:
-        """Make the functions that run; after `reach`."""
+        """Make the functions that run; after `reach`.
+
+        Raises:
+            ModelError: a `tf.py_function` is differentiated, without recomputation.
+        """
+        recompute = self.settings.recompute and self.mode == "train"
+        if self._gradients is not None and not recompute:
+            _refuse_python(self._traced, self._gradients)
         self._parts = Parts(
             self._traced,
             self._arguments,
@@ -136,7 +144,7 @@ class CompiledStage:
             [*self._sent, *self._state, *self._results],
             self._gradients,
             self.settings.sums,
-            self.settings.recompute and self.mode == "train",
+            recompute,
             self.settings.xla,
         )
 
@@ -265,6 +273,19 @@ class CompiledStage:
         weighted = [_weighted(g, weight) for g in found[: len(trainable)]]
         of_variables = list(zip(trainable, weighted, strict=True))
         self._gradients = Gradients(of_inputs, of_variables, placeholders, cotangents[-1])
+
+
+def _refuse_python(traced: Traced, gradients: Gradients) -> None:
+    """TensorFlow keeps what a `tf.py_function` needs for its gradient once, from its last run;
+    other microbatches run in between."""
+    backward = traced.reached_from([gradients.seed, *gradients.cotangents])
+    for op in traced.graph.get_operations():
+        if op.type == "EagerPyFunc" and op.name in backward:
+            raise ModelError(
+                f"a tf.py_function is differentiated ({op.name}), which works for one microbatch "
+                "at a time: set backend.recompute=true, or stop its gradient with "
+                "keras.ops.stop_gradient"
+            )
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
