@@ -24,7 +24,7 @@ def broadcast_arrays(
         what: names the operation, should its deadline pass.
     """
     received = list(arrays)
-    for bucket in _buckets([array.nbytes for array in arrays]):
+    for bucket in buckets([array.nbytes for array in arrays]):
         flat = np.concatenate([_bytes(arrays[i]) for i in bucket])
         flat = world.broadcast(flat, root, what)
         ends = np.cumsum([arrays[i].nbytes for i in bucket])
@@ -101,16 +101,16 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _buckets(sizes: Sequence[int]) -> list[list[int]]:
+def buckets(sizes: Sequence[int]) -> list[list[int]]:
     """Indices of `sizes`, in runs of at most BUCKET_BYTES in all (or one item); 0 is left out."""
-    buckets: list[list[int]] = []
+    found: list[list[int]] = []
     filled = BUCKET_BYTES
     for i, size in enumerate(sizes):
         if size == 0:
             continue
         if filled + size > BUCKET_BYTES:
-            buckets.append([])
+            found.append([])
             filled = 0
-        buckets[-1].append(i)
+        found[-1].append(i)
         filled += size
-    return buckets
+    return found

@@ -95,6 +95,21 @@ class World(ABC):
         """Whether `flag` is true on at least one rank."""
         return bool(self.oob_allreduce(np.int32(bool(flag)), "max", what))
 
+    answer_seconds: float = 0.0  # how long before a deadline `who_is_missing` is to be called
+
+    def answer(self, what: str) -> None:  # noqa: B027 - most worlds have no one who asks
+        """Answer other ranks that ask who is missing: this one waits in `what`. Any thread may
+        call it; waits of this world do so by themselves."""
+
+    def who_is_missing(self, what: str) -> str:
+        """Ask the other ranks what they are doing, as this one waits in `what`.
+
+        Returns:
+            Sentences for an error message, first who does not answer; empty if nobody can be
+            asked.
+        """
+        return ""
+
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing that needs closing
         """Let go of what this world holds. May be called twice."""
 

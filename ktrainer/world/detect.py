@@ -4,6 +4,7 @@
 |---|---|
 | `mpirun`, `ktrainer launch`, `srun` with PMIx/PMI | `MpiWorld` |
 | `horovodrun --gloo` | `HorovodWorld` |
+| anything, with a cluster in TF_CONFIG or Slurm's variables | `ClusterWorld` |
 | plain `python` | `SingleWorld` |
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ktrainer.config.cluster import Cluster
 from ktrainer.errors import SetupError
 from ktrainer.world.base import SingleWorld, World
 
@@ -33,16 +35,24 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     return "single"
 
 
-def open_world(deadline: float = 300.0) -> World:
+def open_world(
+    deadline: float = 300.0, cluster: Cluster | None = None, start_timeout: float = 60.0
+) -> World:
     """The world of this process, opened at the first call.
 
     Args:
         deadline: seconds that a wait on other ranks may last; a later call changes it.
+        cluster: the processes to meet where neither MPI nor Horovod has started this one.
+        start_timeout: seconds to wait for them.
     """
     global _current
     if _current is None:
         kind = launcher()
-        if kind == "mpi":
+        if cluster is not None and not _started_by_mpi():
+            from ktrainer.world.cluster import ClusterWorld
+
+            _current = ClusterWorld(cluster, start_timeout)
+        elif kind == "mpi":
             from ktrainer.world.mpi import MpiWorld
 
             world = MpiWorld()
@@ -56,6 +66,13 @@ def open_world(deadline: float = 300.0) -> World:
             _current = SingleWorld()
     _current.deadline = deadline
     return _current
+
+
+def _started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI connects the processes: `srun` alone does not, without PMI."""
+    return launcher(environ) != "single" and any(
+        key in environ for key in (*_MPI_SIZE, "PMIX_RANK", "HOROVOD_RANK")
+    )
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> tuple[str, int] | None:

@@ -61,13 +61,14 @@ class MpiWorld(MpiComm):
         try:
             while not request.Test():
                 waited = time.monotonic() - start
-                if waited > self.deadline:
+                # Also after the deadline: this process may not have run for a while.
+                if others is None and waited > self.deadline - self.answer_seconds:
+                    others = self.who_is_missing(what)
+                elif waited > self.deadline:
                     raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others or "")
-                if others is None and waited > self.deadline - self._answer_seconds:
-                    others = self._who_is_missing(what)
                 if waited > look:
                     look = waited + LOOK_SECONDS
-                    self._roll_call.answer(self._doing(what))
+                    self.answer(what)
                 if waited > _SPIN_SECONDS:
                     time.sleep(50e-6)
                 else:
@@ -83,12 +84,15 @@ class MpiWorld(MpiComm):
         super().close()
 
     @property
-    def _answer_seconds(self) -> float:
+    def answer_seconds(self) -> float:  # type: ignore[override]
         """How long before the deadline the others are asked what they are doing."""
         return min(ANSWER_SECONDS, self.deadline / 4)
 
-    def _who_is_missing(self, what: str) -> str:
-        answers = self._roll_call.ask(self._doing(what), self._answer_seconds)
+    def answer(self, what: str) -> None:
+        self._roll_call.answer(self._doing(what))
+
+    def who_is_missing(self, what: str) -> str:
+        answers = self._roll_call.ask(self._doing(what), self.answer_seconds)
         return report(self.size, self.rank, answers)
 
     def _doing(self, what: str) -> str:

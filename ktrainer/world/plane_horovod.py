@@ -10,14 +10,16 @@ used: its Keras layer averages nothing on Keras 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import PeerLost, WorldError
 from ktrainer.world.base import World
 from ktrainer.world.horovod_sets import initialised_horovod, process_set_of
 from ktrainer.world.plane import Gradient, GradientPlane, InOrder, weighted
+from ktrainer.world.watch import Watch
 
 
 class HorovodPlane(GradientPlane):
@@ -57,11 +59,29 @@ class HorovodPlane(GradientPlane):
         self.size = world.size if ranks is None else len(ranks)
         self._compression = getattr(self._hvd.Compression, compression)
         self._sparse_as_dense = sparse_as_dense
+        # A rank that has stopped stops Horovod's threads on all, and with them its own deadline.
+        self._watch = Watch(world, "sums over ranks through Horovod")
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
     ) -> list[Gradient]:
-        return [self._reduce(gradient, weight, order.number()) for gradient in gradients]
+        if not gradients:
+            return []
+        self._mark(self._watch.begin, gradients[-1:])  # about the first that is there
+        reduced = [self._reduce(gradient, weight, order.number()) for gradient in gradients]
+        self._mark(self._watch.end, reduced)
+        return reduced
+
+    def _mark(self, call: Callable[[], None], after: Sequence[Gradient]) -> None:
+        """Call `call` in the step, once `after` have been computed."""
+
+        def mark() -> np.bool_:
+            call()
+            return np.bool_(True)
+
+        every = [g.values if isinstance(g, tf.IndexedSlices) else g for g in after]
+        with tf.control_dependencies(every):
+            tf.numpy_function(mark, [], tf.bool, stateful=True)
 
     def _reduce(self, gradient: Gradient, weight: tf.Tensor, number: int) -> Gradient:
         if self._sparse_as_dense:
@@ -90,6 +110,7 @@ class HorovodPlane(GradientPlane):
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
         name = f"ktrainer.forward.{order.number()}"
+        self._mark(self._watch.begin, [vector])
         total = self._hvd.allreduce(
             _widened(vector),
             op=self._hvd.Sum,
@@ -97,9 +118,14 @@ class HorovodPlane(GradientPlane):
             process_set=self._set,
             ignore_name_scope=True,
         )
+        self._mark(self._watch.end, [total])
         return tf.cast(total, vector.dtype)
 
+    def close(self) -> None:
+        self._watch.close()
+
     def failure(self, error: BaseException) -> BaseException | None:
+        self._watch.forget()
         if "Horovod" not in str(error):
             return None
         return PeerLost(

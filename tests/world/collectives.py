@@ -5,6 +5,8 @@ Inputs follow from rank, dtype and shape, so that a test knows those of all rank
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -219,3 +221,18 @@ def late(kind: str, operation: str, deadline: float) -> None:
             "any": lambda: world.any(False),
         }
         calls[operation]()
+
+
+def stopped(deadline: float) -> None:
+    """Rank 0 waits for rank 1, and does not run while the deadline passes."""
+    with opened("mpi") as world:
+        pid = world.broadcast(os.getpid(), 0)
+        world.deadline, world.step = deadline, 7
+        if world.rank == 0:
+            world.barrier()
+            return
+        time.sleep(deadline / 5)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(deadline * 2)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(deadline)

@@ -91,3 +91,11 @@ def test_a_wait_for_a_late_rank_ends_in_time(
             assert "No answer from rank 1: stopped, died, or busy" in str(error)
             assert f"Waiting at step 7 in {operation!r}: rank {2 - outcome.rank}." in str(error)
         assert DEADLINE <= outcome.seconds < collectives.LATE * DEADLINE
+
+
+def test_a_wait_asks_who_is_missing_however_late_it_is(ranks: Callable[..., Any]) -> None:
+    group = ranks(2)
+    group.run(collectives.barrier, "mpi")
+    first, _ = group.outcomes(collectives.stopped, DEADLINE)
+    assert isinstance(first.error, DeadlineExceeded), first
+    assert "No answer from rank 1: stopped, died, or busy" in str(first.error)

@@ -34,6 +34,7 @@ _FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:")
 
 _known_processes: set[int] = set()
 _known_files: set[str] = set()
+_known_ports: set[str] = set()
 
 
 def expect_process(pid: int) -> None:
@@ -44,6 +45,11 @@ def expect_process(pid: int) -> None:
 def expect_file(descriptor: int) -> None:
     """Do not report this open file or socket: it belongs to the pool."""
     _known_files.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+
+def expect_ports() -> None:
+    """Do not report the ports that are open now: TensorFlow's servers cannot be closed."""
+    _known_ports.update(_ports())
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def take() -> Snapshot:
     return Snapshot(
         threads=frozenset(_threads()),
         processes=frozenset(_processes()),
-        ports=frozenset(_ports()),
+        ports=frozenset(_ports()) - _known_ports,
         files=frozenset(_files()),
         environ=frozenset(_variables()),
         folder=frozenset([os.getcwd()]),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from tests.dist.harness.group import Ranks
 
+AWAKE = "cluster"  # TensorFlow takes the silence of a stopped process for its death
+
 _Key = tuple[int, str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
@@ -41,9 +43,10 @@ class Pool:
         return group
 
     def pause(self) -> None:
-        """Stop all ranks until their next tasks."""
-        for group in self._groups.values():
-            group.pause()
+        """Stop all ranks until their next tasks, but for those that listen for one another."""
+        for (_, mode, *_), group in self._groups.items():
+            if not mode.startswith(AWAKE):
+                group.pause()
 
     def close(self) -> list[int]:
         """End all groups. Returns the process ids of ranks that did not end, which is a bug."""
