@@ -1,14 +1,14 @@
 """A pipeline whose stages are chosen by hand, with `with ktrainer.partition(i):`.
 
     ktrainer launch -n 2 examples/pipeline_manual.py
-    ktrainer launch --no-check -n 2 examples/pipeline_manual.py \\
+    ktrainer launch -n 2 examples/pipeline_manual.py \\
         'backend.stages={0: "convolution_[12]", 1: "convolution_3|hidden|logits"}'
 
 In the model's code, what is created or called inside of a scope is on that stage; what is outside
 of all of them, and has weights, is on `backend.default_partition` (0), and what has none stays with
 what it is computed from. The second line says the same in the configuration, by names of layers;
-where both are given, the configuration wins (--no-check: the launcher cannot know that the script
-sets the backend). Without scopes and names, the stages are chosen automatically.
+where both are given, the configuration wins. Without scopes and names, the stages are chosen
+automatically.
 """
 
 from typing import Any

@@ -1,14 +1,13 @@
-"""Prints, for each rank, what training a pipeline takes of resident memory; see test_memory.py.
+"""Writes, for each rank, what training a pipeline takes of resident memory; see test_memory.py.
 
-ktrainer launch -n 2 memory_script.py WIDTH
+ktrainer launch -n 2 memory_script.py LAYERS WIDTH
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import psutil
 from ktrainer import Trainer
 from ktrainer.steps.placement import placement_of
 
-LAYERS, ROWS, MICROBATCHES = 24, 64, 8
+ROWS, MICROBATCHES = 64, 8
 CONFIG = {
     "backend": {"name": "pipeline", "partitions": 2, "microbatches": MICROBATCHES},
     "trainer": {"max_steps": 3},
@@ -30,46 +29,30 @@ CONFIG = {
 }
 
 
-def build(width: int) -> keras.Model:
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(LAYERS)]
-    model = keras.Sequential([keras.Input((width,)), *layers])
+def build(layers: int, width: int) -> keras.Model:
+    dense = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
+    model = keras.Sequential([keras.Input((width,)), *dense])
     model.compile(keras.optimizers.Adam(1e-5), "mse")
     return model
-
-
-class Peak:
-    """The most resident memory inside the block, in bytes, above that at its beginning."""
-
-    def __enter__(self) -> Peak:
-        self._process, self._stop = psutil.Process(), threading.Event()
-        self.before = self.most = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, self._process.memory_info().rss)
-            time.sleep(0.002)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.grown = self.most - self.before
 
 
 def bytes_of(variables: Any) -> int:
     return sum(4 * int(np.prod(v.shape)) for v in variables)
 
 
+def data_of(width: int) -> np.ndarray:
+    return np.random.default_rng(0).random((3 * ROWS, width)).astype("float32")
+
+
 def main() -> None:
+    layers, width = map(int, sys.argv[1:])
     trainer = Trainer(CONFIG)
-    grown = {}
-    for width in (16, int(sys.argv[1])):  # the narrow one: what the code itself takes
-        x = np.random.default_rng(0).random((3 * ROWS, width)).astype("float32")
-        with Peak() as peak:
-            trainer.fit(lambda width=width: build(width), (x, x))
-        grown[width] = peak.grown
+    narrow = data_of(16)  # loads and compiles what any model needs
+    trainer.fit(lambda: build(layers, 16), (narrow, narrow))
+    x = data_of(width)
+    before = psutil.Process().memory_info().rss
+    trainer.fit(lambda: build(layers, width), (x, x))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kept by the kernel: exact
     model = trainer.model
     placement = placement_of(model)
     assert model is not None
@@ -80,8 +63,7 @@ def main() -> None:
     flying = placement.partitions - placement.partition
     activations = flying * (len(weights) // 2 + 1) * ROWS // MICROBATCHES * width * 4
     facts = {
-        "code": grown[16],
-        "grown": grown[width],
+        "grown": most - before,
         "share": 2 * bytes_of(weights) + bytes_of(slots) + activations,
         "model": bytes_of(model.trainable_variables),
     }

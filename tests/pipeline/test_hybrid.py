@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.dist.small import group_mode
@@ -47,7 +48,7 @@ def test_two_copies_of_two_stages(
 
 
 def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
-    """Copies draw other masks, and hold the same weights nevertheless."""
+    """Copies hold the same weights, whatever they draw."""
     words = pipeline(2, "backend.microbatches=2")
     case = Case("cnn", rows=38, epochs=2)
     first, second = (ranks(4).run(train, case, words, deadline=150) for _ in range(2))
@@ -57,3 +58,40 @@ def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
         assert {k: v.tobytes() for k, v in one.held.items()} == {
             k: v.tobytes() for k, v in other.held.items()
         }
+
+
+def _masks() -> list[bytes]:
+    """What a layer with dropout keeps in each microbatch of this process's copy."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer import Trainer
+
+    seen: list[bytes] = []
+
+    def note(kept: Any) -> Any:
+        seen.append((kept.numpy() > 0).tobytes())
+        return kept
+
+    class Noted(keras.layers.Dropout):
+        def call(self, x: Any, training: bool = False) -> Any:
+            kept = super().call(keras.ops.ones_like(x), training=training)
+            kept = tf.ensure_shape(tf.py_function(note, [kept], x.dtype), x.shape)
+            return x * tf.stop_gradient(kept)
+
+    def build() -> Any:
+        model = keras.Sequential([keras.Input((6,)), Noted(0.5), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+        return model
+
+    words = pipeline(2, "backend.microbatches=2", "backend.costs=uniform", "data.batch_size=16")
+    quiet = ("trainer.max_steps=2", "logging.progress=none", "logging.csv=false")
+    with Trainer(overrides=[*words, *quiet]) as trainer:
+        trainer.fit(build, (np.zeros((32, 6)), np.zeros((32, 3))))
+    return seen
+
+
+def test_copies_and_microbatches_draw_masks_of_their_own(ranks: Callable[..., Any]) -> None:
+    found = ranks(4).run(_masks)
+    assert sorted(map(len, found)) == [0, 0, 4, 4]  # the other stage draws nothing
+    assert len(set().union(*found)) == 8

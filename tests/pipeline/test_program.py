@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from ktrainer import ConfigError, ModelError, Trainer
+from ktrainer import ConfigError, DataError, ModelError, Trainer
 from tests.small import data, weights
 
 PIPELINE = {"backend": {"name": "pipeline", "partitions": 1, "microbatches": 2}}
@@ -68,66 +68,6 @@ def test_predict_of_a_compiled_model_comes_before_anything_else(trainer: Trainer
     trainer.fit(model, (x, y))
 
 
-class Positions(keras.Model):
-    """Adds to each token what belongs to its position, and so must know how many there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = layers.Embedding(9, 4), layers.Embedding(20, 4)
-        self.head = layers.Dense(3)
-
-    def call(self, tokens: Any) -> Any:
-        places = self.places(keras.ops.arange(keras.ops.shape(tokens)[1]))
-        return self.head(keras.ops.mean(self.tokens(tokens) + places, axis=1))
-
-
-def _with_positions() -> keras.Model:
-    keras.utils.set_random_seed(1)
-    model = Positions()
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-def _of_many_lengths(words: dict[str, Any] | None) -> list[Any]:
-    """Trained on one length, then used on others, and trained on one of those."""
-    random = np.random.default_rng(0)
-    tokens = {length: random.integers(0, 9, (16, length)) for length in (10, 7, 1)}
-    labels = random.integers(0, 3, 16)
-    with make(words) as trainer:
-        model = trainer.backend.build_model(_with_positions)
-        trainer.fit(model, (tokens[10], labels))
-        found = [trainer.predict(model, x) for x in tokens.values()]
-        found += [trainer.evaluate(model, (x, labels))["loss"] for x in tokens.values()]
-        trainer.fit(model, (tokens[7], labels))
-        return [*found, trainer.predict(model, tokens[10])]
-
-
-def test_lengths_that_the_model_must_know() -> None:
-    for ours, expected in zip(_of_many_lengths(None), _of_many_lengths({}), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-
-
-class Doubles(layers.Layer):
-    """Twice its input, by a Python function that is differentiated."""
-
-    def call(self, x: Any) -> Any:
-        return tf.ensure_shape(tf.py_function(lambda x: x * 2, [x], x.dtype), x.shape)
-
-
-def test_a_python_function_is_differentiated_with_recomputation_only() -> None:
-    with make() as trainer, pytest.raises(ModelError, match=r"backend\.recompute=true"):
-        trainer.fit(trainer.backend.build_model(lambda: build(layer=Doubles())), data())
-    found = []
-    again = {"backend": {**PIPELINE["backend"], "recompute": True, "schedule": "gpipe"}}
-    for words in (again, {}):
-        with make(words) as trainer:
-            model = build(layer=Doubles())
-            trainer.fit(model, data())
-            found.append(weights(model))
-    for ours, expected in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_a_model_is_trained_on_in_several_fits(trainer: Trainer) -> None:
     model = trainer.backend.build_model(build)
     for _ in range(3):
@@ -154,6 +94,24 @@ def test_a_model_compiled_again_or_unfrozen_is_refused(trainer: Trainer) -> None
         other.fit(model, data())
 
 
+def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model({"a": a, "b": b}, layers.Concatenate()([a, b]))
+    model.compile("sgd", "mse")
+    left, right, y = (np.zeros((8, n), "float32") for n in (4, 3, 7))
+    trainer.evaluate(model, ({"a": left, "b": right}, y))
+    for given, message in (
+        ({"a": left, "b": right[:, 0]}, r"'b' has shape \(None,\), .* for \(None, 3\)"),
+        ({"a": left}, r"2 inputs \(a, b\).* given a:"),
+        ({"a": left, "c": right}, r"2 inputs \(a, b\).* given a, c:"),
+        (left, r"2 inputs \(a, b\).* given 1:"),
+    ):
+        with pytest.raises(DataError, match=message):
+            trainer.predict(model, given)
+        with pytest.raises(DataError, match=message):
+            trainer.evaluate(model, (given, y))
+
+
 def test_the_global_seed_may_be_set_between_steps(trainer: Trainer) -> None:
     model = build(layer=layers.Dropout(0.5))
     trainer.fit(model, data())
@@ -162,18 +120,29 @@ def test_the_global_seed_may_be_set_between_steps(trainer: Trainer) -> None:
     assert np.isfinite(trainer.evaluate(model, data())["loss"])
 
 
+def _size(_: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(y_pred), axis=-1)
+
+
 def _penalised() -> keras.Model:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Penalty()])
-    model.compile("sgd")
+    model.compile("sgd", metrics=[_size])
     return model
 
 
-def test_the_only_loss_is_a_layer_s(trainer: Trainer) -> None:
-    history = trainer.fit(_penalised, data())
+@pytest.mark.parametrize("targets", [True, False])
+def test_the_only_loss_is_a_layer_s(trainer: Trainer, targets: bool) -> None:
+    given = data() if targets else data()[0]
+    found = []
     with make({}) as plain:
-        expected = plain.fit(_penalised(), data())
-    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
+        for each in (trainer, plain):
+            history = each.fit(_penalised, given).history
+            found += [{**history}, each.evaluate(each.model, given)]
+    for ours, expected in zip(found[:2], found[2:], strict=True):
+        assert ours.keys() == expected.keys() == {"loss", "_size"}
+        for name, value in expected.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-5)
 
 
 def test_slots_are_told_from_the_optimizer_s_own_variables() -> None:

@@ -11,12 +11,13 @@ import keras
 import tensorflow as tf
 from keras.src.random import seed_generator
 
+from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings
 from ktrainer.backends.pipeline.cut import StageGraph
 from ktrainer.backends.pipeline.head import Denominators
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, specs_of
 from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Post
-from ktrainer.backends.pipeline.stage import Arguments, CompiledStage, Mode, StageSettings
+from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from ktrainer.backends.pipeline.nodes import Graph, Node, Ref, Tensor, run
 from ktrainer.backends.pipeline.recorder import Call, Recorder
 from ktrainer.backends.pipeline.untraceable import untraceable
 from ktrainer.errors import KtrainerError, ModelError
+
+_STAND_IN = 8  # a length that most models can do with
 
 
 def trace(model: Any, inputs_spec: Any = None, *, training: bool = True) -> Graph:
@@ -63,6 +66,34 @@ def trace(model: Any, inputs_spec: Any = None, *, training: bool = True) -> Grap
             if owner is model:
                 raise untraceable(model, failed.error, failed.node.where) from failed.error
             closed[id(owner)] = f"it cannot be run op by op: {failed.error}"
+
+
+def trace_open(model: Any, inputs_spec: Any, *, training: bool = True) -> Graph:
+    """As `trace`, for inputs that may have any length.
+
+    Where the model's code must know one that the spec leaves open, as for positions counted in
+    `call`, it is 8 in the graph: who runs it traces the model again for the lengths that come.
+    """
+    try:
+        return trace(model, inputs_spec, training=training)
+    except ModelError:
+        if not any(map(_is_open, keras.tree.flatten(inputs_spec))):
+            raise
+        known = keras.tree.map_structure(_closed, inputs_spec)
+        with suppress(ModelError):  # then the length is not what is in the way
+            return trace(model, known, training=training)
+        raise
+
+
+def _is_open(leaf: Any) -> bool:
+    return isinstance(leaf, tf.TensorSpec) and None in tuple(leaf.shape)[1:]
+
+
+def _closed(leaf: Any) -> Any:
+    if not _is_open(leaf):
+        return leaf
+    lengths = [_STAND_IN if size is None else size for size in leaf.shape[1:]]
+    return tf.TensorSpec((leaf.shape[0], *lengths), leaf.dtype)
 
 
 class _NodeFailed(Exception):

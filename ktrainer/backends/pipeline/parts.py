@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.split import Traced
 from ktrainer.backends.pipeline.sums import GradientSums
+from ktrainer.backends.pipeline.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,22 @@ class Parts:
         self._sums, self._recompute, self._xla = sums, recompute, xla
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._keep: list[int] = []
+        self._python: list[str] = []  # ops that run gradients of Python functions
         saved: list[tf.Tensor] = []
         if gradients is not None:
             self._gradients = gradients
+            for variable in gradients.dense:
+                sums.of(variable)
             saved = self._find_kept(gradients, weights)
         fetched = made if recompute else [*made, *saved]
         self._forward = traced.function(arguments, fetched, xla=xla)
         if recompute and gradients is not None:
-            self._again = traced.function(arguments, saved, xla=xla)
+            self._again = traced.function(arguments, [*saved, *self._python_outputs()], xla=xla)
+
+    @property
+    def python_gradient(self) -> str | None:
+        """Name of an op that needs what the last forward pass has left; None: none does."""
+        return self._python[0] if self._python and not self._recompute else None
 
     def forward(self, values: Sequence[Any]) -> tuple[list[Any], Kept]:
         """What the forward pass makes, and what to keep of it."""
@@ -150,7 +159,7 @@ class Parts:
         self._complete(kept)
         kept.more = list(cotangents)
         inputs = self._gradients.of_inputs
-        if not inputs:
+        if not inputs and not self._handed_on:
             return []
         if "input" not in self._functions:
             self._functions["input"] = self._traced.function(
@@ -173,7 +182,7 @@ class Parts:
     def _complete(self, kept: Kept) -> None:
         """Run forward again, where nothing but the arguments was kept."""
         if not kept.complete:
-            kept.saved = list(self._again(*kept.arguments))
+            kept.saved = list(self._again(*kept.arguments))[: self._saved]
             kept.arguments = [kept.arguments[k] for k in self._keep]
             kept.complete = True
 
@@ -184,6 +193,7 @@ class Parts:
         wanted = [*gradients.of_inputs, *gradients.weights]
         known = [*self._arguments, *gradients.cotangents]
         backward = traced.needed_for(wanted, done=self._ran) - self._ran
+        self._python = traced.python.gradients(backward)
         changing = traced.changing(self._ran, self._arguments[:weights])
         saved = traced.crossing(changing, backward, known)
         given = {t.name for t in known}
@@ -194,12 +204,20 @@ class Parts:
         self._keep = [k for k, t in enumerate(self._arguments) if t.name in used]
         kept = [*(self._arguments[k] for k in self._keep), *saved]
         self._feeds = [*kept, *gradients.cotangents]
+        self._saved = len(saved)
         self._find_halves(gradients)
         return saved
 
+    def _python_outputs(self) -> list[tf.Tensor]:
+        """What differentiated Python functions make: they have to run again in any case."""
+        names = self._traced.python.differentiated(self._ran) if self._python else []
+        return self._traced.outputs_of(names)
+
     def _find_halves(self, gradients: Gradients) -> None:
-        """Choose what the input gradient hands on to the weight gradient."""
-        traced, inputs, weights = self._traced, gradients.of_inputs, gradients.weights
+        """Choose what the input gradient hands on to the weight gradient. Gradients of Python
+        functions belong to the first half: forward passes may come before the second."""
+        traced, weights = self._traced, gradients.weights
+        inputs = [*gradients.of_inputs, *traced.outputs_of(self._python)]
         self._first = traced.needed_for(inputs, self._feeds, self._ran)
         second = traced.needed_for(weights, self._feeds, self._ran)
         more = traced.crossing(self._first, second - self._first, self._feeds)
@@ -218,20 +236,25 @@ class Parts:
         """A function that ends in adding to the sums, or in overwriting those that are empty."""
         first = self._sums.fill(self._gradients.dense)
         if (name, first) not in self._functions:
-            for variable in self._gradients.dense:
-                self._sums.of(variable)
             self._functions[name, first] = self._traced.function(
                 feeds, fetches, lambda made: finish(made, first), self._xla, done
             )
         return self._functions[name, first]
 
     def _add_up(self, made: list[Any], first: bool) -> list[Any]:
+        """Add up dense gradients; returns slices."""
         values, slices = iter(made), []
+        dense: list[tuple[Any, tf.Tensor]] = []
         for variable, gradient in self._gradients.of_variables:
             if isinstance(gradient, tf.IndexedSlices):
                 slices += [next(values), next(values)]
             elif gradient is not None:
-                value = tf.cast(tf.reshape(next(values), variable.shape), variable.dtype)
-                total = self._sums.of(variable)
-                total.assign(value) if first else total.assign_add(value)
+                dense.append((variable, next(values)))
+        turns = Turns([gradient for _, gradient in dense])
+        for place in turns.order:
+            variable, gradient = dense[place]
+            turns.begin(gradient)
+            value = tf.cast(tf.reshape(gradient, variable.shape), variable.dtype)
+            total = self._sums.of(variable)
+            turns.end(gradient, (total.assign(value) if first else total.assign_add(value)).op)
         return slices

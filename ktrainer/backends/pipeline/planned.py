@@ -11,9 +11,10 @@ import keras
 from ktrainer.backends.pipeline.costs import node_costs
 from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
 from ktrainer.backends.pipeline.deferred import deferred
-from ktrainer.backends.pipeline.graph import trace
+from ktrainer.backends.pipeline.graph import trace, trace_open
 from ktrainer.backends.pipeline.head import check_steps
 from ktrainer.backends.pipeline.manual import stages_by_name
+from ktrainer.backends.pipeline.microbatches import leaves
 from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.backends.pipeline.optimizer_memory import state_factor
 from ktrainer.backends.pipeline.placing import (
@@ -25,7 +26,8 @@ from ktrainer.backends.pipeline.placing import (
 from ktrainer.backends.pipeline.planning import StagePlan, plan_stages
 from ktrainer.backends.pipeline.sums import GradientSums
 from ktrainer.config import PipelineConfig
-from ktrainer.errors import ModelError
+from ktrainer.errors import DataError, ModelError
+from ktrainer.steps.elsewhere import zeros_elsewhere
 from ktrainer.steps.placement import Placement
 from ktrainer.world import World
 from ktrainer.world.layout import Layout
@@ -89,6 +91,28 @@ class PlannedModel:
         """All stages of that graph."""
         return self._stages[training]
 
+    def check_inputs(self, spec: Any) -> None:
+        """Refuse inputs of another kind than the model was cut for.
+
+        Args:
+            spec: as of `place`.
+
+        Raises:
+            DataError: there are more or fewer of them, with other names, or of another rank.
+        """
+        if self.placed:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
+            graph = self.graph(True)
+            _check_names(graph, inputs)
+            for i, leaf in zip(graph.inputs, leaves(inputs), strict=True):
+                known, given = graph.tensors[i].shape, tuple(leaf.shape)
+                if len(known) != len(given):
+                    raise DataError(
+                        f"input {graph.tensors[i].name!r} has shape {given}, but the model was cut "
+                        f"into stages for {known}, and keeps them: give it as many dimensions as "
+                        "the data that it saw first"
+                    )
+
     def place(self, spec: Any) -> None:
         """Cut the model for data of this spec, and make the variables that are held here.
 
@@ -112,8 +136,11 @@ class PlannedModel:
                 costs=self._profiled(inputs),
             )
             slots = build_optimizer(model)
-            inference = trace(model, inputs, training=False)
+            inference = trace_open(model, inputs, training=False)
         self._cut(self.plan.graph, inference)
+        given = [tuple(leaf.shape)[1:] for leaf in leaves(inputs)]
+        for graph in (self.plan.graph, inference):
+            self.by_shape |= [graph.tensors[i].shape[1:] for i in graph.inputs] != given
         self.compiled_for = (optimizer_of(model), tuple(model.trainable_variables))
         every = [*self._stages[True], *self._stages[False]]
         self.holders = holders_of(model, every, config.partitions)
@@ -142,16 +169,23 @@ class PlannedModel:
 
     def _trace_again(self, inputs: Any) -> None:
         """For data with wider shapes; every node stays on its stage."""
+        failed = False
         try:
             self.trace_for(inputs)
         except ModelError:
-            # A dimension that differs must be known, as for positions counted in `call`.
-            self.by_shape = True
+            # Most likely a dimension that differs must be known, as for positions counted in
+            # `call`. Whatever else it is, the shapes of a microbatch show it again.
+            failed = True
+        # Together: stages that are traced for each shape tell one another the shapes.
+        self.by_shape |= self.groups[0].any(failed, "trace the model again")
 
     def trace_for(self, inputs: Any) -> None:
         """Take the graph of inputs of these shapes; every node stays on its stage."""
-        training = trace(self.model, inputs, training=True)
-        self._cut(training, trace(self.model, inputs, training=False))
+        # Nothing is moved by a trace, and other stages' variables are only looked at.
+        with keras.StatelessScope(initialize_variables=False), zeros_elsewhere():
+            training = trace(self.model, inputs, training=True)
+            inference = trace(self.model, inputs, training=False)
+        self._cut(training, inference)
 
     def _cut(self, training: Graph, inference: Graph) -> None:
         """Cut both graphs alike."""
@@ -177,11 +211,27 @@ class PlannedModel:
         """Measured costs, those of rank 0 on all ranks; None where costs are counted."""
         if self.config.costs != "profile":
             return None
-        graph = trace(self.model, inputs, training=True)  # on all ranks: it makes names
+        graph = trace_open(self.model, inputs, training=True)  # on all ranks: it makes names
         measured = None
         if self.world.is_root:
             measured = node_costs(graph, "profile", batch=self._batch)
         return self.world.broadcast(measured, 0, "measured costs of layers")
+
+
+def _check_names(graph: Graph, inputs: Any) -> None:
+    """Compare the number of inputs, and their names where both are dicts."""
+    known = [graph.tensors[i].name for i in graph.inputs]
+    count = len(leaves(inputs))
+    if isinstance(inputs, dict) and isinstance(graph.input_structure, dict):
+        same = inputs.keys() == graph.input_structure.keys()
+        known, given = list(graph.input_structure), ", ".join(map(str, inputs))
+    else:
+        same, given = True, str(count)
+    if count != len(graph.inputs) or not same:
+        raise DataError(
+            f"the model was cut into stages for {len(graph.inputs)} inputs ({', '.join(known)}), "
+            f"and keeps them, but was given {given}: give it the same inputs"
+        )
 
 
 def _refuse_synchronized(model: Any, replicas: int) -> None:

@@ -17,7 +17,7 @@ import keras
 
 from ktrainer.backends.pipeline.actions import Schedule
 from ktrainer.backends.pipeline.costs import describe, node_costs
-from ktrainer.backends.pipeline.graph import trace
+from ktrainer.backends.pipeline.graph import trace_open
 from ktrainer.backends.pipeline.manual import stages_by_pattern, stages_by_scope
 from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.backends.pipeline.partition import Settings, assigned, partition
@@ -74,7 +74,7 @@ def plan_stages(
 
     Args:
         model: any Keras model that can be traced.
-        inputs_spec: a batch of its inputs, or their shapes and types, as for `trace`.
+        inputs_spec: a batch of its inputs, or their shapes and types, as for `trace_open`.
         config: the pipeline's keys.
         microbatches: parts of a batch.
         batch: examples in one of them.
@@ -92,7 +92,7 @@ def plan_stages(
     schedule = make_schedule(config.schedule, *shape, config.active_microbatches)
     # The outermost scope: when one ends without this, Keras gives all variables their values.
     with keras.StatelessScope(initialize_variables=False):
-        graph = trace(model, inputs_spec, training=training)
+        graph = trace_open(model, inputs_spec, training=training)
         measured = node_costs(graph, config.costs, batch=batch) if costs is None else list(costs)
     nodes, sizes, outputs = describe(graph, measured, batch=batch)
     settings = Settings(

@@ -22,7 +22,7 @@ from ktrainer.world import World, chunks
 
 _KINDS = {"activation": 0, "gradient": 1}
 _PARTS = 64  # more tensors than this over one cut share a message tag in turn, in order
-_AGREE = 0  # the tag of messages that are not tensors
+_AGREE = 0  # the tag of messages that are not arrays
 
 
 @dataclass
@@ -41,12 +41,18 @@ class Post:
         waits: where the time spent waiting for other stages is added up.
         wire: the memory that tensors travel through; by default the GPU's where MPI can use it,
             else the host's.
+        channels: ways for arrays that no schedule plans; see `start_send`.
     """
 
     def __init__(
-        self, world: World, stages: int, waits: Waits | None = None, wire: Wire | None = None
+        self,
+        world: World,
+        stages: int,
+        waits: Waits | None = None,
+        wire: Wire | None = None,
+        channels: int = 0,
     ) -> None:
-        self.world, self.stages = world, stages
+        self.world, self.stages, self.channels = world, stages, channels
         self.wire = wire or (make_wire() if world.size > 1 else HostWire())
         self._wait: Any = getattr(world, "wait", None)  # one process has no one to wait for
         self._comm: Any = getattr(world, "comm", None)
@@ -109,9 +115,38 @@ class Post:
         self._sending = []
         self._waits.seconds += time.perf_counter() - start
 
+    def start_send(self, array: np.ndarray, partition: int, channel: int) -> list[Any]:
+        """Start to send an array; returns what to `wait` for, with the array kept until then.
+
+        Args:
+            array: contiguous.
+            partition: where it goes.
+            channel: below `channels`; arrays arrive in order on each.
+        """
+        return [self._comm.Isend(piece, partition, 1 + channel) for piece in _pieces(array)]
+
+    def start_receive(self, array: np.ndarray, partition: int, channel: int) -> list[Any]:
+        """Start to receive an array of this size and type; returns what to `wait` for."""
+        return [self._comm.Irecv(piece, partition, 1 + channel) for piece in _pieces(array)]
+
+    def wait(self, requests: Sequence[Any], what: str) -> None:
+        """Wait for what `start_send` or `start_receive` gave.
+
+        Raises:
+            DeadlineExceeded: naming `what`.
+        """
+        start = time.perf_counter()
+        for request in requests:
+            self._wait(request, what)
+        self._waits.seconds += time.perf_counter() - start
+
+    def who(self, partition: int) -> str:
+        """A partition's process, for error messages."""
+        return f"rank {self.world.ranks[partition]}"
+
     def tell(self, value: Any, partition: int, what: str) -> None:
         """Send a picklable object to another partition of this replica."""
-        name = f"{what} to {self._who(partition)}"
+        name = f"{what} to {self.who(partition)}"
         data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
         parts = [np.array([data.size], np.int64), *chunks.pieces(data)]
         for request in [self._comm.Isend(part, partition, _AGREE) for part in parts]:
@@ -123,7 +158,7 @@ class Post:
         Raises:
             DeadlineExceeded: it told nothing.
         """
-        name = f"{what} from {self._who(partition)}"
+        name = f"{what} from {self.who(partition)}"
         size = np.empty(1, np.int64)
         self._wait(self._comm.Irecv(size, partition, _AGREE), name)
         data = np.empty(int(size[0]), np.uint8)
@@ -133,10 +168,12 @@ class Post:
 
     def _tag(self, transfer: Transfer, part: int) -> int:
         place = transfer.microbatch * self.stages + transfer.destination
-        return 1 + (place * 2 + _KINDS[transfer.kind]) * _PARTS + part % _PARTS
+        number = (place * 2 + _KINDS[transfer.kind]) * _PARTS + part % _PARTS
+        return 1 + self.channels + number
 
     def _what(self, transfer: Transfer, way: str, partition: int) -> str:
-        return f"{transfer} {way} {self._who(partition)}"
+        return f"{transfer} {way} {self.who(partition)}"
 
-    def _who(self, partition: int) -> str:
-        return f"rank {self.world.ranks[partition]}"
+
+def _pieces(array: np.ndarray) -> list[np.ndarray]:
+    return chunks.pieces(array.reshape(-1).view(np.uint8))

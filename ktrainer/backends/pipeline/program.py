@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.arguments import Mode, StageSettings
 from ktrainer.backends.pipeline.compiled import CompiledModel
 from ktrainer.backends.pipeline.head import build_metrics
 from ktrainer.backends.pipeline.microbatches import Microbatch, cut_batches, leaves, with_leaves
@@ -17,7 +18,6 @@ from ktrainer.backends.pipeline.post import Post, Waits
 from ktrainer.backends.pipeline.runner import Outcome, Runner, Values
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
 from ktrainer.backends.pipeline.shared import SharedGradients, densify
-from ktrainer.backends.pipeline.stage import Mode, StageSettings
 from ktrainer.backends.pipeline.update import StageUpdate
 from ktrainer.config import PipelineConfig
 from ktrainer.feed.specs import spec_of
@@ -54,6 +54,7 @@ class PipelineProgram(Steps):
         self._planes = (stages, replicas)
         self._schedules: dict[Any, Schedule] = {}
         self._sums, self._waits = planned.sums, waits
+        self._sums.keep_memory = options.xla
         self._shapes: list[tuple[int | None, ...]] = []
         self._seen: dict[bool, Any] = {}
         self._metrics_built = False
@@ -64,17 +65,20 @@ class PipelineProgram(Steps):
         return self.planned.partition == self.config.partitions - 1
 
     def build(self, spec: Any, training: bool = True) -> None:
-        if self._seen.get(training) is spec:
-            return
-        self._seen[training] = spec
+        if self._seen.get(training) is not spec:
+            self._seen[training] = spec
+            self._build(spec)
+
+    def _build(self, spec: Any, metrics: bool = True) -> None:
+        self.planned.check_inputs(spec)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
         shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
         if self.post is None:
             self._start(spec)
             self._shapes = shapes
-            self._build_metrics(spec)
+            self._build_metrics(spec, metrics)
             return
-        self._build_metrics(spec)
+        self._build_metrics(spec, metrics)
         # Wider than before, for training or for validation: the graph must do for both.
         wider = [_widened(*both) for both in zip(self._shapes, shapes, strict=True)]
         uniform = self._compiled.uniform and is_uniform(spec)
@@ -90,9 +94,16 @@ class PipelineProgram(Steps):
     def _start(self, spec: Any) -> None:
         planned = self.planned
         planned.place(spec)
-        self.post = Post(planned.placement.model, len(planned.stages(True)), self._waits)
-        held = [v for v in self.model.trainable_variables if planned.placement.holds(v)]
-        several = [v for v in held if len(planned.holders[id(v)]) > 1]
+        trained = self.model.trainable_variables
+        held = [v for v in trained if planned.placement.holds(v)]
+        several = [v for v in trained if len(planned.holders[id(v)]) > 1]
+        stages, replicas = self._planes
+        self.post = Post(
+            planned.placement.model,
+            len(planned.stages(True)),
+            self._waits,
+            channels=len(several),
+        )
         self._shared = SharedGradients(several, planned.holders, self._sums, self.post)
         settings = StageSettings(
             model=self.model,
@@ -104,30 +115,34 @@ class PipelineProgram(Steps):
         )
         self._compiled = CompiledModel(planned, settings, self.post)
         self._compiled.forget(is_uniform(spec))
-        self._runner = Runner(self.post)
-        stages, replicas = self._planes
+        self._runner = Runner(self.post, self._shared)
         self._update = StageUpdate(
             self.model, held, planned.placement.owned, self._sums, self.options, stages, replicas
         )
         self._held = held
 
-    def _build_metrics(self, spec: Any) -> None:
-        """Make the variables of metrics, once there are targets: `predict` has none."""
-        _, targets, _ = keras.utils.unpack_x_y_sample_weight(spec)
-        if targets is not None and not self._metrics_built:
+    def _build_metrics(self, spec: Any, wanted: bool) -> None:
+        """Make the variables of metrics, once; not for `predict`, whose data has no targets."""
+        if wanted and not self._metrics_built:
             build_metrics(self.model, spec, self.planned.graph(True))
             self._metrics_built = True
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         microbatches = cut_batches(shares, self.config.microbatches)
         self._sums.begin()
+        self._shared.begin()
         outcome = self._run("train", microbatches, self._loss_scale())
         slices = outcome.slices
         for variable in self._held:
             densify(variable, slices, self._sums)
-        self._shared(slices)
-        dense = {id(v) for v in self._held if self._sums.has(v)}
         weight = sum(m.weight for m in microbatches)
+        # Stages before this one may still be at work: what needs nothing from them goes first.
+        shared = set(map(id, self._shared.variables))
+        own = [v for v in self._held if id(v) not in shared]
+        self._guarded(self._update.reduce, own, slices, weight)
+        self._shared(slices)
+        self._guarded(self._update.reduce, self._shared.variables, slices, weight)
+        dense = {id(v) for v in self._held if self._sums.has(v)}
         self._guarded(self._update, slices, dense, weight)
         self._guarded(self._update.average, self._moved, weight)
         self._equal_seeds()
@@ -143,7 +158,7 @@ class PipelineProgram(Steps):
         return self._logs("test", microbatches, self._run("test", microbatches))
 
     def predict(self, share: ShareLike) -> Any:
-        self.build(spec_of(share.batch), training=False)
+        self._build(spec_of(share.batch), metrics=False)
         microbatches = cut_batches([share], self.config.microbatches)
         outcome = self._run("predict", microbatches)
         if not self.counts_metrics:

@@ -9,10 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.actions import Action, Schedule
+from ktrainer.backends.pipeline.arguments import Arguments
 from ktrainer.backends.pipeline.microbatches import Microbatch
 from ktrainer.backends.pipeline.parts import Kept
 from ktrainer.backends.pipeline.post import Post
-from ktrainer.backends.pipeline.stage import Arguments, CompiledStage
+from ktrainer.backends.pipeline.python_functions import check_order
+from ktrainer.backends.pipeline.shared import SharedGradients
+from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.backends.pipeline.transfers import Transfers
 
 _AHEAD = 2  # receives are posted for so many actions before they are needed
@@ -49,10 +52,11 @@ class Runner:
 
     Args:
         post: to and from the other stages.
+        shared: gradients that other partitions have a part of.
     """
 
-    def __init__(self, post: Post) -> None:
-        self.post = post
+    def __init__(self, post: Post, shared: SharedGradients) -> None:
+        self.post, self.shared = post, shared
 
     def run(
         self,
@@ -70,14 +74,23 @@ class Runner:
             compiled: for each microbatch, the stages of this process, in order.
             scale: what losses are multiplied by.
             denominators: float64 vector, what losses are divided by; on the last stage.
+
+        Raises:
+            ModelError: a Python function would be differentiated for the wrong microbatch.
         """
         step = _Step(self.post, schedule, microbatches, compiled, values, scale, denominators)
         row = schedule.actions[rank]
+        check_order(row, step.stage)
+        last = {id(v): place for place, a in enumerate(row) for v in step.added_by(a)}
         for place, action in enumerate(row):
             for soon in row[place : place + 1 + _AHEAD]:
                 for transfer in step.transfers.receives(soon):
                     self.post.expect(transfer, step.specs_of(soon))
             getattr(step, _METHODS[action.kind])(action)
+            for variable in self.shared.variables:
+                if last.get(id(variable)) == place:
+                    self.shared.complete(variable, step.outcome.slices)
+            self.shared.look()
         self.post.finish()
         return step.outcome
 
@@ -112,6 +125,10 @@ class _Step:
         """Specs of what an action receives."""
         stage = self.stage(action)
         return stage.receives if action.kind == "F" else stage.gradient_specs
+
+    def added_by(self, action: Action) -> Sequence[Any]:
+        """The variables whose gradients an action may add to."""
+        return self.stage(action).stage.trainable if action.kind in "BW" else ()
 
     def forward(self, action: Action) -> None:
         stage = self.stage(action)

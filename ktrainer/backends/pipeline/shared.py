@@ -1,12 +1,14 @@
 """Gradients of variables that several partitions hold: tied weights, layers called twice.
 
 Every holder ends with the same bits: the first one adds up what all of them have, in the order
-of partitions, and gives the sum to the others.
+of partitions, and gives the sum to the others. A holder sends its part as soon as its last
+backward pass with that variable is done, while stages before it are still at theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,16 +18,29 @@ from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.sums import GradientSums
 
 Slices = dict[int, list[Any]]  # values and indices in turn, by the variable's `id()`
+Gradient = Any  # an array, (values, indices), or None
+
+_HEADER = 4  # int64: what it is, rows of slices, types of values and of indices
+_NONE, _DENSE, _SLICES = range(3)
+
+
+@dataclass
+class _Coming:
+    """A gradient on its way here: first its header, then its arrays."""
+
+    header: np.ndarray
+    requests: list[Any]
+    arrays: list[np.ndarray] | None = None  # None until the header is here
 
 
 class SharedGradients:
     """Sums gradients over the partitions that hold a variable.
 
     Args:
-        variables: trained ones that this and other partitions hold, in the model's order.
+        variables: all that are trained and that several partitions hold, in the model's order.
         holders: the partitions of each variable, by `id()`.
         sums: of dense gradients, in this process.
-        post: to the other partitions.
+        post: to the other partitions; it knows how many `variables` there are.
     """
 
     def __init__(
@@ -35,26 +50,97 @@ class SharedGradients:
         sums: GradientSums,
         post: Post,
     ) -> None:
-        self.variables, self.holders, self.sums, self.post = list(variables), holders, sums, post
+        here = post.world.rank
+        self.holders, self.sums, self.post, self._here = holders, sums, post, here
+        self._places = {id(v): k for k, v in enumerate(variables)}  # which message is whose
+        self.variables = [v for v in variables if here in holders[id(v)]]
+        self._coming: dict[tuple[int, int], _Coming] = {}
+        self._sending: list[tuple[list[Any], Any, str]] = []
+        self._told: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins: whatever comes has somewhere to go, while stages compute."""
+        self._told.clear()
+        for variable in self.variables:
+            first, *others = self.holders[id(variable)]
+            for source in others if first == self._here else [first]:
+                header = np.empty(_HEADER, np.int64)
+                requests = self.post.start_receive(header, source, self._places[id(variable)])
+                self._coming[id(variable), source] = _Coming(header, requests)
+
+    def complete(self, variable: Any, slices: Slices) -> None:
+        """Nothing more is added to this gradient here: start to send it, where it is to go."""
+        first = self.holders[id(variable)][0]
+        if first != self._here and id(variable) not in self._told:
+            self._told.add(id(variable))
+            densify(variable, slices, self.sums)
+            self._send(variable, self._take(variable, slices), first)
+
+    def look(self) -> None:
+        """Make room for what has announced itself; to be called between computations."""
+        for (variable, source), coming in self._coming.items():
+            if coming.arrays is None and all(request.Test() for request in coming.requests):
+                self._make_room(variable, source, coming)
 
     def __call__(self, slices: Slices) -> None:
         """Sum, in place: both the dense sums and `slices`."""
-        here = self.post.world.rank
+        for variable in self.variables:
+            self.complete(variable, slices)
         for variable in self.variables:
             first, *others = self.holders[id(variable)]
-            what = f"the gradient of {variable.path}"
-            mine = self._take(variable, slices)
-            if here == first:
-                total = _sum(variable, [mine, *(self.post.hear(p, what) for p in others)])
+            if first == self._here:
+                mine = self._take(variable, slices)
+                total = _sum(variable, [mine, *(self._receive(variable, p) for p in others)])
                 for partition in others:
-                    self.post.tell(total, partition, what)
+                    self._send(variable, total, partition)
             else:
-                self.post.tell(mine, first, what)
-                total = self.post.hear(first, what)
+                total = self._receive(variable, first)
             self._put(variable, slices, total)
+        for requests, _, what in self._sending:
+            self.post.wait(requests, what)
+        self._sending.clear()
 
-    def _take(self, variable: Any, slices: Slices) -> Any:
-        """This partition's gradient: an array, (values, indices), or None."""
+    def _send(self, variable: Any, gradient: Gradient, partition: int) -> None:
+        place = self._places[id(variable)]
+        header, arrays = _pack(gradient)
+        requests = [
+            request
+            for array in (header, *arrays)
+            for request in self.post.start_send(array, partition, place)
+        ]
+        what = f"the gradient of {variable.path} to {self.post.who(partition)}"
+        self._sending.append((requests, (header, arrays), what))
+
+    def _receive(self, variable: Any, source: int) -> Gradient:
+        """The gradient that another partition sends, once it is here."""
+        what = f"the gradient of {variable.path} from {self.post.who(source)}"
+        coming = self._coming[id(variable), source]
+        if coming.arrays is None:
+            self.post.wait(coming.requests, what)
+            self._make_room(id(variable), source, coming)
+        del self._coming[id(variable), source]
+        self.post.wait(coming.requests, what)
+        arrays = coming.arrays or []
+        return tuple(arrays) if len(arrays) > 1 else arrays[0] if arrays else None
+
+    def _make_room(self, key: int, source: int, coming: _Coming) -> None:
+        """The header is here: receive the arrays that it announces."""
+        variable = next(v for v in self.variables if id(v) == key)
+        kind, rows, *types = (int(x) for x in coming.header)
+        shape = tuple(variable.shape)
+        shapes = {_NONE: [], _DENSE: [shape], _SLICES: [(rows, *shape[1:]), (rows,)]}[kind]
+        coming.arrays = [
+            np.empty(shape, tf.as_dtype(number).as_numpy_dtype)
+            for shape, number in zip(shapes, types, strict=False)
+        ]
+        coming.requests = [
+            request
+            for array in coming.arrays
+            for request in self.post.start_receive(array, source, self._places[key])
+        ]
+
+    def _take(self, variable: Any, slices: Slices) -> Gradient:
+        """This partition's gradient."""
         pairs = slices.pop(id(variable), None)
         if self.sums.has(variable):
             return self.sums.of(variable).numpy()
@@ -62,7 +148,7 @@ class SharedGradients:
             return None
         return np.concatenate(pairs[0::2]), np.concatenate(pairs[1::2])
 
-    def _put(self, variable: Any, slices: Slices, total: Any) -> None:
+    def _put(self, variable: Any, slices: Slices, total: Gradient) -> None:
         if isinstance(total, tuple):
             slices[id(variable)] = [tf.convert_to_tensor(part) for part in total]
         elif total is not None:
@@ -82,7 +168,19 @@ def joined(pairs: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.concat(list(pairs[0::2]), 0), tf.concat(list(pairs[1::2]), 0)
 
 
-def _sum(variable: Any, gradients: Sequence[Any]) -> Any:
+def _pack(gradient: Gradient) -> tuple[np.ndarray, list[np.ndarray]]:
+    """A header, and the arrays that it announces."""
+    if gradient is None:
+        return np.array([_NONE, 0, 0, 0], np.int64), []
+    parts = gradient if isinstance(gradient, tuple) else (gradient,)
+    arrays = [np.ascontiguousarray(part) for part in parts]
+    types = [tf.as_dtype(array.dtype).as_datatype_enum for array in arrays]
+    if len(arrays) == 1:
+        return np.array([_DENSE, 0, *types, 0], np.int64), arrays
+    return np.array([_SLICES, len(arrays[1]), *types], np.int64), arrays
+
+
+def _sum(variable: Any, gradients: Sequence[Gradient]) -> Gradient:
     """The sum: slices joined if there is nothing else, else a dense array."""
     present = [g for g in gradients if g is not None]
     if not present:

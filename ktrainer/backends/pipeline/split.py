@@ -18,17 +18,23 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.python_functions import PythonFunctions
+
 
 class Traced:
     """A graph that can be cut into functions.
 
     Args:
         graph: a `FuncGraph`: what `tf.compat.v1.wrap_function` has traced.
+
+    Attributes:
+        python: where it runs Python functions.
     """
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self._definition = graph.as_graph_def()
+        self.python = PythonFunctions(self._definition)
 
     def needed_for(
         self,
@@ -88,6 +94,10 @@ class Traced:
             if any(x.op.name in found for x in op.inputs):
                 found.add(op.name)
         return found
+
+    def outputs_of(self, ops: Iterable[str]) -> list[tf.Tensor]:
+        """All tensors that `ops` make."""
+        return [x for name in ops for x in self.graph.get_operation_by_name(name).outputs]
 
     def read_by(self, ops: Iterable[str]) -> set[str]:
         """Names of the tensors that `ops` read."""

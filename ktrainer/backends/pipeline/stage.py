@@ -2,77 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.head import loss_of, outputs_of, update_metrics
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
 from ktrainer.backends.pipeline.nodes import run
 from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
 from ktrainer.backends.pipeline.split import Traced
-from ktrainer.backends.pipeline.sums import GradientSums
-from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.seams import seams
-
-Mode = Literal["train", "test", "predict"]
-
-
-@dataclass(frozen=True)
-class StageSettings:
-    """What all stages of a process are compiled with.
-
-    Attributes:
-        model: the whole model.
-        regularised: for each stage, the variables whose regularisation loss it counts.
-        sums: where gradients are added up.
-        replica: which copy of the model this is; other copies draw other random numbers.
-        recompute: keep a stage's inputs only, and run it again before its backward pass.
-        xla: compile with XLA.
-    """
-
-    model: keras.Model
-    regularised: Mapping[int, Sequence[Any]]
-    sums: GradientSums
-    replica: int = 0
-    recompute: bool = False
-    xla: bool = False
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Everything that a stage's computation depends on, as flat lists of tensors or specs.
-
-    Attributes:
-        trainable, state: values of the variables.
-        received: from the stage before; the last one is the sum of the losses that layers of
-            earlier stages have added, a scalar.
-        data: leaves of the microbatch that the stage needs.
-        scalars: float64: the microbatch's weight and the loss scale.
-        denominators: float64 vector; on the last stage.
-    """
-
-    trainable: list[Any]
-    state: list[Any]
-    received: list[Any]
-    data: list[Any]
-    scalars: list[Any]
-    denominators: list[Any]
-
-    def flat(self) -> list[Any]:
-        """All of them, in order."""
-        return [value for item in fields(self) for value in getattr(self, item.name)]
-
-    def like(self, values: Sequence[Any]) -> Arguments:
-        """`values`, flat, sorted as these are."""
-        parts = [getattr(self, item.name) for item in fields(self)]
-        return Arguments(*_take(values, [len(part) for part in parts]))
 
 
 class CompiledStage:
@@ -129,14 +74,7 @@ class CompiledStage:
         return received
 
     def compile(self) -> None:
-        """Make the functions that run; after `reach`.
-
-        Raises:
-            ModelError: a `tf.py_function` is differentiated, without recomputation.
-        """
-        recompute = self.settings.recompute and self.mode == "train"
-        if self._gradients is not None and not recompute:
-            _refuse_python(self._traced, self._gradients)
+        """Make the functions that run; after `reach`."""
         self._parts = Parts(
             self._traced,
             self._arguments,
@@ -144,7 +82,7 @@ class CompiledStage:
             [*self._sent, *self._state, *self._results],
             self._gradients,
             self.settings.sums,
-            recompute,
+            self.settings.recompute and self.mode == "train",
             self.settings.xla,
         )
 
@@ -169,6 +107,11 @@ class CompiledStage:
         """The variables whose gradients are slices."""
         return self._gradients.sparse if self._gradients is not None else []
 
+    @property
+    def python_gradient(self) -> str | None:
+        """Name of an op that needs what the last forward pass has left; None: none does."""
+        return self._parts.python_gradient
+
     def data_of(self, microbatch: Microbatch) -> list[Any]:
         """The leaves of a microbatch that this stage needs."""
         every = leaves(microbatch.data)
@@ -179,7 +122,7 @@ class CompiledStage:
         """What to send, the new values of what `changes`, the results of the last stage, and
         what to keep."""
         made, kept = self._parts.forward(arguments.flat())
-        sent, state, results = _take(made, (len(self._sent), len(self.changes), len(self._results)))
+        sent, state, results = take(made, (len(self._sent), len(self.changes), len(self._results)))
         return sent, state, results, kept
 
     def backward(self, kept: Kept, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -275,19 +218,6 @@ class CompiledStage:
         self._gradients = Gradients(of_inputs, of_variables, placeholders, cotangents[-1])
 
 
-def _refuse_python(traced: Traced, gradients: Gradients) -> None:
-    """TensorFlow keeps what a `tf.py_function` needs for its gradient once, from its last run;
-    other microbatches run in between."""
-    backward = traced.reached_from([gradients.seed, *gradients.cotangents])
-    for op in traced.graph.get_operations():
-        if op.type == "EagerPyFunc" and op.name in backward:
-            raise ModelError(
-                f"a tf.py_function is differentiated ({op.name}), which works for one microbatch "
-                "at a time: set backend.recompute=true, or stop its gradient with "
-                "keras.ops.stop_gradient"
-            )
-
-
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
     """A microbatch's gradient by its part of the update, 0 for a stand-in; in the type of the
     weights: in 16 bits a small factor could lose, or hide, what a loss scale looks for."""
@@ -297,12 +227,3 @@ def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
         values = _weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
-
-
-def _take(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
-    """`values` cut into lists of the given lengths; the rest is left out."""
-    parts, start = [], 0
-    for count in counts:
-        parts.append(list(values[start : start + count]))
-        start += count
-    return parts

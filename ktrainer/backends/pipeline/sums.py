@@ -13,7 +13,13 @@ class GradientSums:
 
     An empty sum is overwritten by the first gradient, not added to: that saves setting all of
     them to zero, in time and in memory.
+
+    Attributes:
+        keep_memory: sums that have been taken keep their memory. XLA needs that: for it a
+            variable has one shape for good.
     """
+
+    keep_memory = False
 
     def __init__(self) -> None:
         self._sums: dict[int, tf.Variable] = {}
@@ -24,13 +30,22 @@ class GradientSums:
         self._filled.clear()
 
     def of(self, variable: Any) -> tf.Variable:
-        """The sum for `variable`, of its shape and type, whether filled or not."""
+        """The sum for `variable`, of its type, and of its shape if it is filled."""
         if id(variable) not in self._sums:
+            shape = variable.shape if self.keep_memory else [0]
             with tf.init_scope():
                 self._sums[id(variable)] = tf.Variable(
-                    tf.zeros(variable.shape, variable.dtype), trainable=False
+                    tf.zeros(shape, variable.dtype), trainable=False, shape=tf.TensorShape(None)
                 )
         return self._sums[id(variable)]
+
+    def take(self, variable: Any) -> tf.Tensor:
+        """The sum of `variable`; its memory is free once the tensor is."""
+        total = self.of(variable)
+        value = tf.ensure_shape(total, variable.shape)
+        if not self.keep_memory:
+            total.assign(tf.zeros([0], variable.dtype))
+        return value
 
     def has(self, variable: Any) -> bool:
         """Whether there is a dense gradient of `variable` in this step."""

@@ -18,6 +18,7 @@ from keras.src.optimizers import base_optimizer
 
 from ktrainer.backends.pipeline.shared import joined
 from ktrainer.backends.pipeline.sums import GradientSums
+from ktrainer.backends.pipeline.turns import InTurn
 from ktrainer.steps import StepOptions, optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.model_step import average_statistics
@@ -55,7 +56,7 @@ class StageUpdate:
         self._functions: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, slices: dict[int, list[Any]], dense: Collection[int], weight: float) -> None:
-        """Update the weights.
+        """Update the weights, once `reduce` has seen all of their gradients.
 
         Args:
             slices: values and indices in turn, by variable.
@@ -72,6 +73,43 @@ class StageUpdate:
                 autograph=False,
             )
         self._functions[key](parts, tf.constant(weight, tf.float64))
+
+    def reduce(self, variables: Sequence[Any], slices: dict[int, list[Any]], weight: float) -> None:
+        """Sum the gradients of some variables over replicas, in place, and before `__call__`.
+
+        Args:
+            variables: with what they have, the same ones in all replicas.
+            slices: values and indices in turn, by variable.
+            weight: this replica's part of the update's examples.
+        """
+        dense = [v for v in variables if self.sums.has(v)]
+        sparse = [v for v in variables if id(v) in slices and not self.sums.has(v)]
+        if self.replicas is None or not (dense or sparse):
+            return
+        key = ("reduce", tuple(map(id, dense)), tuple(map(id, sparse)))
+        if key not in self._functions:
+            self._functions[key] = tf.function(
+                lambda parts, weight: self._reduce(dense, sparse, parts, weight),
+                reduce_retracing=True,
+                autograph=False,
+            )
+        parts = [joined(slices[id(v)]) for v in sparse]
+        reduced = self._functions[key](parts, tf.constant(weight, tf.float64))
+        for variable, pair in zip(sparse, reduced, strict=True):
+            slices[id(variable)] = list(pair)
+
+    def _reduce(
+        self, dense: Sequence[Any], sparse: Sequence[Any], parts: Any, weight: tf.Tensor
+    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
+        assert self.replicas is not None
+        gradients = [self.sums.take(v) for v in dense]
+        gradients += [_slices(v, part) for v, part in zip(sparse, parts, strict=True)]
+        # They are weighted already; those of a stand-in are not looked at.
+        present = tf.cast(weight > 0, tf.float64)
+        reduced = self.replicas.reduce(gradients, present, InOrder())
+        for variable, total in zip(dense, reduced, strict=False):
+            self.sums.of(variable).assign(total)
+        return [(total.values, total.indices) for total in reduced[len(dense) :]]
 
     def average(self, moved: Sequence[Any], weight: float) -> None:
         """Average statistics that a step has changed, such as BatchNorm's, over replicas.
@@ -101,20 +139,16 @@ class StageUpdate:
     ) -> None:
         given = {id(v): part for v, part in zip(sparse, parts, strict=True)}
         context = StepContext(
-            weight,
-            self.replicas,
-            # Gradients are weighted already; those of a stand-in are not looked at.
-            gradient_weight=tf.cast(weight > 0, tf.float64),
+            weight,  # no plane: `reduce` has summed them
             hooks=(*map(_unless_empty, self.options.hooks), self._clip, self._join),
         )
         gradients = []
         for variable in self.variables:
-            total = self.sums.of(variable) if id(variable) in dense else None
+            total = self.sums.take(variable) if id(variable) in dense else None
             if id(variable) in given:
-                shape = tf.constant(tuple(variable.shape), tf.int64)
-                gradients.append(tf.IndexedSlices(*given[id(variable)], shape))
+                gradients.append(_slices(variable, given[id(variable)]))
             else:
-                gradients.append(None if total is None else tf.identity(total))
+                gradients.append(total)
         optimizer = self.model.optimizer
         with seams(context, optimizers_of(self.model)), self._over_stages(), _one_by_one(optimizer):
             optimizer.apply(gradients, self.variables)
@@ -189,19 +223,12 @@ class StageUpdate:
 
 @contextmanager
 def _one_by_one(optimizer: Any) -> Iterator[None]:
-    """Update one variable after the other: all at once, the optimizer's intermediate results
-    would need as much memory as its slots."""
+    """Update one variable after the other."""
     plain = getattr(optimizer, "inner_optimizer", optimizer)
-    original = plain.update_step
-    last: list[Any] = []
+    original, in_turn = plain.update_step, InTurn()
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        with tf.control_dependencies([op for op in last if op.graph is graph]):
-            original(gradient, variable, learning_rate)
-        made = graph.get_operations()[before:]
-        last[:] = [op for op in made if op.type.startswith("Assign")] or last
+        in_turn(lambda: original(gradient, variable, learning_rate))
 
     plain.update_step = update_step
     try:
@@ -213,6 +240,10 @@ def _one_by_one(optimizer: Any) -> Iterator[None]:
 def _unless_empty(hook: Any) -> Any:
     """A user's hook, which need not know of stages without weights."""
     return lambda gradients, variables: hook(gradients, variables) if variables else gradients
+
+
+def _slices(variable: Any, part: tuple[tf.Tensor, tf.Tensor]) -> tf.IndexedSlices:
+    return tf.IndexedSlices(*part, tf.constant(tuple(variable.shape), tf.int64))
 
 
 def _values(gradient: Any) -> tf.Tensor:
