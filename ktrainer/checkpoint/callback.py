@@ -6,6 +6,10 @@ and `on_epoch_end` (save when due), `on_validation_end` (judge the best inside a
 
 All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
 each stage its part. A state whose loss is not finite is not saved.
+
+A step waits for a copy of the state in host memory; it is written behind the steps that follow,
+one checkpoint at a time. What goes wrong there is raised at the next save, or at the end, on all
+ranks. `on_train_end`, and `close` after an error, wait for the last one.
 """
 
 from __future__ import annotations
@@ -14,17 +18,23 @@ import math
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.health import finite_loss
+from ktrainer.checkpoint.saver import Saver
+from ktrainer.checkpoint.snapshot import Snapshot, take
+from ktrainer.checkpoint.state import history_of
 from ktrainer.durations import Duration, Every
-from ktrainer.errors import CheckpointError, ConfigError, WorldError
+from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.progress import Progress
-from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
+
+if TYPE_CHECKING:
+    from ktrainer.checkpoint.store import Store
 
 
 class Checkpoint(Callback):
@@ -33,16 +43,18 @@ class Checkpoint(Callback):
     Args:
         directory: where; default: the trainer's `checkpoint_dir`. Needed without a trainer.
         every: how often, for example `"1ep"`, `"500ba"` or `"10m"`; None: only when best.
-        keep: how many of the last ones to keep, at least 1; 2 survive a damaged disk block.
+        keep: how many of the last ones to keep, at least 2: one may be damaged.
         best: a name in the logs, for example `"val_loss"`: also save when it is better than
             ever, and keep that one.
         mode: whether `min` or `max` is better; `auto` asks the metric.
         allow_nan: save even when the loss is not finite.
+        asynchronous: write behind the steps; takes host memory for one copy of the state.
         callbacks: those whose states are saved too; `assemble` gives all of the run's.
         world: the ranks; default: the trainer's, or this process's.
 
     Raises:
         ConfigError: no folder, nothing to save for, or a metric of unknown direction.
+        SetupError: the folder cannot be written, or another job is in it.
         CheckpointError: on all ranks, when one cannot write.
     """
 
@@ -54,6 +66,7 @@ class Checkpoint(Callback):
         best: str | None = None,
         mode: str = "auto",
         allow_nan: bool = False,
+        asynchronous: bool = True,
         callbacks: Iterable[Any] = (),
         world: World | None = None,
     ) -> None:
@@ -62,9 +75,11 @@ class Checkpoint(Callback):
             raise ConfigError(
                 "a checkpoint callback needs `every` or `best`.", path="checkpoint.every"
             )
-        if keep < 1:
+        if keep < 2:
             raise ConfigError(
-                "keep at least the last checkpoint.", path="checkpoint.keep", value=keep
+                "keep at least the last two checkpoints: one may be damaged.",
+                path="checkpoint.keep",
+                value=keep,
             )
         if mode not in ("auto", "min", "max"):
             raise ConfigError(
@@ -77,10 +92,11 @@ class Checkpoint(Callback):
         self.directory = self._given
         self.every = Every(every)
         self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
-        self.callbacks = list(callbacks)
+        self.asynchronous, self.callbacks = asynchronous, list(callbacks)
         self._own_world = world
         self.best_value: float | None = None
-        self._at_cut: tuple[Any, dict[str, Any]] | None = None  # what a cut epoch goes on with
+        self._at_cut: Snapshot | None = None  # what a cut epoch goes on with
+        self._saver: Saver | None = None
         self._run = ""  # names this run in its checkpoints, over restarts
 
     # -- events
@@ -92,12 +108,12 @@ class Checkpoint(Callback):
             if self.trainer is None:
                 raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
             self.directory = Path(self.trainer.checkpoint_dir)
+        self.close()
         self.best_value, self._at_cut = None, None
         self._run = secrets.token_hex(8)
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
-        if self.world.is_root:
-            self._store().sweep()
+        self._saver = Saver(self.directory, self.model, self.world, self.asynchronous)
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._due(epoch_end=False):
@@ -108,10 +124,20 @@ class Checkpoint(Callback):
             self._save_if_better(logs, missing_is_fine=True)
 
     def on_epoch_cut(self, epoch: int) -> None:
-        self._at_cut = self._capture()
+        self._at_cut = self._snapshot()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._at_cut = None
+        try:
+            if self._saver is not None:
+                self._saver.close_together()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
@@ -174,67 +200,56 @@ class Checkpoint(Callback):
             metric: monitored name and value, kept with the checkpoint.
             progress: where to go on; default: the present.
             history: History so far; default: the model's.
-        """
-        from ktrainer.checkpoint.parts import write_part
 
+        Raises:
+            CheckpointError: on all ranks: this one, or the one before, cannot be written.
+        """
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:
                 warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)
             return False
-        arrays, state = self._at_cut or self._capture(progress, history)
-        error, placement = None, placement_of(self.model)
-        if self.world.is_root:
-            error = self._write(arrays, state, metric)
-        elif placement is not None and placement.replica == 0:
-            write_part(arrays, placement)
-        error = self.world.broadcast(error, 0, "writing of a checkpoint")
-        if error is not None:
-            raise CheckpointError(error)
+        assert self._saver is not None
+        self._saver.settle()  # before there is another copy of the state
+        snapshot = self._at_cut or self._snapshot(progress, history)
+        facts = {**snapshot.facts, "run": self._run}
+        if metric is not None:
+            name, value = metric
+            facts["metric"] = {"name": name, "value": float(value), "mode": self._direction()}
+        snapshot = replace(snapshot, facts=facts)
+        try:
+            self._saver.save(snapshot, self._pruning())
+        except CheckpointError:
+            self.close()
+            raise
         return True
 
-    def _capture(
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk; all ranks together.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _snapshot(
         self, progress: Progress | None = None, history: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        from ktrainer.checkpoint.state import capture, history_of
+    ) -> Snapshot:
+        callbacks = self.callbacks or [self]
+        if self.trainer is not None:
+            self.trainer.settle()
+        return take(self.model, progress or self.progress, self.world, callbacks, history)
 
-        return capture(
-            self.model,
-            progress or self.progress,
-            self.world,
-            callbacks=self.callbacks or [self],
-            history=history if history is not None else history_of(self.model),
-        )
-
-    def _write(self, arrays: Any, state: Any, metric: tuple[str, float] | None) -> str | None:
-        from ktrainer.checkpoint.parts import all_parts
-
-        store, step = self._store(), self.progress.step
-        try:
-            with all_parts(self.model, state) as write:
-                size, run = self.world.size, self._run
-                store.save(
-                    arrays, state, step, metric=metric, world_size=size, run=run, write=write
-                )
-            store.prune(self.keep, self.best, self._direction() if self.best else "min")
-        except (CheckpointError, OSError) as error:
-            return str(error)
-        except WorldError:
-            raise  # nobody is left to be told
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
-            return f"{type(error).__name__}: {error}"
-        return None
+    def _pruning(self) -> Callable[[Store], None]:
+        """What removes older checkpoints once a new one is there."""
+        mode = self._direction() if self.best else "min"
+        return lambda store: store.prune(self.keep, self.best, mode)
 
     def _direction(self) -> str:
         """`min` or `max`: which way `best` is better."""
         assert self.best is not None
         return direction(self.model, self.best) if self.mode == "auto" else self.mode
-
-    def _store(self) -> Any:
-        from ktrainer.checkpoint.store import Store
-
-        assert self.directory is not None
-        return Store(self.directory)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """Where to go on: at the next epoch, unless a stop cut this one short."""
@@ -247,8 +262,6 @@ class Checkpoint(Callback):
         self, epoch: int, logs: Mapping[str, Any] | None, progress: Progress
     ) -> dict[str, Any]:
         """History with this epoch, which Keras' own callback, the last in line, adds later."""
-        from ktrainer.checkpoint.state import history_of
-
         history = history_of(self.model)
         if epoch not in history["epoch"] and progress.epoch > epoch:
             history["epoch"].append(epoch)

@@ -85,7 +85,8 @@ def load_callback_states(
         for attribute, count in saved["weights"].items():
             if attribute in _listed(callback, _WEIGHTS):
                 names = [_array_name(i, attribute, k) for k in range(count)]
-                setattr(callback, attribute, [arrays[n] if n in here else None for n in names])
+                values = [np.array(arrays[n]) if n in here else None for n in names]
+                setattr(callback, attribute, values)
 
 
 def _array_name(place: int, attribute: str, k: int) -> str:

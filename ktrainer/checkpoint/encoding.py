@@ -16,10 +16,22 @@ _FOREIGN = (
     "float8_e5m2",
     "float8_e5m2fnuz",
 )
-_NATIVE = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64"),
-)
+# Names of dtypes, and what safetensors calls them.
+CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -30,12 +42,17 @@ def storable(value: np.ndarray) -> np.ndarray:
         ValueError: the dtype is not one of numbers.
     """
     value = np.ascontiguousarray(value).reshape(np.shape(value))
-    if value.dtype.name in _NATIVE:
-        return value
+    if value.dtype.name in CODES:
+        return value.astype(value.dtype.name, copy=False)  # in this machine's order of bytes
     if value.dtype.name in _FOREIGN:
         flat = value.reshape(-1).view(_WORDS[value.dtype.itemsize])
         return flat.reshape(value.shape)
     raise ValueError(f"values of dtype {value.dtype} cannot be kept in a checkpoint")
+
+
+def stored_as(dtype: np.dtype) -> np.dtype:
+    """The dtype that `storable` gives values of `dtype`."""
+    return np.dtype(_WORDS[dtype.itemsize]) if dtype.name in _FOREIGN else dtype
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -44,7 +61,7 @@ def dtype_named(name: str) -> np.dtype:
     Raises:
         ValueError: no dtype that a checkpoint may hold.
     """
-    if name in _NATIVE:
+    if name in CODES:
         return np.dtype(name)
     if name in _FOREIGN:
         import ml_dtypes

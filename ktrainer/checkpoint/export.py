@@ -38,7 +38,7 @@ def save_model(model: Any, path: str | os.PathLike[str], world: World) -> None:
             if missing:
                 error = f"cannot save the model to {path}: no stage has {', '.join(missing)}"
             elif world.is_root:
-                error = _write(model, path)
+                error = write_file(model, path)
     error = world.broadcast(error, 0, "saving the model")
     if error is not None:
         raise CheckpointError(error)
@@ -80,11 +80,14 @@ def _fetch(model: Any, placement: Placement) -> tuple[list[tuple[Any, np.ndarray
     return found, [name for name in named if name not in received and name not in here]
 
 
-def _write(model: Any, path: Path) -> str | None:
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
+def write_file(model: Any, path: Path) -> str | None:
+    """Write `model` to a `.keras` file, or its weights to a `.weights.h5` file, whole or not at
+    all; returns what went wrong."""
+    ending = ".keras" if path.suffix == ".keras" else ".weights.h5"
+    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{ending}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(temporary)
+        (model.save if ending == ".keras" else model.save_weights)(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -37,7 +37,7 @@ def counting_ranks(model: Any, world: World) -> list[int]:
 def restore_metrics(model: Any, arrays: Arrays, state: Mapping[str, Any], world: World) -> None:
     """Give each rank that counts metrics the states of one that did; where there are more or
     fewer of them than before, the first gets their sum."""
-    from ktrainer.callbacks.reduction import adds_up
+    from ktrainer.steps.metric_states import adds_up
 
     here = counting_ranks(model, world)
     there = list(state.get("counting") or range(int(state.get("world_size", 1))))

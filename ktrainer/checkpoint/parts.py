@@ -1,109 +1,154 @@
-"""One checkpoint that several processes write: each stage of a pipeline its part.
+"""One checkpoint that several processes write at once: each stage of a pipeline its part.
 
     rank 0 (stage 0)                    stage 1, 2, ... of the same replica
     makes the temporary folder
-    its name                     ──►
-    arrays-p00-00001 ...                arrays-p01-00001 ...
-    what is in which file        ◄──    or what went wrong
+    its name                     ──►                             between two steps
+    arrays-p00-00001 ...                arrays-p01-00001 ...     behind the training
+    what is in which file        ◄──    or what went wrong       by mail, which nobody waits for
     state.json, manifest.json; renames
 
-The stages meet in the world of their replica (`Placement.model`). Other replicas hold copies, and
-write nothing.
+Other replicas hold copies, and write nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ktrainer.checkpoint.format import Described, flush_folder, unfit, write_arrays
-from ktrainer.checkpoint.state import names_to_save
 from ktrainer.errors import CheckpointError
-from ktrainer.steps.placement import Placement, placement_of
+from ktrainer.steps.placement import Placement
 
 _SHARED = "checkpoint.dir must be on a file system that all ranks share"
+_LOOK_SECONDS = 0.01
+_GRACE_SECONDS = 5.0  # for parts that are under way when training has ended with an error
 
 
-Write = Callable[[Path, Mapping[str, np.ndarray]], Described]
+class Parts:
+    """What the stages of one replica tell each other about the parts that they write.
 
-
-@contextmanager
-def all_parts(model: Any, state: Mapping[str, Any]) -> Iterator[Write | None]:
-    """Rank 0's side: what `write_checkpoint` calls to have every stage write its arrays. None if
-    `model` is not cut into stages. On leaving, stages for which it never came to that are let go.
+    All of them make it, and close it, together. Everything else may be called from the threads
+    that write.
 
     Args:
-        state: what `capture` gave on rank 0.
+        placement: of the model; of replica 0.
     """
-    placement = placement_of(model)
-    if placement is None:
-        yield None
-        return
-    parts = _Parts(placement, model, state)
-    try:
-        yield parts.write
-    finally:
-        if not parts.told:
-            parts.tell(None)
 
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._mail: Any = None
+        if placement.model.size > 1:
+            from ktrainer.world.mailbox import Mailbox
 
-class _Parts:
-    """Has all stages write, and puts together what they wrote."""
+            self._mail = Mailbox(placement.model)  # type: ignore[arg-type]
 
-    def __init__(self, placement: Placement, model: Any, state: Mapping[str, Any]) -> None:
-        self.placement, self.model, self.state = placement, model, state
-        self.told = False
+    def send(
+        self,
+        number: int,
+        folder: Path,
+        arrays: Mapping[str, np.ndarray],
+        ending: Callable[[], bool],
+    ) -> None:
+        """Write this stage's part of checkpoint `number`, and tell the first stage of it.
 
-    def write(self, folder: Path, arrays: Mapping[str, np.ndarray]) -> Described:
-        """Have every stage write its arrays into `folder`; `arrays` are those of this one.
+        Args:
+            ending: as in `collect`.
 
         Raises:
-            CheckpointError: a stage could not; tells which, and why. All of them have ended.
+            CheckpointError: the first stage does not take the message.
         """
-        names, folder = names_to_save(self.model, arrays, self.state), folder.resolve()
-        self.tell(str(folder))
-        part = _written(folder, arrays, self.placement)
-        parts = self.placement.model.allgather(part, "parts of a checkpoint")
-        problems = [part["error"] for part in parts if part["error"]]
+        world, part = self.placement.model, written(folder, arrays, self.placement)
+        self._mail.send((number, part), 0)
+        end = time.monotonic() + world.deadline
+        while not self._mail.all_taken():
+            end = _sooner(end, ending)
+            if time.monotonic() > end:
+                raise CheckpointError(
+                    f"rank {world.ranks[world.rank]} waited {world.deadline:g} s at step "
+                    f"{world.step} for rank {world.ranks[0]} to hear of its part of a checkpoint"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+    def collect(
+        self,
+        number: int,
+        folder: Path,
+        arrays: Mapping[str, np.ndarray],
+        names: Sequence[str],
+        ending: Callable[[], bool],
+    ) -> Described:
+        """The first stage's side: write its part, and wait for those of the others.
+
+        Args:
+            number: of the checkpoint, in this run.
+            names: of all arrays, in the order of the manifest.
+            ending: whether training has ended with an error, so that others may be gone.
+
+        Raises:
+            CheckpointError: a stage could not, or does not answer; tells which, and why.
+        """
+        parts = {0: written(folder, arrays, self.placement)}
+        world = self.placement.model
+        end = time.monotonic() + world.deadline
+        while len(parts) < world.size:
+            for rank, (their_number, part) in self._mail.take():
+                if their_number == number:  # else of one that was given up
+                    parts[rank] = part
+            end = _sooner(end, ending)
+            if len(parts) < world.size and time.monotonic() > end:
+                raise CheckpointError(self._missing(parts))
+            if len(parts) < world.size:
+                time.sleep(_LOOK_SECONDS)
+        ordered = [parts[rank] for rank in range(world.size)]
+        problems = [part["error"] for part in ordered if part["error"]]
         if problems:
             raise CheckpointError("; ".join(problems))
-        return _put_together(folder, parts, names)
+        return put_together(folder, ordered, names)
 
-    def tell(self, folder: str | None) -> None:
-        """Tell the other stages where to write."""
-        self.told = True
-        self.placement.model.broadcast(folder, 0, "folder of a checkpoint")
+    def _missing(self, parts: Mapping[int, Any]) -> str:
+        world = self.placement.model
+        missing = [rank for rank in range(world.size) if rank not in parts]
+        who = ", ".join(f"stage {rank} (rank {world.ranks[rank]})" for rank in missing)
+        return (
+            f"rank {world.ranks[0]} waited at step {world.step} for parts of a checkpoint, at most "
+            f"{world.deadline:g} s, and did not hear from {who}. If writing takes so long, raise "
+            "world.deadline."
+        )
+
+    def close(self) -> None:
+        """Let go of the mailbox; all stages call it together."""
+        if self._mail is not None:
+            self._mail.close()
 
 
-def write_part(arrays: Mapping[str, np.ndarray], placement: Placement) -> None:
-    """The other stages' side: write `arrays` into the folder that rank 0 names. What goes wrong
-    is rank 0's to tell."""
-    folder = placement.model.broadcast(None, 0, "folder of a checkpoint")
-    if folder is not None:
-        part = _written(Path(folder), arrays, placement)
-        placement.model.allgather(part, "parts of a checkpoint")
+def _sooner(end: float, ending: Callable[[], bool]) -> float:
+    return min(end, time.monotonic() + _GRACE_SECONDS) if ending() else end
 
 
-def _written(
-    folder: Path, arrays: Mapping[str, np.ndarray], placement: Placement
-) -> dict[str, Any]:
+def written(folder: Path, arrays: Mapping[str, np.ndarray], placement: Placement) -> dict[str, Any]:
+    """Write a stage's part; returns what is in which file, or what went wrong."""
     number = placement.partition
     try:
         if not folder.is_dir():
             raise CheckpointError(f"it does not see {folder}, which rank 0 made: {_SHARED}")
         files, described = write_arrays(folder, arrays, f"p{number:02d}-")
         flush_folder(folder)
-    except Exception as error:  # whatever it is, the other stages wait for an answer
+    except Exception as error:  # whatever it is, the first stage waits for an answer
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         return {"error": f"stage {number} cannot write its part: {kind}{error}"}
     return {"error": None, "files": files, "arrays": described}
 
 
-def _put_together(folder: Path, parts: Sequence[dict[str, Any]], names: list[str]) -> Described:
+def put_together(folder: Path, parts: Sequence[dict[str, Any]], names: Sequence[str]) -> Described:
+    """What is in which file of all parts.
+
+    Raises:
+        CheckpointError: they are not all of the checkpoint, or rank 0 does not see them.
+    """
     files: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
     problems = []

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ktrainer.checkpoint.encoding import dtype_named
-from ktrainer.checkpoint.format import MANIFEST, read_checkpoint
+from ktrainer.checkpoint.format import MANIFEST
+from ktrainer.checkpoint.reading import read_checkpoint
 from ktrainer.checkpoint.state import needed, pair, put_back
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError

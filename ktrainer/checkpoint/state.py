@@ -219,7 +219,7 @@ def _build_optimizers(model: Any, saved: Sequence[Mapping[str, Any]]) -> list[st
 
 
 def _value(variable: Any) -> np.ndarray:
-    return np.array(variable.numpy())
+    return np.asarray(variable.numpy())  # which Keras copies
 
 
 def _part(arrays: Arrays, *prefixes: str) -> Arrays:

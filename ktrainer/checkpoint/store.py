@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.checkpoint.format import Described, probe, read_manifest, write_checkpoint
+from ktrainer.checkpoint.format import MANIFEST, Described, complete, probe, write_arrays, writing
+from ktrainer.checkpoint.reading import read_manifest
 from ktrainer.errors import CheckpointError
 from ktrainer.runfolder import library_versions
 
@@ -30,6 +31,7 @@ class Entry:
         step: updates done when it was saved.
         serial: its number in the order of saving; 0 when its manifest cannot be read.
         metric: monitored metric's name and value, when one was monitored.
+        mode: whether a low (`min`) or a high value (`max`) of it is better; empty when not known.
         run: names the run that saved it, restarts included; empty when nobody said.
         problem: why the manifest cannot be read; None when it can.
     """
@@ -40,6 +42,7 @@ class Entry:
     metric: tuple[str, float] | None = None
     run: str = ""
     problem: str | None = None
+    mode: str = ""
 
 
 class Store:
@@ -82,33 +85,39 @@ class Store:
     def save(
         self,
         arrays: Mapping[str, np.ndarray],
-        state: Mapping[str, Any],
+        state: Mapping[str, Any] | bytes,
         step: int,
         *,
-        metric: tuple[str, float] | None = None,
-        world_size: int = 1,
+        facts: Mapping[str, Any] | None = None,
+        texts: Mapping[str, bytes] | None = None,
+        temporary: Path | None = None,
         write: Callable[..., Described] | None = None,
-        run: str = "",
     ) -> Path:
-        """Write a checkpoint of `step`; returns its folder. `write` as in `write_checkpoint`.
+        """Write a checkpoint of `step`; returns its folder.
+
+        Args:
+            facts: more for the manifest; `metric` and `run` of an `Entry` are among them.
+            texts: more files, by name.
+            temporary: the folder that `begin` made; None: make it.
+            write: called as `write(folder=..., arrays=...)`, has all arrays written; default:
+                this process has all of them.
 
         Raises:
             CheckpointError: it could not be written; the others are untouched.
         """
-        serial = max((entry.serial for entry in self.entries()), default=0) + 1
-        path = self.directory / f"step-{step:08d}"
-        facts = {
-            "step": step,
-            "serial": serial,
-            "run": run,
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "world_size": world_size,
-            "versions": library_versions(),
-        }
-        if metric is not None:
-            facts["metric"] = {"name": metric[0], "value": float(metric[1])}
-        write_checkpoint(path, arrays, state, facts, write)
+        path = self.path_of(step)
+        with writing(path, temporary) as folder:
+            described = (write or write_arrays)(folder=folder, arrays=arrays)
+            serial = max((entry.serial for entry in self.entries()), default=0) + 1
+            saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            own = {"step": step, "serial": serial, "saved": saved, **(facts or {})}
+            own["versions"] = library_versions()
+            complete(folder, path, described, state, own, texts)
         return path
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` goes."""
+        return self.directory / f"step-{step:08d}"
 
     def prune(self, keep: int, monitor: str | None = None, mode: str = "min") -> None:
         """Remove all but the `keep` checkpoints saved last, and the best of `monitor` of each run.
@@ -155,7 +164,10 @@ def _entry(path: Path, step: int) -> Entry:
         manifest = read_manifest(path)
         metric = manifest.get("metric")
         scored = (str(metric["name"]), float(metric["value"])) if metric else None
-        run = str(manifest.get("run", ""))
-        return Entry(path, step, int(manifest.get("serial", 0)), scored, run)
+        mode = str(metric.get("mode", "")) if metric else ""
+        run, serial = str(manifest.get("run", "")), int(manifest.get("serial", 0))
+        return Entry(path, step, serial, scored, run, mode=mode)
     except CheckpointError as error:
         return Entry(path, step, 0, problem=str(error))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return Entry(path, step, 0, problem=f"{path / MANIFEST} is damaged: {error}")

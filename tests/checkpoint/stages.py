@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from ktrainer import world
+from ktrainer.callbacks import Checkpoint
 from ktrainer.callbacks.variables import all_variables
 from ktrainer.steps.elsewhere import take_away
 from ktrainer.steps.placement import Placement, place, placement_of
@@ -102,3 +103,12 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
     for name, value in found.items():
         assert value.dtype == expected[name].dtype, name
         assert value.tobytes() == expected[name].tobytes(), name
+
+
+def keeper(directory: str, model: Any, callbacks: list[Any]) -> Checkpoint:
+    """A checkpoint callback in the middle of an epoch."""
+    found = Checkpoint(directory, every="1ep", keep=5, callbacks=callbacks)
+    found.set_model(model)
+    found.on_train_begin()
+    found.progress.batch = 2
+    return found

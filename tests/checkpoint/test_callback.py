@@ -12,8 +12,8 @@ import pytest
 import ktrainer.checkpoint.format as format_module
 from ktrainer import world
 from ktrainer.callbacks import Callback, Checkpoint
+from ktrainer.checkpoint import read_checkpoint
 from ktrainer.checkpoint.callback import direction
-from ktrainer.checkpoint.format import read_checkpoint
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
@@ -68,9 +68,9 @@ class Scores(keras.callbacks.Callback):
 
 def test_best_alone(tmp_path) -> None:
     scores = Scores(1.0, 3.0, 2.0, float("nan"), 4.0, 0.0)
-    checkpoint = Checkpoint(tmp_path, best="score", mode="max", keep=1)
+    checkpoint = Checkpoint(tmp_path, best="score", mode="max", keep=2)
     fit(small_model(), [scores, checkpoint], epochs=6)
-    assert steps(tmp_path) == [25]
+    assert steps(tmp_path) == [10, 25]
     best = Store(tmp_path).best("score", "max")
     assert best is not None
     assert best.metric == ("score", 4.0)
@@ -88,14 +88,14 @@ def test_best_and_last(tmp_path) -> None:
 
 
 def test_a_fresh_run_in_an_old_folder_keeps_its_own_best(tmp_path) -> None:
-    def run(*scores: float, keep: int, rows: int = 50) -> None:
-        keeper = Checkpoint(tmp_path, every="1ep", best="score", mode="min", keep=keep)
+    def run(*scores: float, rows: int = 50) -> None:
+        keeper = Checkpoint(tmp_path, every="1ep", best="score", mode="min", keep=2)
         fit(small_model(), [Scores(*scores), keeper], epochs=len(scores), rows=rows)
 
-    run(0.1, 0.2, keep=1)
-    assert steps(tmp_path) == [5, 10]
-    run(3.0, 2.0, 4.0, 5.0, keep=1, rows=30)
-    assert steps(tmp_path) == [5, 6, 12]  # the best of before, its own best, and the last
+    run(0.1, 0.2, 0.3)
+    assert steps(tmp_path) == [5, 10, 15]
+    run(3.0, 2.0, 4.0, 5.0, 6.0, rows=30)
+    assert steps(tmp_path) == [5, 6, 12, 15]  # the best of before, its own best, and the last two
     best = Store(tmp_path).best("score", "min")
     assert best is not None
     assert best.step == 5
@@ -134,7 +134,7 @@ def test_settings_are_checked(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.every"):
         Checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"checkpoint\.keep"):
-        Checkpoint(tmp_path, every="1ep", keep=0)
+        Checkpoint(tmp_path, every="1ep", keep=1)
     with pytest.raises(ConfigError, match=r"checkpoint\.mode: 'maxx' .*'max'"):
         Checkpoint(tmp_path, best="x", mode="maxx")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir"):
@@ -183,14 +183,14 @@ def test_the_best_is_known_before_an_epoch_is_judged(tmp_path) -> None:
             logs["val_accuracy"] = [1.0, 0.9][epoch]
 
     def run(every: str, epochs: int) -> None:
-        keeper = Checkpoint(tmp_path, every=every, keep=1, best="val_accuracy")
+        keeper = Checkpoint(tmp_path, every=every, keep=2, best="val_accuracy")
         fit(small_model(metrics=["accuracy"]), [Score(), keeper], epochs=epochs)
 
     run("1ep", 2)
     assert steps(tmp_path) == [5, 10]
     with pytest.raises(KeyboardInterrupt):
         run_until_step_2(tmp_path)
-    assert steps(tmp_path) == [2, 5]
+    assert steps(tmp_path) == [2, 5, 10]
 
 
 def run_until_step_2(directory: Path) -> None:
@@ -199,5 +199,8 @@ def run_until_step_2(directory: Path) -> None:
             if step == 2:
                 raise KeyboardInterrupt
 
-    keeper = Checkpoint(directory, every="2ba", keep=1, best="val_accuracy")
-    fit(small_model(metrics=["accuracy"]), [Killed(), keeper])
+    keeper = Checkpoint(directory, every="2ba", keep=2, best="val_accuracy")
+    try:
+        fit(small_model(metrics=["accuracy"]), [Killed(), keeper])
+    finally:
+        keeper.close()  # what Keras' own fit does not do

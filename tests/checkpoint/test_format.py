@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +11,10 @@ import pytest
 
 import ktrainer.checkpoint.format as format_module
 from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
-from ktrainer.checkpoint.encoding import decode_json, encode_json
+from ktrainer.checkpoint.checksums import checksum
 from ktrainer.checkpoint.format import MANIFEST
-from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError
+from tests.faults.forging import forge
 
 ARRAYS = {
     "model/kernel": np.arange(12, dtype="float32").reshape(3, 4) / 7,
@@ -72,76 +68,6 @@ def test_large_state_is_cut_into_shards(tmp_path, monkeypatch) -> None:
     assert all(arrays[k].tobytes() == np.asarray(v).tobytes() for k, v in ARRAYS.items())
 
 
-def test_private_even_without_a_umask(tmp_path) -> None:
-    before = os.umask(0)
-    try:
-        path = write(tmp_path / "checkpoints" / "c")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(f.stat().st_mode) for f in path.iterdir()} == {0o600}
-
-
-def test_order_of_flushing(tmp_path, monkeypatch) -> None:
-    """Files, manifest, folder, rename, parent: then a crash loses nothing that was announced."""
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda fd: (
-            events.append("fsync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name),
-            fsync(fd),
-        ),
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    write(tmp_path / "c")
-    assert events == [
-        "fsync arrays-00001.safetensors",
-        "fsync state.json",
-        "fsync manifest.json",
-        f"fsync .c.tmp-{os.getpid()}",
-        "rename",
-        f"fsync {tmp_path.name}",
-    ]
-
-
-POINTS = ("before file", "after file", "before rename", "after rename", "flushed folder")
-
-
-class Killed(BaseException):
-    """Not an Exception: no clean-up of ours may run, as after SIGKILL."""
-
-
-@pytest.mark.parametrize("replace", [False, True])
-def test_killed_at_every_point(tmp_path, monkeypatch, replace: bool) -> None:
-    """The latest checkpoint is the one before or the new one, and complete."""
-    store = Store(tmp_path)
-    store.save({"a": np.zeros(3)}, {"n": 0}, step=2 if replace else 1)
-    reached = []
-    for point in POINTS:
-        for nth in range(5):
-            count = iter(range(100))
-
-            def die(at: str, path: Path, point=point, nth=nth, count=count) -> None:
-                if at == point and next(count) == nth:
-                    reached.append((point, nth))
-                    raise Killed
-
-            monkeypatch.setattr(format_module, "probe", die)
-            with contextlib.suppress(Killed):
-                store.save({"a": np.ones(3)}, {"n": 1}, step=2)
-            monkeypatch.setattr(format_module, "probe", lambda at, path: None)
-            store.sweep()
-            assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-            latest = store.latest()
-            assert latest is not None
-            arrays, state = read_checkpoint(latest.path)
-            assert (state["n"], arrays["a"].tolist()) in [(0, [0] * 3), (1, [1] * 3)]
-    assert {point for point, _ in reached} == set(POINTS)
-
-
 def files_of(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
@@ -187,32 +113,6 @@ def test_every_flipped_bit_of_a_small_checkpoint_is_found(tmp_path) -> None:
     assert verify(path) == []
 
 
-def forge(path: Path, change: Any) -> None:
-    """Change the manifest and make its checksum right again, as an attacker would."""
-    manifest = decode_json((path / MANIFEST).read_bytes())
-    manifest.pop("checksum")
-    change(manifest)
-    manifest["checksum"] = format_module._checksum(encode_json(manifest))
-    (path / MANIFEST).write_bytes(encode_json(manifest))
-
-
-@pytest.mark.parametrize("name", ["../secret.json", "/etc/hostname", "a/b.json", "x.pkl", ".json"])
-def test_file_names_stay_inside(tmp_path, name: str) -> None:
-    path = write(tmp_path / "c")
-    (tmp_path / "secret.json").write_text("{}")
-    forge(path, lambda m: m["files"].update({name: {"size": 2, "blake2b": "0"}}))
-    with pytest.raises(CheckpointError, match="not a file name"):
-        read_checkpoint(path)
-
-    def elsewhere(manifest: dict) -> None:
-        manifest["files"].pop(name)
-        manifest["arrays"]["flags"]["file"] = name
-
-    forge(path, elsewhere)
-    with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
-        read_checkpoint(path)
-
-
 def test_shapes_dtypes_and_formats_must_agree(tmp_path) -> None:
     path = write(tmp_path / "c")
     forge(path, lambda m: m["arrays"]["model/kernel"].update(shape=[4, 3]))
@@ -226,37 +126,86 @@ def test_shapes_dtypes_and_formats_must_agree(tmp_path) -> None:
         read_checkpoint(path)
 
 
-def test_a_header_that_lies_about_sizes(tmp_path) -> None:
+def test_every_mismatch_is_listed(tmp_path) -> None:
     path = write(tmp_path / "c")
-    shard = path / "arrays-00001.safetensors"
-    header = json.dumps({"a": {"dtype": "F64", "shape": [10**12], "data_offsets": [0, 8 * 10**12]}})
-    data = len(header).to_bytes(8, "little") + header.encode() + bytes(16)
-    shard.write_bytes(data)
 
-    def lie(manifest: dict) -> None:
-        manifest["files"][shard.name] = {
-            "size": len(data),
-            "blake2b": format_module._checksum(data),
-        }
+    def change(manifest: dict) -> None:
+        manifest["arrays"]["model/kernel"]["shape"] = [12]
+        manifest["arrays"]["flags"]["dtype"] = "int8"
+        manifest["arrays"]["seed"]["file"] = "arrays-00002.safetensors"
+        manifest["arrays"]["more"] = manifest["arrays"]["empty"]
+        manifest["arrays"]["empty"] = "nothing"
+        manifest["files"]["gone.json"] = {"size": 2, "blake3": ""}
+        manifest["files"]["state.json"].pop("size")
 
-    forge(path, lie)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    forge(path, change)
+    problems = verify(path)
+    for words in (
+        "model/kernel has shape [3, 4] instead of [12]",
+        "flags has values of bool instead of int8",
+        "seed is in 'arrays-00002.safetensors', which is not a file of this checkpoint",
+        "more is not in arrays-00001.safetensors",
+        "gone.json: it cannot be read",
+        "state.json: the manifest does not tell its size",
+    ):
+        assert any(words in problem for problem in problems), (words, problems)
+    with pytest.raises(CheckpointError, match="flags has values"):
         read_checkpoint(path)
 
 
-def test_no_space_leaves_the_old_one(tmp_path, monkeypatch) -> None:
-    path = write(tmp_path / "step-00000001", mark="old")
+@pytest.mark.parametrize("name", ["sha256", "blake2b"])
+def test_checkpoints_of_format_1_can_be_read(tmp_path, name: str) -> None:
+    path = write(tmp_path / "c")
 
-    def full(at: str, file: Path) -> None:
-        if at == "after file" and file.name == "state.json":
-            raise OSError(28, "No space left on device")
+    def older(manifest: dict) -> None:
+        manifest["format"] = 1
+        for file, facts in manifest["files"].items():
+            facts.pop("blake3")
+            facts[name] = checksum((path / file).read_bytes(), name)
 
-    monkeypatch.setattr(format_module, "probe", full)
-    for name in ("step-00000001", "step-00000002"):
-        with pytest.raises(CheckpointError, match="No space left"):
-            write(tmp_path / name)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    assert verify(path) == []
+    forge(path, older, lambda text: checksum(text, name))
+    arrays, state = read_checkpoint(path)
+    assert list(arrays) == list(ARRAYS)
+    assert state["best"] is None
+    shard = path / "arrays-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="checksum"):
+        read_checkpoint(path)
+
+
+def test_a_file_without_a_known_checksum_is_refused(tmp_path) -> None:
+    path = write(tmp_path / "c")
+    forge(path, lambda m: m["files"]["state.json"].pop("blake3"))
+    with pytest.raises(CheckpointError, match="none of the checksums"):
+        read_checkpoint(path)
+    forge(path, lambda m: None, lambda text: {})
+    with pytest.raises(CheckpointError, match="checksum does not match"):
+        read_checkpoint(path)
+
+
+def _anonymous_memory() -> int:
+    """Bytes of this process that are not files: maps of files may be dropped at any time."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon in /proc/self/status")
+
+
+def test_reading_puts_no_second_copy_into_memory(tmp_path) -> None:
+    size = 96 * 2**20
+    write_checkpoint(tmp_path / "c", {"a": np.ones(size // 8), "b": np.ones(3)}, {})
+    before = _anonymous_memory()
+    arrays, _ = read_checkpoint(tmp_path / "c")
+    assert float(arrays["a"].sum()) == size // 8
+    assert not arrays["a"].flags.writeable
+    assert _anonymous_memory() - before < size // 4
+
+
+def test_state_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(format_module.MOST_BYTES, "state.json", 1000)
+    with pytest.raises(CheckpointError, match=r"state\.json would have \d+ bytes.*state_dict"):
+        write_checkpoint(tmp_path / "c", {}, {"much": "x" * 1000})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_values_that_cannot_be_kept(tmp_path) -> None:

@@ -61,24 +61,6 @@ def test_never_and_nothing_there(saved, tmp_path) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_damaged_falls_back_with_a_warning(folder) -> None:
-    damage(folder, 15)
-    with pytest.warns(UserWarning, match=r"arrays-00001\.safetensors.*trying the one before"):
-        progress = resume("auto", folder, model=small_model(), world=ALONE)
-    assert progress is not None
-    assert progress.step == 10
-
-
-def test_all_damaged_is_no_fresh_start(folder) -> None:
-    for step in (5, 10, 15):
-        damage(folder, step)
-    with (
-        pytest.warns(UserWarning, match="the one before"),
-        pytest.raises(CheckpointError, match="all 3 checkpoints"),
-    ):
-        resume("auto", folder, model=small_model(), world=ALONE)
-
-
 def test_a_path_is_exactly_that(folder) -> None:
     wanted = str(folder / "step-00000010")
     progress = resume(wanted, "unused", model=small_model(), world=ALONE)

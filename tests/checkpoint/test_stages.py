@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,13 @@ import keras
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.format as format_module
 import ktrainer.checkpoint.parts as parts_module
 from ktrainer import world
-from ktrainer.callbacks import Checkpoint
-from ktrainer.checkpoint import read_checkpoint, resume, verify
-from ktrainer.checkpoint.format import read_manifest
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint import resume, verify
+from ktrainer.checkpoint.reading import read_manifest
 from ktrainer.errors import CheckpointError, ModelError
 from ktrainer.steps.placement import placement_of
-from tests.checkpoint.stages import close, cut, same, values, whole_model
-from tests.dist.harness import RanksTimeout
+from tests.checkpoint.stages import close, cut, keeper, same, values, whole_model
 
 WHOLE = 0  # so many stages: not cut at all
 
@@ -33,15 +27,6 @@ def counted(model: Any) -> tuple[float, float]:
     if placement is not None and not placement.is_last:
         return 0.0, 0.0
     return float(model.metrics[0].total), float(model.metrics[0].count)
-
-
-def keeper(directory: str, model: Any, callbacks: list[Any]) -> Checkpoint:
-    """A checkpoint callback in the middle of an epoch."""
-    found = Checkpoint(directory, every="1ep", keep=5, callbacks=callbacks)
-    found.set_model(model)
-    found.on_train_begin()
-    found.progress.batch = 2
-    return found
 
 
 def _save(directory: str, partitions: int, steps: tuple[int, ...] = (3,)) -> Any:
@@ -57,6 +42,7 @@ def _save(directory: str, partitions: int, steps: tuple[int, ...] = (3,)) -> Any
     callback = keeper(directory, model, [stop])
     for callback.progress.step in steps:
         assert callback.save({"loss": 1.0})
+    callback.on_train_end()
     close(model)
     return expected, counted(model)
 
@@ -89,7 +75,11 @@ def test_any_number_of_stages_goes_on(ranks, tmp_path, size: int, partitions: in
     manifest = read_manifest(tmp_path / "step-00000003")
     assert list(manifest["arrays"])[: len(expected)] == list(expected)
     assert manifest["world_size"] == size
-    files = [name for name in manifest["files"] if name != "state.json"]
+    files = [name for name in manifest["files"] if name not in ("state.json", "model.json")]
+    assert (manifest["partitions"], manifest["replicas"]) == (
+        partitions or 1,
+        size // (partitions or 1),
+    )
     parts = [f"arrays-p{p:02d}-00001.safetensors" for p in range(partitions)]
     assert files == (parts or ["arrays-00001.safetensors"])
     for other_size, other in LAYOUTS:
@@ -128,112 +118,6 @@ def test_a_damaged_part_is_found(ranks, tmp_path) -> None:
         same(mine, expected)
 
 
-def _save_with_fault(directory: str, partitions: int, faulty: int, fault: str) -> None:
-    """One checkpoint, then one in which rank `faulty` cannot do its part."""
-    model = whole_model()
-    cut(model, partitions)
-    callback = keeper(directory, model, [])
-    callback.progress.step = 1
-    callback.save()
-    callback.progress.step = 2
-    kept = (format_module.probe, Path.is_dir, parts_module.write_arrays, parts_module.names_to_save)
-    if world.current().rank == faulty:
-        _FAULTS[fault]()
-    try:
-        callback.save()
-    finally:
-        format_module.probe, Path.is_dir = kept[:2]
-        parts_module.write_arrays, parts_module.names_to_save = kept[2:]
-
-
-def _full() -> None:
-    def probe(at: str, path: Path) -> None:
-        if at == "after file":
-            raise OSError(28, "No space left on device")
-
-    format_module.probe = probe
-
-
-def _no_folder() -> None:
-    Path.is_dir = lambda self: False
-
-
-def _own_disk() -> None:
-    write = parts_module.write_arrays
-
-    def on_own_disk(folder: Path, *args: Any) -> Any:
-        here = folder.parent.parent / "own"
-        here.mkdir()
-        return write(here, *args)
-
-    parts_module.write_arrays = on_own_disk
-
-
-def _bug() -> None:
-    def raises(*args: Any) -> Any:
-        raise RuntimeError("before anything was announced")
-
-    parts_module.names_to_save = raises
-
-
-def _die(at: str) -> Any:
-    def probe(point: str, path: Path) -> None:
-        if point == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def fault() -> None:
-        format_module.probe = probe
-
-    return fault
-
-
-_FAULTS = {
-    "full": _full,
-    "no folder": _no_folder,
-    "own disk": _own_disk,
-    "bug": _bug,
-    "dies at a file": _die("after file"),
-    "dies at the rename": _die("before rename"),
-}
-
-
-@pytest.mark.parametrize(
-    ("faulty", "fault", "told"),
-    [
-        (1, "full", ["stage 1 cannot write its part: OSError", "No space left"]),
-        (0, "full", ["stage 0 cannot write its part: OSError", "No space left"]),
-        (1, "no folder", ["stage 1", "does not see", "file system that all ranks share"]),
-        (1, "own disk", ["arrays-p01", "seen from rank 0", "file system that all ranks share"]),
-        (0, "bug", ["RuntimeError: before anything was announced"]),
-    ],
-)
-def test_when_one_stage_cannot_write_all_end(
-    ranks, tmp_path, faulty: int, fault: str, told: list[str]
-) -> None:
-    directory = tmp_path / "checkpoints"
-    for outcome in ranks(4).outcomes(_save_with_fault, str(directory), 2, faulty, fault):
-        assert isinstance(outcome.error, CheckpointError), outcome.traceback
-        for words in told:
-            assert words in str(outcome.error)
-    assert [path.name for path in directory.iterdir()] == ["step-00000001"]
-    assert verify(directory / "step-00000001") == []
-
-
-@pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
-def test_killed_while_writing(ranks, tmp_path, rank: int, fault: str) -> None:
-    """The checkpoint before is whole, and what is left of the new one is cleared up."""
-    with pytest.raises(RanksTimeout, match="died"):
-        ranks(2, "killed").run(_save_with_fault, str(tmp_path), 2, rank, fault)
-    store = Store(tmp_path)
-    latest = store.latest()
-    assert latest is not None
-    assert latest.step == 1
-    read_checkpoint(latest.path)
-    assert len(list(tmp_path.iterdir())) == 2
-    store.sweep()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
 def _resume_into_another_model(directory: str) -> None:
     model = whole_model(seed=1)
     extra = keras.layers.Dense(1, name="more")
@@ -265,7 +149,7 @@ def test_two_stages_must_not_save_the_same(tmp_path) -> None:
         return {"error": None, "files": {}, "arrays": {name: {} for name in names}}
 
     with pytest.raises(CheckpointError, match=r"two stages have b; no stage has c; nobody .* d"):
-        parts_module._put_together(tmp_path, [part("a", "b"), part("b", "d")], ["a", "b", "c"])
+        parts_module.put_together(tmp_path, [part("a", "b"), part("b", "d")], ["a", "b", "c"])
 
 
 def _export(path: str, partitions: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,12 @@ def names(directory: Path) -> list[str]:
 
 
 def save(store: Store, step: int, value: float | None = None) -> None:
-    metric = None if value is None else ("val_loss", value)
-    store.save({"a": np.full(2, step)}, {"step": step}, step, metric=metric)
+    facts = {} if value is None else scored(value)
+    store.save({"a": np.full(2, step)}, {"step": step}, step, facts=facts)
+
+
+def scored(value: float) -> dict[str, Any]:
+    return {"metric": {"name": "val_loss", "value": value, "mode": "min"}}
 
 
 def test_keeps_the_last_and_the_best(tmp_path) -> None:
@@ -49,7 +54,7 @@ def test_the_latest_is_the_last_saved_not_the_furthest(tmp_path) -> None:
 def test_each_run_keeps_its_best(tmp_path) -> None:
     store = Store(tmp_path)
     for run, step, value in [("a", 1, 0.1), ("a", 2, 0.5), ("b", 3, 3.0), ("b", 4, 2.0)]:
-        store.save({"a": np.zeros(1)}, {}, step, metric=("val_loss", value), run=run)
+        store.save({"a": np.zeros(1)}, {}, step, facts={**scored(value), "run": run})
         store.prune(1, "val_loss", "min")
     assert names(tmp_path) == ["step-00000001", "step-00000004"]
     best = store.best("val_loss", "min", "b")

@@ -1,0 +1,171 @@
+"""Read a checkpoint: all of it is checked before any of it is believed.
+
+The arrays come as read-only views of the files, so that restoring them takes no memory but that of
+the variables. Keep no such view: it holds its file open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint import checksums
+from ktrainer.checkpoint.encoding import decode_json, dtype_named, encode_json, stored_as
+from ktrainer.checkpoint.format import FILE_NAME, FORMAT, MANIFEST, STATE, unfit
+from ktrainer.checkpoint.shards import open_shard
+from ktrainer.errors import CheckpointError
+
+Arrays = dict[str, np.ndarray]
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, Any]]:
+    """(arrays, state) of the checkpoint folder `path`, after all of it was checked.
+
+    Raises:
+        CheckpointError: listing everything that is wrong; nothing was loaded.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    arrays, problems = _check(path, manifest)
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged and was not loaded: " + "; ".join(problems)
+        )
+    try:
+        return arrays, read_state(path)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
+
+
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """Everything that is wrong with the files and arrays of `path`; empty when it is good.
+
+    Raises:
+        CheckpointError: there is no readable manifest to check against.
+    """
+    path = Path(path)
+    return _check(path, read_manifest(path))[1]
+
+
+def read_state(path: Path) -> Any:
+    """What is in `state.json` of the checkpoint `path`, unchecked."""
+    return decode_json((Path(path) / STATE).read_bytes())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The checked manifest of the checkpoint folder `path`.
+
+    Raises:
+        CheckpointError: missing, damaged, or of an unknown format.
+    """
+    file = Path(path) / MANIFEST
+    problem = unfit(file)
+    if problem:
+        raise CheckpointError(f"{file}: {problem}. This is not a complete checkpoint.")
+    try:
+        manifest = decode_json(file.read_bytes())
+        recorded = manifest.pop("checksum")
+        intact = _intact(encode_json(manifest), recorded)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if not intact:
+        raise CheckpointError(f"{file} is damaged: its checksum does not match its content")
+    if manifest.get("format") not in range(1, FORMAT + 1):
+        raise CheckpointError(
+            f"{file} has format {manifest.get('format')!r}; this version reads formats up to "
+            f"{FORMAT}"
+        )
+    if not all(isinstance(manifest.get(part), dict) for part in ("files", "arrays")):
+        raise CheckpointError(f"{file} is damaged: it does not list files and arrays")
+    return manifest
+
+
+def _intact(text: bytes, recorded: Any) -> bool:
+    if isinstance(recorded, str):  # format 1 did not say which
+        return any(recorded == checksums.checksum(text, name) for name in checksums.OLDER)
+    return all(checksums.checksum(text, name) == digits for name, digits in recorded.items()) and (
+        bool(recorded)
+    )
+
+
+def sizes_problem(path: Path, files: Mapping[str, Any]) -> str | None:
+    """What is wrong with the files of `path` by their names and sizes alone: a quick look."""
+    for name, facts in files.items():
+        problem = _place_problem(path, name, facts)
+        if problem:
+            return problem
+    return None
+
+
+def _check(path: Path, manifest: Mapping[str, Any]) -> tuple[Arrays, list[str]]:
+    """The arrays of a checkpoint, and everything that is wrong with it."""
+    problems, bad = [], set()
+    for name, facts in manifest["files"].items():
+        problem = _file_problem(path, name, facts)
+        if problem:
+            bad.add(name)
+            problems.append(problem)
+    if STATE not in manifest["files"]:
+        problems.append(f"{STATE} is not among its files")
+    arrays, more = _open_arrays(path, manifest, bad)
+    return arrays, problems + more
+
+
+def _place_problem(path: Path, name: str, facts: Any) -> str | None:
+    if not FILE_NAME.fullmatch(name):
+        return f"{name!r} is not a file name that a checkpoint may hold"
+    size = facts.get("size") if isinstance(facts, dict) else None
+    if type(size) is not int:
+        return f"{path / name}: the manifest does not tell its size"
+    problem = unfit(path / name, size)
+    return f"{path / name}: {problem}" if problem else None
+
+
+def _file_problem(path: Path, name: str, facts: Any) -> str | None:
+    problem = _place_problem(path, name, facts)
+    if problem:
+        return problem
+    problem = checksums.problem_of(path / name, facts)
+    return f"{path / name}: {problem}" if problem else None
+
+
+def _open_arrays(
+    path: Path, manifest: Mapping[str, Any], bad: set[str]
+) -> tuple[Arrays, list[str]]:
+    """The arrays in files that are good, and what is wrong with them."""
+    arrays: Arrays = {}
+    problems: list[str] = []
+    opened: dict[str, Arrays] = {}
+    for file in manifest["files"]:
+        if file.endswith(".safetensors") and file not in bad:
+            try:
+                opened[file] = open_shard(path / file)
+            except (OSError, ValueError) as error:
+                bad.add(file)
+                problems.append(f"{path / file} cannot be read: {error}")
+    for name, facts in manifest["arrays"].items():
+        file = facts.get("file") if isinstance(facts, dict) else None
+        if file in bad:
+            continue  # said already
+        try:
+            if file not in opened:
+                raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
+            arrays[name] = _typed(name, opened[file].get(name), facts)
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(str(error))
+    return arrays, problems
+
+
+def _typed(name: str, stored: np.ndarray | None, facts: Mapping[str, Any]) -> np.ndarray:
+    if stored is None:
+        raise ValueError(f"{name} is not in {facts['file']}")
+    if list(stored.shape) != facts["shape"]:
+        raise ValueError(f"{name} has shape {list(stored.shape)} instead of {facts['shape']}")
+    dtype = dtype_named(facts["dtype"])
+    if stored.dtype != stored_as(dtype):
+        raise ValueError(f"{name} has values of {stored.dtype} instead of {dtype.name}")
+    return stored.reshape(-1).view(dtype).reshape(stored.shape)

@@ -1,0 +1,236 @@
+"""`ktrainer checkpoint` on checkpoints that a run has left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from ktrainer import Trainer, cli
+from ktrainer.checkpoint.checksums import checksum
+from ktrainer.checkpoint.encoding import decode_json, encode_json
+from ktrainer.checkpoint.foreign import foreign
+from ktrainer.checkpoint.format import MANIFEST, MODEL
+from tests.small import BATCH, build, data
+
+RAN = Path("ran")  # in the folder of a test: what hostile code would leave there
+
+
+def train(folder: Path, model: Any = build, **settings: Any) -> Any:
+    words = {
+        "run.dir": folder,
+        "data.batch_size": BATCH,
+        "trainer.epochs": 3,
+        "checkpoint.every": "1ep",
+        "checkpoint.best": "loss",
+        "logging.progress": "none",
+        **settings,
+    }
+    with Trainer(overrides=[f"{key}={value}" for key, value in words.items()]) as trainer:
+        trainer.fit(model, data())
+        trainer.save(folder / "saved.keras")
+        return trainer.model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    train(folder)
+    keras.utils.clear_session()
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    shutil.copytree(run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def latest(folder: Path) -> Path:
+    return folder / "checkpoints" / "step-00000018"
+
+
+def forge_model(checkpoint: Path, change: Any) -> None:
+    """Change the model's description, and all checksums with it, as an attacker would."""
+    config = json.loads((checkpoint / MODEL).read_text())
+    change(config)
+    text = json.dumps(config).encode()
+    (checkpoint / MODEL).write_bytes(text)
+    manifest = decode_json((checkpoint / MANIFEST).read_bytes())
+    manifest["files"][MODEL] = {"size": len(text), "blake3": checksum(text)}
+    manifest.pop("checksum")
+    manifest["checksum"] = {"blake3": checksum(encode_json(manifest))}
+    (checkpoint / MANIFEST).write_bytes(encode_json(manifest))
+
+
+def test_list(copied: Path, capsys) -> None:
+    assert cli.main(["checkpoint", "list", str(copied)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == str(copied / "checkpoints")
+    assert lines[1].split() == ["checkpoint", "step", "epoch", "size", "saved"]
+    assert lines[2].split()[:3] == ["step-00000018", "18", "3"]
+    assert "latest, best (loss=" in lines[2]
+    assert lines[3].split()[:3] == ["step-00000012", "12", "2"]
+    assert "latest" not in lines[3]
+    (latest(copied) / "state.json").write_text("{}")
+    (copied / "checkpoints" / "step-00000012" / MANIFEST).write_text("{")
+    assert cli.main(["checkpoint", "list", str(copied)]) == 0
+    out = capsys.readouterr().out
+    assert "BAD: " + str(latest(copied) / "state.json") in out
+    assert "step-00000012     ?" in out
+
+
+def test_show(run: Path, capsys) -> None:
+    assert cli.main(["checkpoint", "show", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert str(latest(run)) in out
+    assert "  step: 18\n" in out
+    assert "  world_size: 1\n" in out
+    assert "  partitions: 1\n" in out
+    assert "metric: loss = " in out
+    assert "keras 3." in out
+    assert "model/sequential/dense/kernel  float32[6, 5]  in arrays-00001.safetensors" in out
+    assert cli.main(["checkpoint", "show", "--json", "--best", str(run / "checkpoints")]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 18
+
+
+def test_verify(copied: Path, capsys) -> None:
+    assert cli.main(["checkpoint", "verify", str(copied)]) == 0
+    assert capsys.readouterr().out.count(": whole") == 2
+    for name in ("state.json", "arrays-00001.safetensors"):
+        file = latest(copied) / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert cli.main(["checkpoint", "verify", str(copied)]) == 1
+    out, err = capsys.readouterr()
+    assert f"{latest(copied)}: BAD" in out
+    assert "step-00000012: whole" in out
+    for name in ("state.json", "arrays-00001.safetensors"):
+        assert f"{latest(copied) / name}: its content is damaged" in err
+    assert cli.main(["checkpoint", "verify", str(latest(copied))]) == 1
+    (latest(copied) / MANIFEST).write_text("no")
+    assert cli.main(["checkpoint", "verify", str(latest(copied))]) == 1
+
+
+def test_mistakes(tmp_path: Path, run: Path, capsys) -> None:
+    for words, told in [
+        (["list", str(tmp_path)], "there is no checkpoint"),
+        (["export", str(run), "model.pkl"], "must end in .keras"),
+        (["export", str(run), "m.keras", "--model", "nowhere"], "MODULE:FUNCTION"),
+        (["export", str(run), "m.keras", "--model", "nowhere_at_all:f"], "No module named"),
+    ]:
+        assert cli.main(["checkpoint", *words]) == 2
+        assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorflow(run: Path) -> None:
+    code = (
+        "import sys\nfrom ktrainer.cli import main\n"
+        "for action in ('list', 'show', 'verify'):\n"
+        f"    assert main(['checkpoint', action, {str(run)!r}]) == 0\n"
+        "assert not {'tensorflow', 'keras', 'mpi4py'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def variables(model: Any) -> list[bytes]:
+    return [v.numpy().tobytes() for v in [*model.weights, *model.optimizer.variables]]
+
+
+def test_export_equals_what_the_trainer_saves(run: Path, tmp_path: Path) -> None:
+    """Weights and optimizer, so that Keras' own fit goes on from there."""
+    assert cli.main(["checkpoint", "export", str(run), "out/model.keras"]) == 0
+    ours = keras.models.load_model(tmp_path / "out" / "model.keras")
+    theirs = keras.models.load_model(run / "saved.keras")
+    assert variables(ours) == variables(theirs)
+    assert type(ours.loss) is type(theirs.loss)
+    assert cli.main(["checkpoint", "export", str(run), "w.weights.h5"]) == 0
+    other = keras.Sequential([keras.Input((6,)), *build().layers])
+    other.load_weights("w.weights.h5")
+    assert [w.numpy().tobytes() for w in other.weights] == variables(ours)[: len(other.weights)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "w.weights.h5"]
+
+
+def own_loss(y: Any, prediction: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(prediction[:, :1] - keras.ops.cast(y, "float32")))
+
+
+def with_own_loss() -> Any:
+    model = build()
+    model.compile("adam", own_loss, run_eagerly=True)
+    return model
+
+
+class Doubled(keras.layers.Layer):
+    """A class of the user's: only the user's code can make it."""
+
+    def call(self, x: Any) -> Any:
+        RAN.write_text("")
+        return x * 2
+
+
+def with_own_layer() -> Any:
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((6,)), keras.layers.Dense(4), Doubled(), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, run_eagerly=True)
+    return model
+
+
+def test_a_loss_of_ones_own_is_left_out(tmp_path: Path) -> None:
+    model = train(tmp_path / "run", with_own_loss)
+    assert cli.main(["checkpoint", "export", "run", "m.keras"]) == 0
+    loaded = keras.models.load_model("m.keras")
+    assert not loaded.compiled
+    for ours, theirs in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_a_model_of_ones_own_classes_needs_its_function(tmp_path: Path, capsys) -> None:
+    model = train(tmp_path / "run", with_own_layer)
+    RAN.unlink()
+    assert cli.main(["checkpoint", "export", "run", "m.weights.h5"]) == 2
+    err = capsys.readouterr().err
+    assert "Doubled" in err
+    assert "--model MODULE:FUNCTION" in err
+    assert not RAN.exists()
+    function = f"{with_own_layer.__module__}:with_own_layer"
+    words = ["checkpoint", "export", "run", "m.weights.h5", "--model", function]
+    assert cli.main(words) == 0
+    other = keras.Sequential([keras.Input((6,)), *with_own_layer().layers])
+    other.load_weights("m.weights.h5")
+    for ours, theirs in zip(other.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+@pytest.mark.parametrize(
+    ("described", "told"),
+    [
+        ({"class_name": "Lambda", "module": "keras.layers"}, ["keras.layers.Lambda"]),
+        ({"class_name": "TFSMLayer", "module": "keras.layers"}, ["keras.layers.TFSMLayer"]),
+        ({"class_name": "__lambda__"}, ["None.__lambda__"]),
+        ({"class_name": "function", "module": "os", "config": "system"}, ["os.system"]),
+        ({"class_name": "function", "module": "keras.utils", "config": "f"}, ["keras.utils.f"]),
+        ({"class_name": "get_file", "module": "keras.src.utils.file_utils"},
+         ["keras.src.utils.file_utils.get_file"]),
+        ({"class_name": "Popen", "module": "subprocess"}, ["subprocess.Popen"]),
+        ({"class_name": "Dense"}, ["None.Dense"]),
+        ({"class_name": ["Dense"], "module": "keras.layers"}, ["keras.layers.['Dense']"]),
+        ({"class_name": "Dense", "module": "keras.layers"}, []),
+        ({"class_name": "Add", "module": "keras.src.ops.numpy"}, []),
+        ({"vocabulary": "/etc/passwd"}, ["the file /etc/passwd"]),
+    ],
+)  # fmt: skip
+def test_what_is_foreign(described: dict[str, Any], told: list[str]) -> None:
+    assert foreign({"config": {"layers": [described]}}) == told

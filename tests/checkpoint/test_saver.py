@@ -1,0 +1,238 @@
+"""Checkpoints are written behind the steps, one at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ktrainer.checkpoint.format as format_module
+from ktrainer import world
+from ktrainer.callbacks import Callback, Checkpoint
+from ktrainer.checkpoint import read_checkpoint
+from ktrainer.checkpoint.store import Store
+from ktrainer.errors import CheckpointError, SetupError
+from tests.callbacks.helpers import fit, small_model
+from tests.checkpoint.stages import close, cut, same, values, whole_model
+
+THREAD = "ktrainer-checkpoint"
+
+
+class Gate:
+    """Holds the writer at its first file until `open` is set, and counts."""
+
+    def __init__(self) -> None:
+        self.open, self.at = threading.Event(), threading.Event()
+        self.writers: list[str] = []
+
+    def __call__(self, point: str, path: Path) -> None:
+        if point == "before file" and path.name.startswith("arrays"):
+            self.writers.append(threading.current_thread().name)
+            self.at.set()
+            assert self.open.wait(20)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(format_module, "probe", gate)
+    yield gate
+    gate.open.set()
+
+
+class Watch(Callback):
+    """Keeps the weights after each step, and opens the gate after some."""
+
+    def __init__(self, gate: Gate, opens: int) -> None:
+        super().__init__()
+        self.gate, self.opens = gate, opens
+        self.weights: dict[int, bytes] = {}
+        self.behind: list[int] = []
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        self.weights[step] = self.model.trainable_weights[0].numpy().tobytes()
+        assert step != 3 or self.gate.at.wait(20)
+        if not self.gate.open.is_set() and self.gate.at.is_set():
+            self.behind.append(step)
+        if step == self.opens:
+            self.gate.open.set()
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(entry.step for entry in Store(directory).entries())
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, gate) -> None:
+    watch = Watch(gate, opens=5)
+    fit(small_model(), [Checkpoint(tmp_path, every="3ba", keep=9), watch], rows=100)
+    assert watch.behind == [3, 4, 5]
+    assert gate.writers == [THREAD] * 3
+    assert steps(tmp_path) == [3, 6, 9]
+    for entry in Store(tmp_path).entries():  # what is written is of the step that it says
+        arrays, state = read_checkpoint(entry.path)
+        kernel = next(array for name, array in arrays.items() if name.startswith("model/"))
+        assert kernel.tobytes() == watch.weights[entry.step]
+        assert state["progress"]["step"] == entry.step
+    assert THREAD not in [thread.name for thread in threading.enumerate()]
+
+
+def test_one_at_a_time(tmp_path, gate) -> None:
+    """The second save waits until the first is there."""
+
+    class Opens(Callback):
+        def on_step_begin(self, step: int) -> None:
+            if step == 3:  # the save after this step waits for that after the first
+                self.timer = threading.Timer(0.3, gate.open.set)
+                self.timer.start()
+
+    began, opens = time.monotonic(), Opens()
+    fit(small_model(), [Checkpoint(tmp_path, every="2ba", keep=9), opens])
+    opens.timer.join()
+    assert time.monotonic() - began > 0.3
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_synchronous_is_on_the_disk_when_it_returns(tmp_path) -> None:
+    seen = []
+
+    class Looks(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            seen.append(steps(tmp_path))
+
+    fit(small_model(), [Checkpoint(tmp_path, every="2ba", keep=9, asynchronous=False), Looks()])
+    assert seen == [[], [2], [2], [2, 4], [2, 4]]
+
+
+def test_an_error_in_training_waits_for_the_write(tmp_path, gate) -> None:
+    class Fails(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            if step == 3:
+                threading.Timer(0.1, gate.open.set).start()
+                raise RuntimeError("of the user")
+
+    keeper = Checkpoint(tmp_path, every="2ba", keep=9)
+    with pytest.raises(RuntimeError, match="of the user"):
+        fit(small_model(), [keeper, Fails()])
+    keeper.close()
+    assert steps(tmp_path) == [2]
+
+
+def test_a_write_that_hangs_is_told(tmp_path, gate) -> None:
+    world.current().deadline = 0.2
+    keeper = Checkpoint(tmp_path, every="2ba", keep=9)
+    try:
+        with pytest.raises(CheckpointError, match=r"still being written after world\.deadline"):
+            fit(small_model(), [keeper])
+    finally:
+        world.current().deadline = 300.0
+
+
+def test_a_state_that_is_no_json_is_told_at_once(tmp_path) -> None:
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"thing": object()}
+
+    keeper = Checkpoint(tmp_path, every="2ba", callbacks=[Odd()])
+    with pytest.raises(CheckpointError, match="state_dict"):
+        fit(small_model(), [keeper])
+    keeper.close()
+
+
+def test_one_run_in_a_folder(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match="cannot be written"):
+        fit(small_model(), [Checkpoint(tmp_path / "file" / "below", every="2ba")])
+
+
+def _wait_for(path: Path) -> None:
+    end = time.monotonic() + 20
+    while not list(path[0].glob(path[1])):
+        assert time.monotonic() < end, path
+        time.sleep(0.01)
+
+
+def _save_at_once(directory: str, partitions: int) -> Any:
+    """Each stage begins its file only once all others have begun theirs; nobody else waits."""
+    rank = world.current().rank
+    model = whole_model(epochs=1)
+    expected = values(model)
+    cut(model, partitions)
+    keeper = Checkpoint(directory, every="1ep", keep=5)
+    keeper.set_model(model)
+    keeper.on_train_begin()
+    threads = []
+
+    def probe(point: str, path: Path) -> None:
+        if point == "before file" and path.name.startswith("arrays"):
+            threads.append(threading.current_thread().name)
+            (Path(directory) / f"begun-{rank}").write_text("")
+            for other in range(partitions):
+                _wait_for((Path(directory), f"begun-{other}"))
+            _wait_for((Path(directory), "trained"))
+
+    kept, format_module.probe = format_module.probe, probe
+    try:
+        keeper.progress.step = 3
+        assert keeper.save({"loss": 1.0})
+        # All ranks train on, with collectives of their own, while parts are under way.
+        total = sum(int(world.current().oob_allreduce(np.int64(rank), "sum")) for _ in range(50))
+        assert total == 50 * sum(range(world.current().size))
+        if rank == 0:
+            assert not Store(directory).entries()
+            (Path(directory) / "trained").write_text("")
+        keeper.on_train_end()
+    finally:
+        format_module.probe = kept
+        keeper.close()
+    close(model)
+    return expected, threads
+
+
+@pytest.mark.parametrize(("size", "partitions"), [(2, 2), (4, 2)])
+def test_stages_write_at_once_behind_the_steps(ranks, tmp_path, size, partitions) -> None:
+    found = ranks(size).run(_save_at_once, str(tmp_path), partitions, deadline=60)
+    assert [threads for _, threads in found] == [[THREAD]] * partitions + [[]] * (size - partitions)
+    arrays, _ = read_checkpoint(tmp_path / "step-00000003")
+    same(dict(arrays), found[0][0])
+
+
+def _ends_with_an_error(directory: str) -> float:
+    """Stage 1 never writes its part; training ends with an error on stage 0."""
+    here = world.current()
+    model = whole_model()
+    cut(model, 2)
+    keeper = Checkpoint(directory, every="1ep", keep=5)
+    keeper.set_model(model)
+    keeper.on_train_begin()
+    keeper.progress.step = 3
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("lost")
+
+    import ktrainer.checkpoint.parts as parts_module
+
+    kept = parts_module.Parts.send, parts_module._GRACE_SECONDS
+    parts_module.Parts.send, parts_module._GRACE_SECONDS = lost, 0.3
+    began = time.monotonic()
+    try:
+        keeper.save({"loss": 1.0})
+        if here.is_root:
+            with pytest.warns(UserWarning, match=r"did not hear from stage 1 \(rank 1\)"):
+                keeper.close()
+        else:
+            keeper.close()
+    finally:
+        parts_module.Parts.send, parts_module._GRACE_SECONDS = kept
+    here.barrier()
+    close(model)
+    return time.monotonic() - began
+
+
+def test_a_part_that_never_comes_holds_up_nobody(ranks, tmp_path) -> None:
+    assert max(ranks(2).run(_ends_with_an_error, str(tmp_path))) < 10
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,108 @@
+"""Rows 28 and 30: nothing secret gets out, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import psutil
+import pytest
+
+from ktrainer import Callback, ConfigError, Trainer, register
+from tests.dist.small import ENGINES, group_mode
+from tests.small import build, data, trainer
+
+SECRETS = ("hunter2-swordfish", "letmein", "pass-in-url", "token-in-query")
+
+
+@register("posts_to_a_service")
+class Posts(Callback):
+    """A user's own callback that is configured with secrets."""
+
+    def __init__(self, url: str, password: str, key: str, fails: bool = False) -> None:
+        super().__init__()
+        self.url, self.password, self.key, self.fails = url, password, key, fails
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("of the user")
+
+
+def configured(folder: Path, *more: str) -> list[str]:
+    url = "https://me:pass-in-url@host/x?token=token-in-query"
+    return [
+        f"run.dir={folder}",
+        "checkpoint.every=2ba",
+        "logging.progress=plain",
+        "logging.tensorboard=true",
+        "callbacks.posts.type=posts_to_a_service",
+        f"callbacks.posts.url='{url}'",
+        "callbacks.posts.password=letmein",
+        "callbacks.posts.key='${oc.env:PLANTED_TOKEN}'",
+        *more,
+    ]
+
+
+def test_row_28_a_planted_secret(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setenv("PLANTED_TOKEN", SECRETS[0])
+    texts = []
+    with Trainer(overrides=configured(tmp_path / "run")) as it:
+        it.fit(build, data(), data(8))
+        texts += [repr(it.config), str(it.plan)]
+        it.save(tmp_path / "run" / "model.keras")
+    words = configured(tmp_path / "other", "callbacks.posts.fails=true")
+    with Trainer(overrides=words) as it, pytest.raises(RuntimeError) as raised:
+        it.fit(build, data())
+    texts += traceback.format_exception(raised.value)
+    words += [f"callbacks.posts.pasword={SECRETS[1]}", "trainer.epoch=3"]
+    with pytest.raises(ConfigError) as wrong:
+        Trainer(overrides=words)
+    texts += traceback.format_exception(wrong.value, chain=True)
+    screen = capfd.readouterr()
+    texts += [screen.out, screen.err]
+    for path in tmp_path.rglob("*"):
+        texts += [str(path)] + ([path.read_bytes().decode("latin-1")] if path.is_file() else [])
+    assert len(texts) > 25
+    assert "val_loss" in screen.out + screen.err
+    for secret in SECRETS:
+        assert not [text[:200] for text in texts if secret in text], secret
+
+
+# Row 30
+
+
+def cycles(backend: str, count: int, folder: str, *words: str) -> list[tuple[int, int, int]]:
+    """Files, threads of Python and threads in all, after each of some fits that save."""
+    seen = []
+    process = psutil.Process()
+    settings = {"trainer__limit_train_batches": 1, "checkpoint__every": "1ba"}
+    settings |= dict(word.split("=") for word in words)
+    for k in range(count):
+        with trainer(backend=backend, run__dir=f"{folder}/{k}", **settings) as it:
+            it.fit(lambda: build(eager=backend != "pipeline"), data(), data(4))
+        keras.utils.clear_session()
+        seen.append((process.num_fds(), threading.active_count(), process.num_threads()))
+    return seen
+
+
+def test_row_30_cycles(tmp_path: Path) -> None:
+    seen = cycles("local", 20, str(tmp_path))
+    assert len(set(seen[3:])) == 1, seen
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_row_30_cycles_on_ranks(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
+    group, word = ranks(2, group_mode(engine)), f"backend__engine={engine}"
+    count = 20 if engine == "mpi" else 8
+    for seen in group.run(cycles, "data_parallel", count, str(tmp_path), word, deadline=120):
+        assert len(set(seen[3:])) == 1, seen
+
+
+def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("backend__partitions=2", "backend__microbatches=2")
+    for seen in ranks(2).run(cycles, "pipeline", 8, str(tmp_path), *words, deadline=180):
+        assert len(set(seen[3:])) == 1, seen

@@ -1,0 +1,151 @@
+"""Rows 7 and 18: a run goes on as if it had never been interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.dist.small import ENGINES, group_mode
+from tests.faults.runs import CASES, STEPS, Result, resumed, seen, train
+from tests.tf_distribute.running import ONE_PROCESS, make_devices
+
+
+def differences(found: Result, expected: Result) -> list[str]:
+    """In what the two differ."""
+    names = [n for n in expected.variables if found.variables.get(n) != expected.variables[n]]
+    names += [n for n in found.variables if n not in expected.variables]
+    if found.history != expected.history:
+        names.append(f"History: {found.history} instead of {expected.history}")
+    if found.step != expected.step:
+        names.append(f"step {found.step} instead of {expected.step}")
+    return names
+
+
+@pytest.mark.parametrize("name", ["callbacks", "precision"])
+def test_row_07_resume_at_every_step(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    whole, batches = seen(lambda: train(tmp_path / "whole", case))
+    assert whole.step == STEPS
+    for step in range(STEPS) if name == "callbacks" else (1, 4, 7):
+        rest, remaining = seen(lambda: resumed(tmp_path / "whole", tmp_path, case, step))  # noqa: B023
+        assert not differences(rest, whole), step
+        if batches:
+            assert remaining == batches[step:], step
+    if name == "callbacks":
+        assert whole.history["learning_rate"] == pytest.approx([0.05, 0.05, 0.05, 0.025])
+
+
+@pytest.mark.parametrize("name", ["tf.data", "PyDataset", "generator"])
+def test_row_07_other_data(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    whole, batches = seen(lambda: train(tmp_path / "whole", case))
+    assert whole.step == STEPS
+    assert len(set(batches)) == (STEPS if name != "generator" else STEPS // 2)
+    step = 6  # in the second epoch
+    rest, remaining = seen(lambda: resumed(tmp_path / "whole", tmp_path, case, step))
+    assert not differences(rest, whole)
+    assert remaining == batches[step:]
+
+
+def on_ranks(directory: str, name: str, steps: list[int], *words: str) -> list[list[str]]:
+    """The whole run, and from each of `steps` on; returns in what they differ."""
+    folder, case = Path(directory), CASES[name]
+    whole = train(folder / "whole", case, *words)
+    assert whole.step == STEPS
+    return [
+        differences(resumed(folder / "whole", folder, case, step, *words), whole) for step in steps
+    ]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_row_07_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
+    group = ranks(2, group_mode(engine))
+    steps = [3, 6] if engine == "mpi" else [3]
+    words = ("backend=data_parallel", f"backend.engine={engine}")
+    for found in group.run(on_ranks, str(tmp_path), "precision", steps, *words, deadline=180):
+        assert found == [[]] * len(steps)
+
+
+def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
+    for found in ranks(2).run(on_ranks, str(tmp_path), "compiled", [3], *words, deadline=180):
+        assert found == [[]]
+
+
+def under_a_strategy(directory: str) -> list[list[str]]:
+    make_devices()
+    words = ("backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2")
+    return on_ranks(directory, "compiled", [3], *words)
+
+
+def test_row_07_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    assert ranks(1, ONE_PROCESS).run(under_a_strategy, str(tmp_path), deadline=120) == [[[]]]
+
+
+LAYOUTS = {
+    "local": (1, ("backend=local",)),
+    "two": (2, ("backend=data_parallel",)),
+    "three": (3, ("backend=data_parallel",)),
+    "four": (4, ("backend=data_parallel",)),
+    "pipeline": (2, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")),
+    "hybrid": (4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1")),
+}
+
+
+def part(directory: str, step: int | None, *words: str) -> Result:
+    """In float64: all of the run, or what is left after `step`."""
+    keras.config.set_floatx("float64")  # and the policy, as `train` clears the session
+    folder, case = Path(directory), CASES["double"]
+    if step is None:
+        return train(folder / "whole", case, *words)
+    return resumed(folder / "whole", folder, case, step, *words)
+
+
+def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
+    size, words = LAYOUTS[layout]
+    if size == 1:
+        return [part(*args, *words)]
+    return ranks(size).run(part, *args, *words, deadline=120)
+
+
+@pytest.mark.parametrize(
+    ("begun", "step", "continued"),
+    [
+        ("four", 2, ["two", "three", "pipeline"]),
+        ("pipeline", 6, ["local", "hybrid"]),
+    ],
+)
+def test_row_18_another_world_size(
+    ranks: Callable[..., Any], tmp_path: Path, begun: str, step: int, continued: list[str]
+) -> None:
+    """In mid-epoch: were a sample left out, or seen twice, or weighted otherwise, the weights and
+    losses would differ in the first digits."""
+    whole = run_on(ranks, begun, str(tmp_path), None)
+    expected = {name: value for each in whole for name, value in each.variables.items()}
+    assert len(expected["model/sequential/dense/kernel"]) == 6 * 5 * 8, "float64"
+    for layout in continued:
+        for found in run_on(ranks, layout, str(tmp_path), step):
+            assert found.step == STEPS
+            close_to(found.history, whole[0].history)
+            for name, value in found.variables.items():
+                if len(value) % 8 == 0 and not name.startswith("seed"):
+                    ours, theirs = np.frombuffer(value), np.frombuffer(expected[name])
+                    np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10, err_msg=name)
+        clear(tmp_path / f"killed-{step}")
+
+
+def close_to(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert set(found) == set(expected)
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=1e-10, err_msg=key)
+
+
+def clear(folder: Path) -> None:
+    """So that the next one begins where the first was killed."""
+    shutil.rmtree(folder)

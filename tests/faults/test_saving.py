@@ -1,0 +1,343 @@
+"""Rows 1, 2, 5, 6, 21, 22 and 29: a save that is killed, or cannot be done."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ktrainer.checkpoint.format as format_module
+import ktrainer.checkpoint.store as store_module
+from ktrainer import Callback, Trainer
+from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint.store import Store
+from ktrainer.errors import CheckpointError, SetupError
+from tests.dist.harness import RanksTimeout
+from tests.faults.runs import CASES, Case, killed_after, settings, train
+from tests.faults.stages import save_with_fault
+from tests.faults.test_resume import differences
+from tests.small import build, data
+
+# Row 1
+
+
+def save_and_die(directory: Path, source: Path, nth: int) -> bool:
+    """Save what is in `source` as one more checkpoint, in a process that is killed at the `nth`
+    point of that; returns whether there was one."""
+    child = os.fork()
+    if child == 0:
+        count = iter(range(1000))
+
+        def probe(at: str, path: Path) -> None:
+            if next(count) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        format_module.probe = store_module.probe = probe
+        arrays, state = read_checkpoint(source)
+        store = Store(directory)
+        store.save(arrays, state, int(source.name.split("-")[1]))
+        store.prune(2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
+def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> None:
+    """Killed while it saves step 4 (or saves it again), the run goes on from 3 or 4 to the bit."""
+    case = CASES["callbacks"]
+    whole = train(tmp_path / "whole", case)
+    source = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    for nth in range(100):
+        folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{nth}", 4 if again else 3)
+        directory = folder / "checkpoints"
+        if not save_and_die(directory, source, nth):
+            break
+        latest = Store(directory).latest()
+        assert latest is not None
+        assert latest.step in (3, 4)
+        assert verify(latest.path) == []
+        if nth % 4 == again:  # of all points, some of each kind
+            assert not differences(train(folder, case), whole), nth
+            assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
+    assert nth == (11 if again else 12), "files, manifest, renames, and pruning or replacing"
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
+def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
+    """The checkpoint before is whole, and what is left of the new one is cleared up."""
+    with pytest.raises(RanksTimeout, match="died"):
+        ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
+    store = Store(tmp_path)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    read_checkpoint(latest.path)
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+    store.sweep()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+# Row 2
+
+
+def _name(path: str) -> str:
+    name = Path(path).name
+    return "temporary folder" if name.startswith(".c.tmp-") else name
+
+
+def test_row_02_order_of_flushing(tmp_path, monkeypatch) -> None:
+    """Files, manifest, folder, rename, parent: then a crash loses nothing that was announced."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (
+            events.append("fsync " + _name(os.readlink(f"/proc/self/fd/{fd}"))),
+            fsync(fd),
+        ),
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    write_checkpoint(tmp_path / "c", {"a": np.ones(3)}, {})
+    assert events == [
+        "fsync arrays-00001.safetensors",
+        "fsync state.json",
+        "fsync manifest.json",
+        "fsync temporary folder",
+        "rename",
+        f"fsync {tmp_path.name}",
+    ]
+
+
+# Row 5
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """The kernel refuses larger files, as a full disk or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Fills(Callback):
+    """The disk of rank 0 gets full after the first checkpoints."""
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if step == 3 and self.world.is_root:
+            second, deadline = self.trainer.checkpoint_dir / "step-00000002", time.monotonic() + 20
+            while not second.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)  # it is written behind the steps
+            self.limit = files_limited_to(1200)  # the file of arrays has more
+            self.limit.__enter__()
+
+    def close(self) -> None:
+        if hasattr(self, "limit"):
+            self.limit.__exit__(None, None, None)
+            del self.limit
+
+
+def fill_the_disk(folder: str, *words: str) -> None:
+    case = Case(build, 24, ("trainer.epochs=2", "logging.csv=false", *words), lambda: [Fills()])
+    with Trainer(overrides=settings(Path(folder), case), callbacks=case.callbacks()) as trainer:
+        trainer.fit(build, data())
+
+
+def check_the_disk(error: BaseException | None, folder: Path) -> None:
+    assert isinstance(error, CheckpointError), error
+    assert "File too large" in str(error)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002"]
+    for name in names:
+        assert verify(folder / "checkpoints" / name) == []
+
+
+def test_row_05_the_disk_is_full(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        fill_the_disk(str(tmp_path / "run"))
+    check_the_disk(raised.value, tmp_path / "run")
+
+
+def test_row_05_on_two_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("backend=data_parallel",)
+    for outcome in ranks(2).outcomes(fill_the_disk, str(tmp_path / "run"), *words):
+        check_the_disk(outcome.error, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("faulty", "fault", "told"),
+    [
+        (1, "full", ["stage 1 cannot write its part: OSError", "No space left"]),
+        (0, "full", ["stage 0 cannot write its part: OSError", "No space left"]),
+        (1, "no folder", ["stage 1", "does not see", "file system that all ranks share"]),
+        (1, "own disk", ["arrays-p01", "seen from rank 0", "file system that all ranks share"]),
+        (0, "bug", ["RuntimeError: before anybody was heard"]),
+    ],
+)
+def test_row_05_one_stage_cannot_write(
+    ranks, tmp_path, faulty: int, fault: str, told: list[str]
+) -> None:
+    directory = tmp_path / "checkpoints"
+    for outcome in ranks(4).outcomes(save_with_fault, str(directory), 2, faulty, fault):
+        assert isinstance(outcome.error, CheckpointError), outcome.traceback
+        for words in told:
+            assert words in str(outcome.error)
+    assert [path.name for path in directory.iterdir()] == ["step-00000001"]
+    assert verify(directory / "step-00000001") == []
+
+
+# Row 6
+
+
+class Steps(Callback):
+    def on_step_begin(self, step: int) -> None:
+        raise AssertionError("a step was begun")
+
+
+def read_only(tmp_path: Path) -> Path:
+    """A folder in which nobody can make anything, root neither."""
+    if os.geteuid() == 0:
+        return Path("/sys/kernel")
+    (tmp_path / "read only").mkdir(mode=0o500)
+    return tmp_path / "read only"
+
+
+@pytest.mark.parametrize("key", ["run.dir", "checkpoint.dir"])
+def test_row_06_a_folder_that_is_read_only(tmp_path: Path, key: str) -> None:
+    words = [f"run.dir={tmp_path / 'run'}", "checkpoint.every=1ba", "logging.progress=none"]
+    words.append(f"{key}={read_only(tmp_path) / 'below'}")
+    with Trainer(overrides=words, callbacks=[Steps()]) as trainer, pytest.raises(SetupError) as e:
+        trainer.fit(build, data())
+    assert "below" in str(e.value)
+
+
+# Row 21
+
+
+def broken(at: str, path: Path) -> None:
+    if at == "before rename" and path.name >= "step-00000004":
+        raise OSError(5, "Input/output error")
+
+
+class Counts(Callback):
+    """The updates that were done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        self.steps.append(step)
+
+
+@pytest.mark.parametrize("every", ["1ba", "4ba"], ids=["next save", "end"])
+def test_row_21_the_background_writer_fails(tmp_path: Path, monkeypatch: Any, every: str) -> None:
+    monkeypatch.setattr(format_module, "probe", broken)
+    counts = Counts()
+    case = Case(build, 24, ("trainer.epochs=1", f"checkpoint.every={every}", "checkpoint.keep=2"))
+    words = settings(tmp_path / "run", case)
+    with (
+        Trainer(overrides=words, callbacks=[counts]) as trainer,
+        pytest.raises(CheckpointError, match="Input/output error"),
+    ):
+        trainer.fit(build, data())
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    if every == "1ba":
+        assert counts.steps == [1, 2, 3, 4, 5]  # the fourth failed, which the fifth tells
+        assert left == ["step-00000002", "step-00000003"], "nothing was pruned"
+    else:
+        assert counts.steps == [1, 2, 3, 4, 5, 6]
+        assert left == []
+
+
+# Row 22
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from ktrainer.folderlock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "run folder")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_job(folder: Path) -> Iterator[subprocess.Popen]:
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-c", HOLDS, str(folder)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("where", ["run", "elsewhere"])
+def test_row_22_two_jobs_on_one_folder(tmp_path: Path, where: str) -> None:
+    words = [
+        f"run.dir={tmp_path / 'run'}",
+        f"checkpoint.dir={tmp_path / 'elsewhere'}",
+        "checkpoint.every=1ep",
+        "logging.progress=none",
+    ]
+    with another_job(tmp_path / where) as process:
+        told = rf"in use .*process {process.pid} on "
+        with (
+            Trainer(overrides=words, callbacks=[Steps()]) as trainer,
+            pytest.raises(SetupError, match=told) as raised,
+        ):
+            trainer.fit(build, data())
+        assert str(tmp_path / where) in str(raised.value)
+        assert not (tmp_path / where / "config.yaml").exists()
+    with Trainer(overrides=words) as trainer:  # it was killed: nothing stale is in the way
+        trainer.fit(build, data())
+    assert not list(tmp_path.rglob(".lock"))
+
+
+def fit_there(folder: str) -> None:
+    words = ["backend=data_parallel", f"run.dir={folder}", "logging.progress=none"]
+    with Trainer(overrides=words, callbacks=[Steps()]) as trainer:
+        trainer.fit(build, data())
+
+
+def test_row_22_on_two_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    with another_job(tmp_path / "run") as process:
+        for outcome in ranks(2).outcomes(fit_there, str(tmp_path / "run")):
+            assert isinstance(outcome.error, SetupError), outcome.traceback
+            assert f"process {process.pid} on " in str(outcome.error)
+
+
+# Row 29
+
+
+def test_row_29_private_even_without_a_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        train(tmp_path / "runs" / "one", CASES["callbacks"], "trainer.epochs=1")
+        write_checkpoint(tmp_path / "new" / "deep" / "c", {"a": np.ones(2)}, {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "runs" / "one").stat().st_mode) == 0o700
+    for top in (tmp_path / "runs" / "one" / "checkpoints", tmp_path / "new"):
+        for path in [top, *top.rglob("*")]:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode == (0o700 if path.is_dir() else 0o600), path
