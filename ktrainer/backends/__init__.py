@@ -15,6 +15,7 @@ BACKENDS = {
     "local": "ktrainer.backends.local:Local",
     "data_parallel": "ktrainer.backends.data_parallel:DataParallel",
     "pipeline": "ktrainer.backends.pipeline.backend:Pipeline",
+    "tf_distribute": "ktrainer.backends.tf_distribute.backend:TfDistribute",
 }
 
 

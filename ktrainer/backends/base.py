@@ -36,7 +36,11 @@ class Backend(ABC):
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         self.config, self.plan, self.world = config, plan, world
         world.share_data(world.rank, world.size)  # whatever a backend before this one has set
-        claim_device(world, threads=plan.threads)
+        self.claim_devices()
+
+    def claim_devices(self) -> None:
+        """Take this process's devices, before TensorFlow starts."""
+        claim_device(self.world, threads=self.plan.threads)
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         """The model that a user's function makes."""

@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from ktrainer.world import World
 
 
-def claim_device(world: World, threads: int | None = None) -> None:
-    """Let this process see its own GPU only, growing its memory as needed.
+def claim_device(world: World, threads: int | None = None, each: int = 1) -> None:
+    """Let this process see its own GPUs only, growing their memory as needed.
 
     Args:
-        world: the ranks; `local_rank` picks the GPU.
+        world: the ranks; `local_rank` picks the GPUs.
         threads: threads for one operation; None leaves TensorFlow's own choice.
+        each: GPUs of a process, where there are several processes.
 
     Raises:
         SetupError: TensorFlow was already running with other devices.
@@ -26,7 +27,8 @@ def claim_device(world: World, threads: int | None = None) -> None:
     if gpus and world.size > 1:
         # A launcher may show each rank its own GPU only; and ranks may share GPUs, as the plan
         # notes, unless NCCL is used, which the plan refuses.
-        gpus = [gpus[world.local_rank % len(gpus)]]
+        first = world.local_rank * each
+        gpus = [gpus[i % len(gpus)] for i in range(first, first + each)]
         _configure(tf.config.set_visible_devices, gpus, "GPU")
     for gpu in gpus:
         _configure(tf.config.experimental.set_memory_growth, gpu, True)

@@ -116,12 +116,35 @@ class PipelineConfig(BackendConfig):
 
 @dataclass(frozen=True)
 class TfDistributeConfig(BackendConfig):
-    """TensorFlow's own strategies. Not part of this version.
+    """TensorFlow's own strategies: several devices in a process, several processes, or both.
 
     Attributes:
         name: tf_distribute.
-        strategy: which tf.distribute strategy.
-        devices: list of devices, or their number. null: all.
+        strategy: default: no strategy, for comparison. one_device: all on one device. mirrored:
+            every device of this process has the weights and a part of each batch.
+            central_storage: the same, but the weights are kept once, on the CPU.
+            multi_worker_mirrored: mirrored over several processes. parameter_server: workers
+            compute, servers keep the weights, a coordinator tells them what to do. tpu: the cores
+            of a TPU.
+        devices: how many devices of a process compute, or a list of them, such as [GPU:0, GPU:1].
+            Without GPUs a number makes as many logical CPU devices. null: all GPUs, else the CPU.
+        cross_device_ops: how the devices of one process sum gradients. auto: nccl with GPUs, else
+            reduction_to_one_device.
+        communication: how processes sum gradients. auto: nccl with GPUs, else ring.
+        bytes_per_pack: processes send gradients in packs of about so many bytes; 0 leaves it to
+            TensorFlow.
+        timeout: seconds that a sum over processes, or an update of a worker, may take. null:
+            world.deadline.
+        start_timeout: seconds to wait for all processes of a cluster at the start.
+        auto_shard: how `trainer.distribute` shares a tf.data pipeline between processes: data:
+            each takes its part of every batch. file: of the files. off: each gets everything.
+            `fit` goes by data.shard and data.batch, as under every backend.
+        join: when the coordinator of parameter servers waits for its workers. step: after each
+            update, which gives the numbers of one process. epoch: workers go on by themselves,
+            each with the newest weights it finds (asynchronous).
+        min_shard_bytes: cut variables of parameter_server larger than this between the servers.
+            null: each variable stays in one piece.
+        tpu: name or address of the TPU. null: found by the environment; local: of this machine.
     """
 
     name: str = "tf_distribute"
@@ -133,8 +156,19 @@ class TfDistributeConfig(BackendConfig):
         "central_storage",
         "parameter_server",
         "tpu",
-    ] = "default"
+    ] = "mirrored"
     devices: Any = None
+    cross_device_ops: Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"] = (
+        "auto"
+    )
+    communication: Literal["auto", "ring", "nccl"] = "auto"
+    bytes_per_pack: int = number(0, at_least=0)
+    timeout: float | None = number(None, above=0)
+    start_timeout: float = number(60.0, above=0)
+    auto_shard: Literal["data", "file", "off"] = "data"
+    join: Literal["step", "epoch"] = "epoch"
+    min_shard_bytes: int | None = number(None, at_least=1)
+    tpu: str | None = None
 
 
 BACKENDS: dict[str, type[BackendConfig]] = {
@@ -155,6 +189,10 @@ ALIASES = {
     "mirrored": "backend=tf_distribute backend.strategy=mirrored",
     "multi_worker_mirrored": "backend=tf_distribute backend.strategy=multi_worker_mirrored",
     "parameter_server": "backend=tf_distribute backend.strategy=parameter_server",
+    "central_storage": "backend=tf_distribute backend.strategy=central_storage",
+    "one_device": "backend=tf_distribute backend.strategy=one_device",
+    "tpu": "backend=tf_distribute backend.strategy=tpu",
+    "mwms": "backend=tf_distribute backend.strategy=multi_worker_mirrored",
 }
 
 # The same for the values of a key.

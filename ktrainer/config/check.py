@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ktrainer import registry
-from ktrainer.config.backends import PipelineConfig
+from ktrainer.config.backends import PipelineConfig, TfDistributeConfig
 from ktrainer.config.bounds import DurationBounds, NumberBounds
 from ktrainer.config.pipeline import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import bounds, expected, hints, schema_fields
+from ktrainer.config.strategies import check_strategy
 from ktrainer.durations import Duration
 from ktrainer.errors import ConfigError
 
@@ -35,6 +36,8 @@ def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | N
     _check_checkpoint(config)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
+    if isinstance(config.backend, TfDistributeConfig):
+        check_strategy(config, config.backend)
     for name, spec in config.callbacks.items():
         try:
             registry.check(spec, allow=config.allow, path=f"callbacks.{name}")

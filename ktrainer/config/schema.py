@@ -122,8 +122,11 @@ class CheckpointConfig:
     Attributes:
         dir: folder of the checkpoints. null: "checkpoints" in the run folder.
         every: how often to save, such as "1ep", "500ba", "10m". null: only as `best` says.
-        keep: newest checkpoints to keep; 2 or more are wise, so that one damaged file does not
-            end the run.
+        keep: newest checkpoints to keep, at least 2, so that one damaged file does not end the
+            run.
+        asynchronous: write behind the steps: a step waits only until the state is copied to host
+            memory, of which that takes as much again. An error is raised at the next save, or at
+            the end. false: a step waits until the checkpoint is on the disk.
         best: name of a logged value, such as "val_loss"; the checkpoint where it was best is
             kept too. null: none.
         mode: whether less (min) or more (max) of `best` is better; auto tells by its name.
@@ -133,7 +136,8 @@ class CheckpointConfig:
 
     dir: str | None = None
     every: str | None = duration(None)
-    keep: int = number(2, at_least=1)
+    keep: int = number(2, at_least=2)
+    asynchronous: bool = True
     best: str | None = None
     mode: Literal["auto", "min", "max"] = "auto"
     resume: str = "auto"

@@ -93,6 +93,8 @@ def _unknown(path: str, name: str, value: Any, backend: str) -> ConfigError:
         near = suggest(path, backend)
     if near:
         message += f" Did you mean {near!r}?"
+    elif group == "backend" and (other := _of_another_backend(path)):
+        message += f" Did you mean {other}?"
     elif group and "[" not in path:
         parent = lookup(group, backend)
         inner = BACKENDS[backend] if group == "backend" else group_of(parent[1]) if parent else None
@@ -100,6 +102,12 @@ def _unknown(path: str, name: str, value: Any, backend: str) -> ConfigError:
     elif not group:
         message += f" The top level has {', '.join(hints(Config))}."
     return ConfigError(message, path=path, value=_safe(path, value))
+
+
+def _of_another_backend(path: str) -> str | None:
+    """The key of any backend that is most likely meant, and whose it is."""
+    found = ((near, name) for name in BACKENDS if (near := suggest(path, name)))
+    return next((f"{near!r} of backend={name}" for near, name in found), None)
 
 
 def show(path: str, value: Any) -> str:

@@ -17,8 +17,6 @@ from ktrainer.launch.command import available_cpus, find_mpirun
 from ktrainer.quiet import muted, quiet_tensorflow
 from ktrainer.start import REMEDY
 
-_LATER = "no: not part of this version"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer env`."""
@@ -79,7 +77,7 @@ def backends(parts: dict[str, Any]) -> dict[str, str]:
         "data_parallel, engine horovod": _answer(horovod),
         "data_parallel, engine auto": _answer(mpi) if mpi else f"yes: {engine}",
         "pipeline": _answer(mpi),
-        "tf_distribute": _LATER,
+        "tf_distribute": _answer(base),
     }
 
 

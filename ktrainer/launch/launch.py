@@ -15,12 +15,13 @@ from pathlib import Path
 from ktrainer.config import Config, load_config, parse_known_cli
 from ktrainer.config.backends import BACKENDS
 from ktrainer.errors import ConfigError
+from ktrainer.facts import WorldFacts
 from ktrainer.launch import command
 from ktrainer.launch.channel import Options
 from ktrainer.launch.output import LineMerger
 from ktrainer.launch.report import SIGNAL_BASE, first_failure, others
 from ktrainer.launch.watch import End, Group
-from ktrainer.plan import WorldFacts, make_plan
+from ktrainer.plan import make_plan
 from ktrainer.quiet import environment
 
 TIMED_OUT = 124  # as timeout(1)
@@ -36,7 +37,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "front, and end them all when one fails. Words key=value and --config FILE after the "
         "script are checked before anything is started."
     )
-    parser.add_argument("-n", "--ranks", type=_positive(int), required=True, help="processes")
+    parser.add_argument("-n", "--ranks", type=_positive(int), help="processes")
+    parser.add_argument(
+        "--workers",
+        type=_positive(int),
+        help="instead of -n, for strategy=parameter_server: processes that compute",
+    )
+    parser.add_argument(
+        "--servers", type=_positive(int), help="with --workers: processes that keep the weights"
+    )
     parser.add_argument(
         "--threads",
         type=_positive(int),
@@ -93,13 +102,9 @@ def run(args: argparse.Namespace) -> int:
     """
     if not Path(args.script).is_file():
         raise ConfigError(f"there is no script {args.script!r}")
-    config = _check(args.args, args.ranks) if args.check else None
-    line = command.mpirun_command(
-        args.ranks,
-        [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script, *args.args],
-        mpirun=command.find_mpirun(),
-        root=hasattr(os, "geteuid") and os.geteuid() == 0,
-    )
+    _count(args)
+    config = _check(args.args, args.ranks, args.workers) if args.check else None
+    line = _command(args)
     cpus = command.available_cpus()
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
@@ -115,6 +120,39 @@ def run(args: argparse.Namespace) -> int:
         _ignore_output()
         return READER_GONE
     return _conclude(end, args)
+
+
+def _count(args: argparse.Namespace) -> None:
+    """Hold `-n`, or `--workers` and `--servers`, against one another; sets `args.ranks`.
+
+    Raises:
+        ConfigError: neither was given, or both.
+    """
+    cluster = args.workers is not None or args.servers is not None
+    if cluster and args.ranks is not None:
+        raise ConfigError(
+            "-n counts equal processes, --workers and --servers those of a cluster with parameter "
+            "servers: give one or the other"
+        )
+    if not cluster and args.ranks is None:
+        raise ConfigError("how many processes? Give -n, or --workers and --servers")
+    if cluster:
+        args.workers, args.servers = args.workers or 1, args.servers or 1
+        args.ranks = 1 + args.workers + args.servers  # one coordinates
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """What starts the ranks: mpirun, or our own starter of a cluster."""
+    worker = [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script, *args.args]
+    if args.workers is not None:
+        counts = [str(args.workers), str(args.servers)]
+        return [sys.executable, "-m", "ktrainer.launch.cluster", "{folder}", *counts, *worker]
+    return command.mpirun_command(
+        args.ranks,
+        worker,
+        mpirun=command.find_mpirun(),
+        root=hasattr(os, "geteuid") and os.geteuid() == 0,
+    )
 
 
 def rank_environment(
@@ -140,29 +178,43 @@ def _python_path(given: Mapping[str, str]) -> str:
     return os.pathsep.join(path if own in path else [*path, own])
 
 
-def _check(words: Sequence[str], ranks: int) -> Config | None:
+def _check(words: Sequence[str], ranks: int, workers: int | None = None) -> Config | None:
     """The configuration that `words` make, checked; None when they say nothing of one."""
     path, overrides, _ = parse_known_cli(words)
     if path is None and not overrides:
         return None
-    # The script that registers its callbacks does not run here.
     # Without a word on the backend, the script may well choose one in its code; keys of the
     # backend are then for the script to check.
     named = any(word.partition("=")[0] in ("backend", "backend.name") for word in overrides)
     if path is None and not named:
         overrides = [word for word in overrides if not _of_some_backend(word)]
+    # The script that registers its callbacks does not run here.
     config = load_config(path, overrides, on_unknown_callback=lambda _error: None)
     if named or config.backend.name != "local":
         cores = len(command.available_cpus()) or os.cpu_count() or 1
-        make_plan(config, WorldFacts(ranks, ranks, cores, horovod=find_spec("horovod") is not None))
+        size = ranks if workers is None else 1
+        horovod = find_spec("horovod") is not None
+        make_plan(config, WorldFacts(size, size, cores, horovod=horovod, workers=workers))
+        _check_cluster(config, workers)
     return config
+
+
+def _check_cluster(config: Config, workers: int | None) -> None:
+    """`--workers` makes a cluster that only one strategy has a use for."""
+    strategy = getattr(config.backend, "strategy", None)
+    if workers is not None and strategy != "parameter_server":
+        raise ConfigError(
+            "--workers and --servers are for backend.strategy=parameter_server; give -n instead",
+            path="backend.strategy" if strategy else "backend",
+            value=strategy or config.backend.name,
+        )
 
 
 def _of_some_backend(word: str) -> bool:
     """Whether `word` sets a key that one of the backends has."""
     group, _, key = word.partition("=")[0].partition(".")
     known = {field.name for backend in BACKENDS.values() for field in fields(backend)}
-    return group == "backend" and key in known
+    return group == "backend" and key.partition(".")[0] in known
 
 
 def _threads_asked(environ: Mapping[str, str]) -> int | None:

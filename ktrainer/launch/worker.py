@@ -1,7 +1,8 @@
 """One rank: runs the user's script, and tells the launcher how that went.
 
-Started by mpirun as `python -m ktrainer.launch.worker FOLDER SCRIPT ARGS...`. Imports only the
-standard library, so the script finds an interpreter as fresh as `python SCRIPT` would give it.
+Started by mpirun, or by `ktrainer.launch.cluster`, as
+`python -m ktrainer.launch.worker FOLDER SCRIPT ARGS...`. Imports only the standard library, so the
+script finds an interpreter as fresh as `python SCRIPT` would give it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
     folder, script, *args = argv
     end_with_parent()
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    rank = int(os.environ.get("KTRAINER_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
     local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
     options = read_options(Path(folder))
     if options.cpus:
@@ -51,6 +52,8 @@ def main(argv: list[str]) -> None:
     faulthandler.enable(fault_path(Path(folder), rank).open("w"))
     # Registered first, so called last: after whatever the script leaves to the exit.
     atexit.register(_say, say, Note("ended", pid=os.getpid()))
+    # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
+    sys.excepthook = lambda kind, error, trace: _fail(say, error, 1)
     try:
         _run(script, args)
     except SystemExit as error:
@@ -58,6 +61,17 @@ def main(argv: list[str]) -> None:
             _fail(say, error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    if "KTRAINER_RANK" in os.environ:
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """Exit without taking TensorFlow down: a coordinator would wait for ever for the farewell of a
+    worker that has been started anew."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 def _redirect(folder: Path, rank: int, options: Options) -> None:

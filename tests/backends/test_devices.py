@@ -11,7 +11,8 @@ import tensorflow as tf
 from ktrainer.backends.devices import claim_device
 from ktrainer.config import load_config
 from ktrainer.errors import ConfigError, SetupError
-from ktrainer.plan import WorldFacts, make_plan
+from ktrainer.facts import WorldFacts
+from ktrainer.plan import make_plan
 from ktrainer.world import SingleWorld
 
 

@@ -10,7 +10,8 @@ from ktrainer.config import BACKENDS, Config, describe, load_config, resolved_ya
 from ktrainer.config.docs import diff_yaml, key_docs, summary
 from ktrainer.config.schematree import group_of, hints, item_group
 from ktrainer.errors import ConfigError
-from ktrainer.plan import WorldFacts, make_plan
+from ktrainer.facts import WorldFacts
+from ktrainer.plan import make_plan
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -89,16 +90,24 @@ def test_files_in_configs_are_complete_and_current(path):
 def test_configs_holds_each_way_to_run():
     names = [path.stem for path in CONFIGS]
     assert names == [
+        "central_storage",
         "data_parallel",
         "data_parallel_horovod",
         "local",
+        "mirrored",
+        "multi_worker_mirrored",
+        "one_device",
+        "parameter_server",
         "per_worker",
         "pipeline",
         "pipeline_hybrid",
+        "tpu",
     ]
     configs = dict(zip(names, map(load_config, CONFIGS), strict=True))
-    engines = [getattr(config.backend, "engine", None) for config in configs.values()]
-    assert engines == ["mpi", "horovod", None, "auto", "auto", "mpi"]
+    engines = {n: c.backend.engine for n, c in configs.items() if hasattr(c.backend, "engine")}
+    assert list(engines.values()) == ["mpi", "horovod", "auto", "auto", "mpi"]
+    strategies = [n for n, c in configs.items() if getattr(c.backend, "strategy", None) == n]
+    assert len(strategies) == 6
     assert configs["per_worker"].data.batch == "per_worker"
     assert make_plan(configs["pipeline"], WorldFacts(size=2)).replicas == 1
     assert make_plan(configs["pipeline_hybrid"], WorldFacts(size=4)).replicas == 2

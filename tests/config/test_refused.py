@@ -70,6 +70,8 @@ def test_a_key_of_another_backend_says_whose_it_is():
     assert (error.path, error.value) == ("backend.engine", "mpi")
     assert "backend=data_parallel" in str(error)
     assert "backend=pipeline" in str(refused(["backend=data_parallel", "backend.microbatches=2"]))
+    near = "Did you mean 'backend.microbatches' of backend=pipeline?"
+    assert near in str(refused(["backend.microbatch=2"]))
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_config_mistake_is_found_before_a_process_starts(
     path = script(f"open({str(mark)!r}, 'w')")
     for words, said in [
         (["trainer.epoch=3"], "trainer.epochs"),
-        (["backend.microbatch=3"], "backend.microbatch"),
+        (["backend.microbatch=3"], "Did you mean 'backend.microbatches' of backend=pipeline?"),
         (["trainer.epochs=many"], "trainer.epochs"),
         (["backend=local"], "data_parallel"),
         (["--config", str(tmp_path / "absent.yaml")], "absent.yaml"),
@@ -200,7 +200,8 @@ def test_config_mistake_is_found_before_a_process_starts(
     assert not mark.exists()
     assert launch("-n", 1, "--no-check", path, "trainer.epoch=3").returncode == 0
     # The script may choose the backend in its code, and then checks this itself.
-    assert launch("-n", 2, path, "backend.microbatches=4").returncode == 0
+    words = ("backend.microbatches=4", "backend.stages.0=embed")
+    assert launch("-n", 2, path, *words).returncode == 0
 
 
 def test_absent_script_is_named(launch: Launch) -> None:

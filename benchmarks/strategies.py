@@ -1,0 +1,182 @@
+"""Steps a second under each strategy: ours, and Keras' own `fit` where that runs.
+
+    python benchmarks/strategies.py [--steps 60] [--epochs 5]
+
+An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 examples a global
+batch, two devices or processes of one thread each. Each line is a run of its own, one after the
+other; the fastest epoch counts. Keras' `fit` does not run on several workers as it is: here it has
+the two patches without which it fails. It does not run with parameter servers at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+BATCH = 128
+RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a strategy)
+    "one process": ([], ["backend=local"], True),
+    "mirrored, 2 devices": ([], ["mirrored", "backend.devices=2"], True),
+    "central storage, 2 devices": ([], ["central_storage", "backend.devices=2"], True),
+    "multi-worker mirrored, 2": (["-n", "2"], ["multi_worker_mirrored"], True),
+    "data_parallel, 2": (["-n", "2"], ["backend=data_parallel", "backend.engine=mpi"], False),
+    "parameter server, 2 + 1, step": (
+        ["--workers", "2", "--servers", "1"],
+        ["parameter_server", "backend.join=step"],
+        False,
+    ),
+    "parameter server, 2 + 1, epoch": (
+        ["--workers", "2", "--servers", "1"],
+        ["parameter_server"],
+        False,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--role", choices=["ours", "keras"])
+    parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
+    args, words = parser.parse_known_args()
+    if args.role:
+        run_one(args, words)
+        return
+    print(f"{'steps a second':32}{'MLP ours':>10}{'fit':>8}{'CNN ours':>10}{'fit':>8}")
+    for name, (starter, words, peer) in RUNS.items():
+        line = f"{name:32}"
+        for model in ("mlp", "cnn"):
+            line += f"{measured(starter, 'ours', model, args, words):10.1f}"
+            found = measured(starter, "keras", model, args, words) if peer else None
+            line += f"{found:8.1f}" if found else f"{'-':>8}"
+        print(line, flush=True)
+
+
+def measured(
+    starter: list[str], role: str, model: str, args: Any, words: list[str]
+) -> float | None:
+    """Steps a second of one run; None if it fails."""
+    own = [__file__, "--role", role, "--model", model]
+    own += ["--steps", str(args.steps), "--epochs", str(args.epochs)]
+    if not words[0].startswith("backend="):
+        words = ["backend=tf_distribute", f"backend.strategy={words[0]}", *words[1:]]
+    start = [sys.executable]
+    if starter:
+        start = [sys.executable, "-m", "ktrainer.cli", "launch", "--no-prefix", *starter]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "2",
+    }
+    done = subprocess.run(
+        [*start, *own, *words], env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+    rates = [json.loads(x)["rate"] for x in done.stdout.splitlines() if x.startswith('{"rate"')]
+    if not rates:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return rates[0] if rates else None
+
+
+def run_one(args: Any, words: list[str]) -> None:
+    """Measure in this process, as one of however many were started."""
+    from ktrainer import Trainer
+
+    quiet = {"logging": {"progress": "none", "csv": False}, "health": {"audit_every": None}}
+    quiet |= {"trainer": {"epochs": args.epochs}, "data": {"batch_size": BATCH, "shuffle": False}}
+    trainer = Trainer(quiet, overrides=words)
+
+    import keras
+    import numpy as np
+
+    class Epochs(keras.callbacks.Callback):
+        seconds = float("inf")
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.start = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.seconds = min(self.seconds, time.perf_counter() - self.start)
+
+    random = np.random.default_rng(0)
+    shape = (784,) if args.model == "mlp" else (28, 28, 1)
+    x = random.random((args.steps * BATCH, *shape), np.float32)
+    y = random.integers(0, 10, len(x))
+    epochs = Epochs()
+    if args.role == "ours":
+        trainer.fit(lambda: build(args.model), (x, y), callbacks=[epochs])
+    else:
+        with_keras(trainer, args, x, y, epochs)
+    if trainer.world.is_root:
+        print(json.dumps({"rate": args.steps / epochs.seconds}), flush=True)
+
+
+def build(name: str) -> Any:
+    import keras
+    from keras import layers
+
+    keras.utils.set_random_seed(0)
+    hidden = [layers.Dense(256, "relu"), layers.Dense(256, "relu")]
+    inputs = keras.Input((784,))
+    if name == "cnn":
+        inputs = keras.Input((28, 28, 1))
+        hidden = [
+            layers.Conv2D(8, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.Flatten(),
+        ]
+    model = keras.Sequential([inputs, *hidden, layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, metrics=["accuracy"])
+    return model
+
+
+def with_keras(trainer: Any, args: Any, x: Any, y: Any, epochs: Any) -> None:
+    """`Model.fit` under the Trainer's strategy."""
+    import tensorflow as tf
+
+    several = trainer.world.size > 1
+    if several:
+        patch_fit()
+    local = trainer.config.backend.name == "local"
+    with nullcontext() if local else trainer.strategy.scope():
+        model = build(args.model)
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy
+    options.experimental_distribute.auto_shard_policy = policy.DATA if several else policy.OFF
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).with_options(options)
+    model.fit(data, epochs=args.epochs, verbose=0, callbacks=[epochs])
+
+
+def patch_fit() -> None:
+    """What Keras 3.15 needs to train on several workers at all."""
+    from keras.src import tree
+    from keras.src.backend.tensorflow import trainer as keras_trainer
+
+    def build_symbolically(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if self._distribute_strategy is None:
+            return
+        local = self._distribute_strategy.experimental_local_results
+        for _, _, batches in iterator or ():
+            data_batch = tree.map_structure(lambda value: local(value)[0], next(batches))
+            break
+        with self._distribute_strategy.scope():
+            self._symbolic_build(data_batch=data_batch)
+
+    def reduce_scalars(values: Any, strategy: Any, reduction: str) -> Any:
+        return tree.map_structure(lambda v: strategy.reduce("MEAN", v, axis=None), values)
+
+    keras_trainer.TensorFlowTrainer._maybe_symbolic_build = build_symbolically
+    keras_trainer.reduce_per_replica = reduce_scalars
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""TensorFlow's own strategies, with the numbers of one process.
+
+The parts of this package:
+
+    backend.py      puts the others together
+    strategies.py   a strategy from the configuration
+    clusters.py     which processes are a cluster: TF_CONFIG, Slurm, or the ranks of MPI
+    lost.py         what TensorFlow says when a process has gone, as errors that name it
+    moving.py       a model's variables into a strategy, and out again
+    program.py      a model's steps: split, run, put together
+    replicas.py     one step on all replicas of this process
+    scopes.py       what each replica's thread has of its own meanwhile
+    plane.py        sums over replicas, from inside a step
+    outputs.py      one set of logs, one batch of outputs, from those of the replicas
+    accumulate.py   updates from several shares, or compiled with XLA
+    custom.py       the same for loops of the user's own
+
+    serving.py      with parameter servers: the processes that serve, and who of them is there
+    workers.py      how the coordinator has workers run functions, and waits for them
+    coordinator.py  a model's steps, run by workers
+    sharded.py      variables that are cut between servers
+"""
+
+from __future__ import annotations

@@ -1,0 +1,153 @@
+"""The backend `tf_distribute`: one of TensorFlow's strategies under our loop."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
+
+import tensorflow as tf
+
+from ktrainer.backends.base import Backend
+from ktrainer.backends.devices import claim_device
+from ktrainer.backends.tf_distribute.clusters import cluster_of, forget
+from ktrainer.backends.tf_distribute.lost import ending_in_time, naming_lost_workers
+from ktrainer.backends.tf_distribute.moving import move_out, scope_of
+from ktrainer.backends.tf_distribute.plane import ReplicaPlane
+from ktrainer.backends.tf_distribute.program import ReplicatedProgram
+from ktrainer.backends.tf_distribute.replicas import Replicas
+from ktrainer.backends.tf_distribute.strategies import (
+    communication_options,
+    make_devices,
+    open_strategy,
+)
+from ktrainer.config.cluster import Cluster, tf_config
+from ktrainer.steps import Program, StepOptions
+from ktrainer.steps.base import Steps
+from ktrainer.strategy_plan import StrategyPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import keras
+
+    from ktrainer.backends.tf_distribute.workers import Workers
+    from ktrainer.config import Config, TfDistributeConfig
+    from ktrainer.plan import Plan
+    from ktrainer.world import World
+
+
+_MORE_SECONDS = 30.0  # for TensorFlow itself
+
+
+class TfDistribute(Backend):
+    """Runs the model's steps on the replicas of a strategy.
+
+    Attributes:
+        strategy: the `tf.distribute.Strategy`.
+    """
+
+    name = "tf_distribute"
+
+    def __init__(self, config: Config, plan: Plan, world: World) -> None:
+        self.settings = cast("TfDistributeConfig", config.backend)
+        assert plan.strategy is not None
+        self.layout: StrategyPlan = plan.strategy
+        super().__init__(config, plan, world)
+        self.timeout = self.settings.timeout or config.world.deadline
+        self.cluster = self._find_cluster()
+        with self._starting_in_time():
+            self.strategy = open_strategy(self.settings, self.layout, self.cluster, self.timeout)
+        self._moved: WeakSet[keras.Model] = WeakSet()
+
+    def claim_devices(self) -> None:
+        claim_device(self.world, self.plan.threads, len(self.layout.devices))
+        make_devices(self.layout)
+
+    def build_model(self, build: Callable[[], Any]) -> Any:
+        with self.scope():
+            return build()
+
+    def prepare(self, model: keras.Model, options: StepOptions) -> Steps:
+        if self.layout.strategy == "default":
+            return Program(model, options)
+        self._moved.add(model)
+        if self.layout.strategy == "parameter_server":
+            return self._coordinated(model, options)
+        return ReplicatedProgram(model, options, self._replicas(model), self.guard, self._agree)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """In which variables are made as the strategy wants them."""
+        return scope_of(self.strategy)
+
+    @property
+    def communication_seconds(self) -> float | None:
+        return None
+
+    def close(self) -> None:
+        """Leave the models with ordinary variables."""
+        for model in list(self._moved):
+            # With a server, weights are gone; that has been said, and is not to be said otherwise.
+            with suppress(tf.errors.UnavailableError):
+                move_out(model, self.strategy)
+        self._moved.clear()
+        forget()
+
+    def _find_cluster(self) -> Cluster | None:
+        """The processes of a strategy that has several; a worker or server does not return."""
+        if self.layout.strategy == "multi_worker_mirrored":
+            return cluster_of(self.world)
+        if self.layout.strategy != "parameter_server":
+            return None
+        from ktrainer.backends.tf_distribute.serving import present, serve
+
+        cluster = tf_config()
+        assert cluster is not None  # or the plan would have been refused
+        if cluster.job != "chief":
+            serve(cluster, self.settings.start_timeout)
+        self._presence = present(cluster, self.settings.start_timeout)
+        return cluster
+
+    def guard(self) -> AbstractContextManager[None]:
+        """In which errors that another process has caused name it."""
+        return naming_lost_workers(self.world, self.cluster, self.timeout)
+
+    def _starting_in_time(self) -> AbstractContextManager[None]:
+        """Processes that have met may still die before TensorFlow has connected them."""
+        if self.cluster is None:
+            return nullcontext()
+        seconds = self.settings.start_timeout + _MORE_SECONDS
+        return ending_in_time(
+            seconds,
+            lambda: (
+                f"TensorFlow did not connect the processes of the cluster in {seconds:g} s: one of "
+                "them has ended since it came. Look at what the others say."
+            ),
+        )
+
+    def _agree(self, flag: bool) -> bool:
+        return self.world.any(flag, "steps in one call")
+
+    def _coordinated(self, model: keras.Model, options: StepOptions) -> Steps:
+        from ktrainer.backends.tf_distribute.coordinator import CoordinatedProgram, RemoteReplicas
+
+        assert self.workers is not None
+        replicas = RemoteReplicas(self.strategy, model)
+        each_step = self.settings.join == "step"
+        return CoordinatedProgram(model, options, replicas, self.workers, each_step)
+
+    @cached_property
+    def workers(self) -> Workers | None:
+        """Who runs steps, with parameter servers."""
+        if self.layout.strategy != "parameter_server":
+            return None
+        from ktrainer.backends.tf_distribute.workers import Workers
+
+        return Workers(self.strategy, self._presence, self.world, self.timeout)
+
+    def _replicas(self, model: keras.Model) -> Replicas:
+        total, here = self.strategy.num_replicas_in_sync, len(self.layout.devices)
+        options = communication_options(self.settings, self.timeout)
+        plane = ReplicaPlane(self.strategy, options) if total > 1 else None
+        return Replicas(self.strategy, model, plane, here, self.world.rank * here)

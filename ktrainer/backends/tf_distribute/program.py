@@ -1,0 +1,158 @@
+"""A model's steps under a synchronous strategy: shares in, logs out as tensors, unread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
+from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
+from ktrainer.backends.tf_distribute.outputs import joined_outputs
+from ktrainer.backends.tf_distribute.replicas import Replicas
+from ktrainer.feed.specs import spec_of
+from ktrainer.steps import Program, StepOptions
+from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.model_step import ShareLike, python_step
+from ktrainer.steps.multi import compile_many, stack_shares
+from ktrainer.steps.program import on_tensors, trace
+
+Share = tf.TensorSpec([2], tf.float64)
+
+
+class ReplicatedProgram(Steps):
+    """The compiled steps of one model on all replicas of this process.
+
+    Args:
+        model: a compiled Keras model.
+        options: how steps run.
+        replicas: where they run.
+        guard: makes the context in which steps run, which explains errors of other processes.
+        agree: whether something is so on any process; all of them call it together.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        options: StepOptions,
+        replicas: Replicas,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
+        self._agree = agree
+        self._generation = generation(model)
+        # Makes the variables, which then move into the strategy.
+        self._maker = Program(model, options)
+        self._specs: dict[str, Any] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._accumulated: Accumulated | None = None
+
+    def build(self, spec: Any, training: bool = True) -> None:
+        kind = "train" if training else "test"
+        if self._specs.get(kind) is spec:
+            return
+        self._specs[kind] = spec
+        self._functions = {k: f for k, f in self._functions.items() if k not in (kind, "many")}
+        if training:
+            self._accumulated = None
+        self._place(self._maker.is_built(training), lambda: self._maker.build(spec, training))
+
+    def train(self, shares: Sequence[ShareLike]) -> Logs:
+        self._renew()
+        if self.options.accumulate == 1 and not self.options.xla:
+            with self.guard():
+                return self._function("train")(shares[0].batch, facts_of(shares)[0])
+        if self._accumulated is None:
+            self._accumulated = Accumulated(
+                self.model, self.options, self.replicas, self._specs.get("train")
+            )
+        with self.guard():
+            return self._accumulated(shares)
+
+    def train_many(self, shares: Sequence[ShareLike]) -> Logs:
+        stacked = None
+        if len(shares) > 1 and not self.options.xla:
+            stacked = stack_shares(shares, lambda share: facts_of([share])[0])
+            # Sums are numbered as functions are called: all processes must call the same ones.
+            stacked = None if self._agree(stacked is None) else stacked
+        if stacked is None:
+            for share in shares:
+                logs = self.train([share])
+            return logs
+        self._renew()
+        if "many" not in self._functions:
+            self._functions["many"] = compile_many(self._function("train"))
+        with self.guard():
+            return self._functions["many"](*stacked)
+
+    def test(self, share: ShareLike) -> Logs:
+        self._renew()
+        with self.guard():
+            return self._function("test")(share.batch, *facts_of([share]))
+
+    def predict(self, share: ShareLike) -> Any:
+        self._renew()
+        self._place_for_prediction(share)
+        with self.guard():
+            outputs = self._function("predict")(share.batch, *facts_of([share]))
+        return keras.tree.map_structure(lambda t: t.numpy(), outputs)
+
+    def _function(self, kind: str) -> Callable[..., Any]:
+        """The compiled step, made at first use."""
+        if kind not in self._functions:
+            step = self._predict if kind == "predict" else self._traced(kind)
+            if self.model.run_eagerly:
+                traced = on_tensors(step)
+            else:
+                traced = tf.function(step, reduce_retracing=True, autograph=False)
+                if kind in self._specs:
+                    traced.get_concrete_function(self._specs[kind], Share)
+            self._functions[kind] = traced
+        return self._functions[kind]
+
+    def _traced(self, kind: str) -> Callable[..., Any]:
+        training = kind == "train"
+        step = python_step(self.model.train_step if training else self.model.test_step)
+
+        def on_all(batch: Any, share: tf.Tensor) -> Any:
+            settings: dict[str, Any] = {"hooks": self.options.all_hooks()} if training else {}
+            outcome = self.replicas.run(step, batch, share, applies=training, **settings)
+            return self.replicas.conclude(outcome, outcome.values)
+
+        return on_all
+
+    def _predict(self, batch: Any, share: tf.Tensor) -> Any:
+        step = python_step(self.model.predict_step)
+        outcome = self.replicas.run(step, batch, share, metrics=False)
+        for variable, value in outcome.statistics:  # the states of random layers
+            variable.assign(value)
+        return joined_outputs(outcome.values, tf.cast(share[0], tf.int64))
+
+    def _place_for_prediction(self, share: ShareLike) -> None:
+        """Have the variables that `predict` needs, at its first call."""
+        if "predict" not in self._functions:
+            built = all(layer.built for layer in self.model._flatten_layers())
+            spec = spec_of(share.batch)
+            self._place(built, lambda: trace(self.model.predict_step, spec))
+
+    def _place(self, built: bool, build: Callable[[], None]) -> None:
+        """Have the model's variables in the strategy, made first where they are missing."""
+        strategy = self.replicas.strategy
+        if not built:
+            # Tracing can make no variables inside of a strategy.
+            self._functions.clear()
+            move_out(self.model, strategy)
+            build()
+        move_in(self.model, strategy)
+        self._generation = generation(self.model)
+
+    def _renew(self) -> None:
+        """Compile anew after somebody else, such as another Trainer, has moved the model."""
+        if self._generation != generation(self.model):
+            self._functions.clear()
+            self._accumulated = None
+            self._place(True, lambda: None)

@@ -1,0 +1,302 @@
+"""One step of a model on all replicas of this process.
+
+`strategy.run` calls the step once for each replica, in threads that take turns. What a replica
+does to the model's variables must not happen at once, for they are shared:
+
+    weights      `optimizer.apply` meets the other replicas', and is run once for all of them,
+                 with gradients already summed
+    statistics   assigned to a scope of the replica's own; their weighted mean is assigned after
+    metrics      start from zero in that scope; what they come to is added up after. Metrics that
+                 do not add up are updated with each replica's outputs, one after another
+    seeds        every replica draws its own numbers from the same state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import tensorflow as tf
+
+from ktrainer.backends.tf_distribute.outputs import joined_logs
+from ktrainer.backends.tf_distribute.scopes import (
+    Contexts,
+    ReplicaScope,
+    keras_as_one_replica,
+    losses_by_replica,
+    outside_of_scopes,
+    with_settings_of_this_thread,
+)
+from ktrainer.feed.datasets import graph_bounds, graph_slice
+from ktrainer.steps import optimizers_of
+from ktrainer.steps.context import StepContext
+from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.model_step import check_applied, is_uniform
+from ktrainer.steps.seams import seams
+from ktrainer.world.plane import GradientPlane
+
+Step = Callable[[Any], Any]
+
+
+@dataclass
+class Outcome:
+    """What the replicas have done, to be put together outside of them.
+
+    Attributes:
+        values: what the step returned, on each replica of this process.
+        weights: each replica's part of the update, float64.
+        statistics: new values of variables other than weights and metrics, the same on all.
+        metrics: what each replica adds to the metrics' variables.
+    """
+
+    values: list[Any]
+    weights: list[tf.Tensor]
+    statistics: list[tuple[Any, tf.Tensor]]
+    metrics: list[tuple[Any, list[tf.Tensor]]]
+
+
+class Replicas:
+    """The replicas of this process, and how a step runs on them.
+
+    Args:
+        strategy: whose replicas they are.
+        model: a built model, its variables in the strategy.
+        plane: sums over the replicas of all processes; None where there is one.
+        count: replicas in this process.
+        first: number of the first of them among those of all processes.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        model: keras.Model,
+        plane: GradientPlane | None,
+        count: int,
+        first: int = 0,
+    ) -> None:
+        self.strategy, self.model, self.plane = strategy, model, plane
+        self.count, self.first = count, first
+        self.contexts = Contexts()
+        self._entered: dict[int, StepContext] = {}
+
+    def run(
+        self,
+        step: Step,
+        batch: Any,
+        share: tf.Tensor,
+        *,
+        xla: bool = False,
+        applies: bool = False,
+        metrics: bool = True,
+        **settings: Any,
+    ) -> Outcome:
+        """Run `step` on each replica's rows of `batch`.
+
+        Args:
+            step: a model's step, of one batch.
+            batch: this process's rows; a stand-in when it has none.
+            share: float64 vector: true rows of `batch`, and those of the whole update.
+            xla: compile the step, without what it communicates, with XLA.
+            applies: whether the step has to apply an optimizer.
+            metrics: whether the model's metrics count.
+            settings: more for each replica's `StepContext`; its list of denominators is made by
+                `make_denominators`.
+        """
+        counted = {id(v): v for v in self._added_metrics()}
+        assigned: list[Any] = []
+
+        def on_replica() -> Any:
+            context, rows = self._enter(batch, share, xla=xla, **settings)
+
+            def compute() -> Any:
+                with (
+                    self.contexts.entered(context),
+                    ReplicaScope(counted.values(), None if xla else self._assign_weight) as scope,
+                ):
+                    values = step(rows)
+                assigned[:] = list(scope.assigned.values())
+                return values, [scope.get_current_value(v) for v in assigned]
+
+            if xla:
+                compute = tf.function(compute, jit_compile=True, autograph=False)
+            values, states = compute()
+            if applies:
+                check_applied(context, self.model)
+            pairs = list(zip(assigned, states, strict=True))
+            statistics = _averaged(context, [s for v, s in pairs if id(v) not in counted])
+            added = [_if_present(context, s) for v, s in pairs if id(v) in counted]
+            return values, context.weight, statistics, added
+
+        with self._seams(metrics and not xla):
+            results = self.strategy.run(with_settings_of_this_thread(on_replica))
+        values, weights, statistics, added = results
+        others = [v for v in assigned if id(v) not in counted]
+        ours = [v for v in assigned if id(v) in counted]
+        return Outcome(
+            self.each(values),
+            list(self.local(weights)),
+            [(v, self.local(s)[0]) for v, s in zip(others, statistics, strict=True)],
+            [(v, self.local(a)) for v, a in zip(ours, added, strict=True)] if metrics else [],
+        )
+
+    def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
+        """Give the model's variables their new values; returns the logs of all replicas."""
+        for variable, value in outcome.statistics:
+            variable.assign(value)
+        for variable, parts in outcome.metrics:
+            variable.assign_add(tf.add_n(parts))
+        return joined_logs(self.model, logs, outcome.weights)
+
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Callable[[int], list[Any]],
+        variables: list[Any],
+        hooks: tuple[Any, ...],
+    ) -> None:
+        """Apply gradients that replicas have already weighted: sum them, once for all.
+
+        Args:
+            optimizer: what is applied.
+            gradients: those of a replica of this process, by its number.
+            variables: what they are of.
+            hooks: functions of (gradients, variables) to run on the sums.
+        """
+        one = tf.constant(1.0, tf.float64)
+
+        def on_replica() -> None:
+            number = self.number()
+            context = StepContext(one, self.plane, self.first + number, hooks=hooks)
+            context.together = self._together(context)
+            with self.contexts.entered(context):
+                optimizer.apply(gradients(number), variables)
+
+        with self._seams(metrics=False):
+            self.strategy.run(with_settings_of_this_thread(on_replica))
+
+    def local(self, value: Any) -> list[Any]:
+        """A value on each replica of this process."""
+        parts = list(self.strategy.experimental_local_results(value))
+        return parts if len(parts) == self.count else parts * self.count
+
+    def each(self, structure: Any) -> list[Any]:
+        """A nested structure of such values, as one structure for each replica."""
+        return [
+            keras.tree.map_structure(lambda value, i=i: self.local(value)[i], structure)
+            for i in range(self.count)
+        ]
+
+    def number(self) -> int:
+        """Which replica of this process the present thread runs."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return int(tf.get_static_value(replica)) - self.first
+
+    def _enter(
+        self,
+        batch: Any,
+        share: tf.Tensor,
+        make_denominators: Callable[[], list[tf.Tensor]] | None = None,
+        **settings: Any,
+    ) -> tuple[StepContext, Any]:
+        """This replica's context and its rows."""
+        number = self.number()
+        rows = tf.cast(share[0], tf.int64)
+        _, mine = graph_bounds(rows, number, self.count)
+        weight = tf.cast(mine, tf.float64) / tf.maximum(share[1], 1.0)
+        settings.setdefault("uniform", is_uniform(batch))
+        # Each replica takes its losses' denominators one after another, from a list of its own.
+        denominators = None if make_denominators is None else make_denominators()
+        settings["denominators"] = denominators
+        context = StepContext(weight, self.plane, self.first + number, **settings)
+        context.together = self._together(context)
+        self._entered[number] = context
+        return context, self._rows(batch, rows, number)
+
+    def _rows(self, batch: Any, rows: tf.Tensor, number: int) -> Any:
+        if self.count == 1:
+            return batch
+        with tf.device("CPU:0"):  # whole batches stay off the devices
+            return tf.nest.map_structure(
+                lambda x: None if x is None else graph_slice(x, rows, number, self.count), batch
+            )
+
+    def _together(self, context: StepContext) -> Callable[..., None]:
+        def together(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
+            @tf.autograph.experimental.do_not_convert
+            def once(_: Any, reduced: list[Any]) -> None:
+                with self.contexts.entered(context), outside_of_scopes():
+                    update([None if g is None else self.local(g)[0] for g in reduced])
+
+            tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
+
+        return together
+
+    def _assign_weight(self, variable: Any, value: Any) -> None:
+        """Assign a weight in the middle of a step: the first replica's value, on all."""
+
+        @tf.autograph.experimental.do_not_convert
+        def once(_: Any, values: Any) -> None:
+            context = next(iter(self._entered.values()))
+            with self.contexts.entered(context), outside_of_scopes():
+                variable.assign(self.local(values)[0])
+
+        tf.distribute.get_replica_context().merge_call(once, args=(tf.convert_to_tensor(value),))
+
+    def _added_metrics(self) -> list[Any]:
+        """Variables of metrics whose values on parts of the data add up."""
+        others = {id(v) for m in unadded_metrics(self.model) for v in m.variables}
+        return [v for v in self.model.metrics_variables if id(v) not in others]
+
+    @contextmanager
+    def _seams(self, metrics: bool) -> Iterator[None]:
+        """What must be different in Keras while a step is traced on replicas."""
+        with ExitStack() as stack:
+            stack.enter_context(seams(self.contexts, optimizers_of(self.model)))  # type: ignore[arg-type]
+            stack.enter_context(keras_as_one_replica())
+            stack.enter_context(losses_by_replica())
+            for metric in unadded_metrics(self.model) if metrics else []:
+                update = self._one_after_another(metric.update_state)
+                stack.enter_context(patch.object(metric, "update_state", update))
+            yield
+
+    def _one_after_another(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A metric's `update_state` that takes the outputs of all replicas, one by one."""
+
+        @tf.autograph.experimental.do_not_convert
+        def for_each(_: Any, args: Any, weights: Any) -> None:
+            every = zip(self.each(args), self.local(weights), strict=True)
+            for number, ((words, named), weight) in enumerate(every):
+                with self.contexts.entered(self._entered[number]), outside_of_scopes():
+                    tf.cond(weight > 0, lambda w=words, n=named: _done(original(*w, **n)), _done)
+
+        def update_state(*words: Any, **named: Any) -> None:
+            replica = tf.distribute.get_replica_context()
+            replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
+
+        return update_state
+
+
+def _done(_: Any = None) -> tf.Tensor:
+    return tf.constant(0)
+
+
+def _averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The weighted means over replicas of those that are floats; the rest as they are."""
+    floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
+    if context.plane is None or not floats:
+        return values
+    # The weights of the shares of one update add up to 1, those of one share alone need not.
+    each = [*(values[i] for i in floats), tf.ones([], tf.float64)]
+    *sums, weight = context.plane.reduce(each, context.weight, context.order)
+    for i, total in zip(floats, sums, strict=True):
+        values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    return values
+
+
+def _if_present(context: StepContext, value: tf.Tensor) -> tf.Tensor:
+    """`value`, or zeros on a replica that has no rows of its own."""
+    return tf.where(context.weight > 0, value, tf.zeros_like(value))

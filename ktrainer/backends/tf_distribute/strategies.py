@@ -1,0 +1,161 @@
+"""A strategy from the configuration, made once a process.
+
+TensorFlow numbers its collectives by strategy object, so that a second strategy of the same
+devices would take the first one's numbers and fail. What has been made is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import tensorflow as tf
+
+from ktrainer.backends.tf_distribute.clusters import Cluster, resolver
+from ktrainer.config import TfDistributeConfig
+from ktrainer.errors import SetupError
+from ktrainer.strategy_plan import StrategyPlan
+
+HEARTBEAT_SECONDS = 8.0  # how long a process may be silent
+
+_made: dict[Any, tf.distribute.Strategy] = {}
+
+
+def open_strategy(
+    backend: TfDistributeConfig,
+    plan: StrategyPlan,
+    cluster: Cluster | None = None,
+    timeout: float | None = None,
+) -> tf.distribute.Strategy:
+    """The strategy that the configuration asks for, the same object whenever it asks again.
+
+    Args:
+        backend: the configuration's section.
+        plan: its devices.
+        cluster: the processes of a strategy that has several.
+        timeout: seconds that a sum over processes may take.
+    """
+    key = (plan, backend.cross_device_ops, backend.communication, backend.bytes_per_pack)
+    if plan.strategy in ("multi_worker_mirrored", "parameter_server"):
+        key = (*key, timeout, backend.min_shard_bytes, backend.tpu)  # type: ignore[assignment]
+    if key not in _made:
+        _made[key] = _make(backend, plan, cluster, timeout)
+    return _made[key]
+
+
+def make_devices(plan: StrategyPlan) -> None:
+    """Cut the CPU into as many logical devices as the plan names; before TensorFlow runs.
+
+    Raises:
+        SetupError: TensorFlow is running, with fewer.
+    """
+    if not plan.logical:
+        return
+    (cpu, *_) = tf.config.list_physical_devices("CPU")
+    present = tf.config.get_logical_device_configuration(cpu)
+    if present is not None and len(present) >= plan.logical:
+        return
+    try:
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * plan.logical
+        )
+    except RuntimeError as error:
+        raise SetupError(
+            f"TensorFlow was already using the CPU as one device when the Trainer was made, and "
+            f"backend.devices needs {plan.logical}. Make the Trainer first, then the model and the "
+            "data; and the one with most devices before the others."
+        ) from error
+
+
+def communication_options(backend: TfDistributeConfig, timeout: float | None) -> Any:
+    """How replicas' sums travel."""
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    kind = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[backend.communication]
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=backend.bytes_per_pack, timeout_seconds=timeout, implementation=kind
+    )
+
+
+def _make(
+    backend: TfDistributeConfig,
+    plan: StrategyPlan,
+    cluster: Cluster | None,
+    timeout: float | None,
+) -> tf.distribute.Strategy:
+    devices = [f"/device:{name}" for name in plan.devices]
+    distribute = tf.distribute
+    if plan.strategy == "default":
+        return distribute.get_strategy()
+    if plan.strategy == "one_device":
+        return distribute.OneDeviceStrategy(devices[0])
+    if plan.strategy == "mirrored":
+        return distribute.MirroredStrategy(devices, _cross_device_ops(backend, plan))
+    if plan.strategy == "central_storage":
+        return distribute.experimental.CentralStorageStrategy(devices, "/device:CPU:0")
+    if plan.strategy == "tpu":
+        return _tpu(backend)
+    assert cluster is not None
+    if plan.strategy == "multi_worker_mirrored":
+        return _multi_worker(plan, cluster, communication_options(backend, timeout))
+    from ktrainer.backends.tf_distribute.serving import parameter_server_strategy
+
+    return parameter_server_strategy(cluster, backend.min_shard_bytes)
+
+
+def _cross_device_ops(backend: TfDistributeConfig, plan: StrategyPlan) -> Any:
+    """How the devices of one process sum; None leaves it to TensorFlow (NCCL with GPUs)."""
+    name = backend.cross_device_ops
+    if name == "auto":
+        name = "nccl" if plan.devices[0].startswith("GPU") else "reduction_to_one_device"
+    if name == "nccl":
+        return tf.distribute.NcclAllReduce()
+    if name == "hierarchical_copy":
+        return tf.distribute.HierarchicalCopyAllReduce()
+    return tf.distribute.ReductionToOneDevice()
+
+
+def _multi_worker(plan: StrategyPlan, cluster: Cluster, options: Any) -> tf.distribute.Strategy:
+    """MultiWorkerMirroredStrategy over `plan.devices` of every process.
+
+    TensorFlow takes all GPUs, or one CPU; the device list is ours.
+    """
+    from tensorflow.python.distribute import collective_all_reduce_strategy as implementation
+
+    kind = plan.devices[0][:3]
+    _watch_heartbeats(cluster)
+
+    def local_devices(_: Any, __: Any, worker: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker}/device:{name}" for name in plan.devices), kind
+
+    extended = implementation.CollectiveAllReduceExtended
+    with patch.object(extended, "_initialize_local_devices", local_devices):
+        return tf.distribute.MultiWorkerMirroredStrategy(resolver(cluster), options)
+
+
+def _watch_heartbeats(cluster: Cluster) -> None:
+    """Let a process that is not heard of for some seconds end the sums that wait for it."""
+    from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+    from tensorflow.python.eager import context
+
+    if context.context().coordination_service is not None:
+        return
+    jobs = [
+        coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(cluster.jobs[job]))
+        for job in ("chief", "worker")
+        if job in cluster.jobs
+    ]
+    leader = "chief" if "chief" in cluster.jobs else "worker"
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{leader}/replica:0/task:0",
+        heartbeat_timeout_in_ms=int(HEARTBEAT_SECONDS * 1000),
+        coordinated_jobs=jobs,
+    )
+
+
+def _tpu(backend: TfDistributeConfig) -> tf.distribute.Strategy:
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=backend.tpu)
+    if backend.tpu != "local":
+        tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)

@@ -1,0 +1,98 @@
+"""Contradictions in the keys of tf_distribute, and what its keys mean; nothing is started."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ktrainer.config.backends import TfDistributeConfig
+    from ktrainer.config.schema import Config
+
+IN_ONE_PROCESS = ("default", "one_device", "mirrored", "central_storage", "tpu")
+_DEVICE = re.compile(r"/?(?:device:)?(CPU|GPU):(\d+)", re.IGNORECASE)
+
+# Keys that only some strategies have a use for, and which.
+_USED_BY = {
+    "devices": ("one_device", "mirrored", "central_storage", "multi_worker_mirrored"),
+    "cross_device_ops": ("mirrored",),
+    "communication": ("multi_worker_mirrored",),
+    "timeout": ("multi_worker_mirrored", "parameter_server"),
+    "start_timeout": ("multi_worker_mirrored", "parameter_server"),
+    "join": ("parameter_server",),
+    "min_shard_bytes": ("parameter_server",),
+    "bytes_per_pack": ("multi_worker_mirrored",),
+    "tpu": ("tpu",),
+}
+
+
+def check_strategy(config: Config, backend: TfDistributeConfig) -> None:
+    """Refuse keys that contradict one another.
+
+    Raises:
+        ConfigError: for the first one found.
+    """
+    default = type(backend)()
+    for key, users in _USED_BY.items():
+        value = getattr(backend, key)
+        if value != getattr(default, key) and backend.strategy not in users:
+            raise ConfigError(
+                f"means nothing to strategy={backend.strategy}; it is for "
+                f"{' and '.join(users)}. Leave it out, or choose another strategy.",
+                path=f"backend.{key}",
+                value=value,
+            )
+    devices = asked_devices(backend.devices)
+    count = len(devices) if isinstance(devices, list) else devices or 1
+    if backend.strategy == "one_device" and count > 1:
+        _refuse_devices(backend.devices, "one_device is one: choose mirrored for several")
+    if backend.strategy == "parameter_server" and config.trainer.steps_per_call > 1:
+        raise ConfigError(
+            "several steps a call are one function, but parameter_server deals single steps out to "
+            "workers. Set trainer.steps_per_call=1.",
+            path="trainer.steps_per_call",
+            value=config.trainer.steps_per_call,
+        )
+    if backend.strategy == "central_storage" and config.trainer.xla:
+        raise ConfigError(
+            "XLA cannot read weights that are on another device, as those of central_storage are. "
+            "Choose strategy=mirrored, or set trainer.xla=false.",
+            path="trainer.xla",
+            value=True,
+        )
+
+
+def asked_devices(value: Any) -> int | list[str] | None:
+    """`backend.devices` as a number, a list of `"GPU:0"`-like names, or None for all.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            _refuse_devices(value, "at least one device must compute")
+        return value
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, (list, tuple)) or not value:
+        _refuse_devices(value, "give a number, or a list such as [GPU:0,GPU:1]")
+    names = []
+    for name in value:
+        match = _DEVICE.fullmatch(str(name))
+        if match is None:
+            _refuse_devices(name, "devices are called GPU:0, GPU:1, ... or CPU:0, CPU:1, ...")
+        else:
+            names.append(f"{match[1].upper()}:{int(match[2])}")
+    if len(set(names)) < len(names):
+        _refuse_devices(value, "each device can be there once")
+    if len({name[:3] for name in names}) > 1:
+        _refuse_devices(value, "CPUs and GPUs cannot share the work: choose one kind")
+    return names
+
+
+def _refuse_devices(value: Any, why: str) -> None:
+    raise ConfigError(f"{why}; got {value!r}.", path="backend.devices", value=value)

@@ -1,0 +1,96 @@
+"""Start clusters as users do; fixtures `script` and `start`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dist.harness.group import ROOT
+from tests.launch.conftest import launch_command
+
+HERE = Path(__file__).parent
+LAUNCH = launch_command()
+QUIET = ("logging.csv=false", "world.deadline=10")
+MULTI_WORKER = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
+SERVERS = ("backend=tf_distribute", "backend.strategy=parameter_server")
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+from ktrainer import Trainer
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        import time
+        if batch == 4:
+            print("ready", flush=True)
+        if batch >= 4:
+            time.sleep(0.02)
+
+def build():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+trainer = Trainer.from_cli(callbacks=[Slow()])
+x = np.random.default_rng(0).normal(size=(16 * 60, 8)).astype("float32")
+trainer.fit(build, (x, x[:, :3]))
+weights = [float(np.abs(v.numpy()).sum()) for v in trainer.model.variables]
+print("end", trainer.progress.step, weights, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`start(*words, **environment)` starts a command, which ends with the test."""
+    with ExitStack() as stack:
+
+        def popen(*words: object, **env: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [*map(str, words)],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.terminate)
+            return process
+
+        yield popen
+
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def task(launcher: subprocess.Popen[str], variable: str, value: str) -> psutil.Process:
+    """The process under the launcher in whose environment `value` is in `variable`."""
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with psutil.Process(process.pid).oneshot():
+            found = process.environ().get(variable, "")
+        if value in found and "ktrainer.launch.worker" in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"no process with {value} in {variable}")
+
+
+def wait_for(launcher: subprocess.Popen[str], text: str) -> None:
+    for line in launcher.stdout or ():
+        if text in line:
+            return
+    raise AssertionError(launcher.communicate()[1])

@@ -1,0 +1,175 @@
+"""Every synchronous strategy gives the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.contracts.running import largest_difference, local
+from tests.contracts.test_backends import LOGS, WEIGHTS
+from tests.contracts.test_backends import compare as compare_zoo
+from tests.dist import cases
+from tests.dist.cases import CASES, Outcome, difference
+from tests.dist.harness import leaks
+from tests.dist.test_same_numbers import _train_uneven
+from tests.tf_distribute.running import (
+    CLUSTER,
+    ONE_PROCESS,
+    cases_under,
+    expected,
+    make_devices,
+    zoo_under,
+)
+
+NAMES = list(CASES)
+ALL = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)] + [("plain", "sgd")]
+ALL.remove(("masked", "adamw"))  # masked_accumulated has all of it
+SOME = [
+    ("plain", "adamw"),
+    ("accumulated", "sgd"),
+    ("clipped_by_optimizer", "adamw"),
+    ("synchronized_batch_norm", "sgd"),
+    ("several_outputs", "adamw"),
+]
+FEW = [("plain", "sgd"), ("plain", "adamw"), ("sample_weights", "sgd"), ("regularised", "adamw")]
+MIRRORED = ["gan", "many_metrics", "regularised", "averaged_weights", "masked_lstm"]
+CENTRAL = ["skip_connections", "many_metrics", "own_loss_and_metrics"]
+
+
+def compare(
+    ours: list[Outcome], chosen: list[tuple[str, str]], floatx: str = "float64", **settings: Any
+) -> None:
+    """Weights, slots, logs and evaluation are those of one process."""
+    close, logs = (1e-10, 1e-9) if floatx == "float64" else (1e-5, 1e-4)
+    largest = {}
+    for (case, optimizer), outcome in zip(chosen, ours, strict=True):
+        reference = expected(case, optimizer, floatx, **settings)
+        largest[f"{case}/{optimizer}"] = difference(reference, outcome)
+        assert list(outcome.history) == list(reference.history), case
+        for key, values in reference.history.items():
+            np.testing.assert_allclose(outcome.history[key], values, rtol=logs, err_msg=case)
+        for key, value in reference.evaluated.items():
+            np.testing.assert_allclose(outcome.evaluated[key], value, rtol=logs, err_msg=case)
+    print({key: f"{value:.1e}" for key, value in largest.items()})
+    assert max(largest.values()) <= close, largest
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "chosen"),
+    [
+        ("mirrored", 2, ALL),
+        ("mirrored", 4, SOME),
+        ("central_storage", 2, SOME),
+        ("one_device", 1, FEW),
+        ("default", 1, FEW[:2]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_cases_in_one_process(
+    ranks: Callable[..., Any], strategy: str, devices: int, chosen: list[tuple[str, str]]
+) -> None:
+    (ours,) = ranks(1, ONE_PROCESS).run(
+        cases_under, strategy, devices, chosen, "float64", deadline=280
+    )
+    compare(ours, chosen)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "names"),
+    [("mirrored", 2, MIRRORED), ("central_storage", 3, CENTRAL)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_of_the_zoo(
+    ranks: Callable[..., Any], strategy: str, devices: int, names: list[str]
+) -> None:
+    (ours,) = ranks(1, ONE_PROCESS).run(zoo_under, strategy, devices, names, deadline=280)
+    for name in names:
+        compare_zoo(name, local(name), ours[name][0])
+        slots, variable = largest_difference(ours[name][0].slots, local(name).slots)
+        assert slots <= WEIGHTS, f"{name}: {variable} differs by {slots:.1e}"
+        for mine, value in zip(ours[name][0].metrics, local(name).metrics, strict=True):
+            np.testing.assert_allclose(mine, value, rtol=LOGS, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("size", "devices", "chosen"),
+    [
+        (2, 1, [*FEW, ("several_outputs", "sgd"), ("accumulated", "adamw")]),
+        (3, 1, FEW[1:2]),
+        (2, 2, [("plain", "adamw"), ("synchronized_batch_norm", "sgd")]),
+    ],
+)
+def test_cases_in_several_processes(
+    ranks: Callable[..., Any], size: int, devices: int, chosen: list[tuple[str, str]]
+) -> None:
+    group = ranks(size, f"{CLUSTER} {devices}")
+    by_rank = group.run(
+        cases_under, "multi_worker_mirrored", devices, chosen, "float64", deadline=280
+    )
+    for ours in by_rank:
+        assert [each.checksum for each in ours] == [each.checksum for each in by_rank[0]]
+        compare(ours, chosen)
+
+
+def normalised_in_parts(strategy: str, devices: int, floatx: str = "float64") -> Outcome:
+    """Synchronized statistics, of updates from two batches each."""
+    if strategy != "local":  # which is the tests' own process
+        make_devices()
+    case = cases.synchronized_batch_norm("sgd")
+    case.settings = {"trainer.accumulate": 2, "data.batch_size": cases.BATCH // 2}
+    words: dict[str, Any] = {"backend": "local"}
+    if strategy != "local":
+        words = {"backend": "tf_distribute", "backend__strategy": strategy}
+        words |= {"backend__devices": devices}
+    return cases.train(case, floatx=floatx, **words)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_statistics_of_accumulated_batches(ranks: Callable[..., Any], strategy: str) -> None:
+    reference = normalised_in_parts("local", 1)
+    (ours,) = ranks(1, ONE_PROCESS).run(normalised_in_parts, strategy, 2)
+    assert difference(reference, ours) <= 1e-10
+
+
+def uneven_in_one_call(**settings: Any) -> Outcome:
+    """Batches of 32, 32 and 31: the ranks' parts differ, so not all can stack them."""
+    try:
+        return _train_uneven(trainer__steps_per_call=3, **settings)
+    finally:
+        leaks.expect_ports()
+
+
+def test_several_steps_a_call_of_which_one_rank_has_fewer_rows(ranks: Callable[..., Any]) -> None:
+    reference = uneven_in_one_call(backend="local")
+    words = {"backend": "tf_distribute", "backend__strategy": "multi_worker_mirrored"}
+    ours = ranks(2, f"{CLUSTER} 1").run(
+        uneven_in_one_call, backend__devices=1, world__deadline=30, deadline=120, **words
+    )
+    for outcome in ours:
+        assert difference(reference, outcome) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"trainer__steps_per_call": 3},
+        {"trainer__xla": "true"},
+        {"backend__cross_device_ops": "hierarchical_copy"},
+    ],
+    ids=lambda s: next(iter(s)),
+)
+def test_options_do_not_change_the_numbers(ranks: Callable[..., Any], settings: Any) -> None:
+    chosen = [("plain", "sgd")]
+    (ours,) = ranks(1, ONE_PROCESS).run(
+        cases_under, "mirrored", 2, chosen, "float64", deadline=200, **settings
+    )
+    compare(ours, chosen)
+
+
+def test_float32_to_round_off(ranks: Callable[..., Any]) -> None:
+    chosen = [("plain", "sgd"), ("clipped_by_config", "adamw")]
+    (ours,) = ranks(1, ONE_PROCESS).run(cases_under, "mirrored", 2, chosen, "float32")
+    compare(ours, chosen, "float32")

@@ -1,0 +1,317 @@
+"""What the Trainer offers, under strategies: precision, dropout, predict, scopes, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.dist.harness import leaks
+from tests.dist.small import small_model
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
+
+STRATEGIES = [("mirrored", 2), ("central_storage", 2)]
+
+
+def trainer(strategy: str = "mirrored", devices: int = 2, callbacks: Any = (), **more: Any) -> Any:
+    """A quiet Trainer; `more` are keys with `__` for dots."""
+    from ktrainer import Trainer
+
+    make_devices()
+    words = [f"{key.replace('__', '.')}={value}" for key, value in more.items()]
+    if strategy == "local":
+        words = ["backend=local", *words]
+    else:
+        words = ["backend=tf_distribute", f"backend.strategy={strategy}", *words]
+        words += [f"backend.devices={1 if strategy == 'multi_worker_mirrored' else devices}"]
+    quiet = {"logging": {"progress": "none", "csv": False}, "data": {"shuffle": False}}
+    return Trainer(quiet, callbacks, words)
+
+
+def vectors(rows: int = 70) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(3)
+    x = random.normal(size=(rows, 8)).astype("float32")
+    return x, (x @ random.normal(size=(8, 3))).argmax(-1)
+
+
+def weights_of(model: Any) -> list[np.ndarray]:
+    return [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def half_precision(strategy: str, policy: str, bad: int | None) -> Any:
+    """Train with a loss scale; row `bad` is NaN, which one replica alone sees."""
+    import keras
+
+    x, y = vectors()
+    if bad is not None:
+        x[bad] = np.nan
+    keras.utils.set_random_seed(0)
+    settings = {"trainer__precision": policy, "data__batch_size": 16, "health__nan": "ignore"}
+    with trainer(strategy, **settings) as it:
+        it.fit(small_model, (x, y))
+        optimizer = it.model.optimizer
+        scale = getattr(optimizer, "dynamic_scale", None)
+        return (
+            weights_of(it.model),
+            None if scale is None else float(scale.numpy()),
+            int(optimizer.iterations.numpy()),
+        )
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("bad", [None, 18, 30], ids=["finite", "NaN on one", "NaN on the other"])
+def test_mixed_float16_replicas_agree_on_the_loss_scale(
+    ranks: Callable[..., Any], strategy: str, bad: int | None
+) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(half_precision, strategy, "mixed_float16", bad)
+    (reference,) = group.run(half_precision, "local", "mixed_float16", bad)
+    assert ours[1:] == reference[1:]
+    assert ours[2] == (5 if bad is None else 4)  # of 5 batches
+    for mine, value in zip(ours[0], reference[0], strict=True):
+        assert np.isfinite(mine).all()
+        # float16 has 11 bits, and gradients of two halves of a batch round apart.
+        np.testing.assert_allclose(mine, value, rtol=0, atol=5e-4)
+
+
+def half_precision_on_a_rank(bad: int) -> Any:
+    try:
+        return half_precision("multi_worker_mirrored", "mixed_float16", bad)
+    finally:
+        leaks.expect_ports()
+
+
+def test_mixed_float16_processes_agree_on_the_loss_scale(ranks: Callable[..., Any]) -> None:
+    """A NaN on one process alone, where Keras' own optimizer waits for ever."""
+    by_rank = ranks(2, f"{CLUSTER} 1").run(half_precision_on_a_rank, 30, deadline=120)
+    (reference,) = ranks(1, ONE_PROCESS).run(half_precision, "local", "mixed_float16", 30)
+    for ours in by_rank:
+        assert ours[1:] == reference[1:]
+        for mine, value in zip(ours[0], reference[0], strict=True):
+            np.testing.assert_allclose(mine, value, rtol=0, atol=5e-4)
+
+
+def test_mixed_bfloat16(ranks: Callable[..., Any]) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(half_precision, "mirrored", "mixed_bfloat16", None)
+    (reference,) = group.run(half_precision, "local", "mixed_bfloat16", None)
+    for mine, value in zip(ours[0], reference[0], strict=True):
+        np.testing.assert_allclose(mine, value, rtol=0, atol=4e-3)  # 8 bits
+
+
+def masks(strategy: str) -> np.ndarray:
+    """What dropout leaves of ones, by row."""
+    import keras
+
+    seen = []
+
+    class Look(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            import tensorflow as tf
+
+            return tf.numpy_function(lambda a: (seen.append(a), a)[1], [x], x.dtype)
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((64,))
+    dropped = keras.layers.Dropout(0.5, seed=1)(inputs)
+    model = keras.Model(inputs, Look()(dropped))
+    with trainer(strategy, data__batch_size=8) as it:
+
+        class Ones(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.scale = model, keras.layers.Dense(1)
+
+            def call(self, x: Any, training: bool = False) -> Any:
+                import tensorflow as tf
+
+                y = tf.ensure_shape(self.inner(x, training=training), (None, 64))
+                return self.scale(y)
+
+        ones = Ones()
+        ones.compile("sgd", "mse")
+        it.fit(ones, (np.ones((8, 64), "float32"), np.zeros((8, 1), "float32")))
+    return np.stack([part for part in seen if len(part) == (4 if strategy != "local" else 8)])
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_replicas_drop_different_units(ranks: Callable[..., Any], strategy: str) -> None:
+    (seen,) = ranks(1, ONE_PROCESS).run(masks, strategy)
+    assert len(seen) == 2
+    first, second = seen != 0
+    assert 0.3 < first.mean() < 0.7
+    assert 0.3 < (first != second).mean() < 0.7  # equal masks would differ nowhere
+
+
+def predicted(strategy: str, devices: int) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    x, y = vectors(37)
+    with trainer(strategy, devices, data__batch_size=16) as it:
+        model = small_model()
+        before = it.predict(model, x)  # nothing trained, nothing compiled here
+        it.fit(model, (x, y), validation_data=(x, y))
+        return before, it.predict(model, x), it.evaluate(model, (x, y))
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [*STRATEGIES, ("mirrored", 3)])
+def test_predict_and_evaluate(ranks: Callable[..., Any], strategy: str, devices: int) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(predicted, strategy, devices)
+    (reference,) = group.run(predicted, "local", 1)
+    np.testing.assert_allclose(ours[0], reference[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours[1], reference[1], rtol=1e-4, atol=1e-5)
+    assert ours[2] == pytest.approx(reference[2], rel=1e-5)
+
+
+def made_in_scope(strategy: str, eager: bool) -> Any:
+    """A model made inside of `trainer.scope()`, which has been trained there before."""
+    import keras
+
+    x, y = vectors(48)
+    with trainer(strategy, data__batch_size=16) as it:
+        keras.utils.set_random_seed(0)
+        with it.scope() if strategy != "local" else it.strategy.scope():
+            model = small_model(extra=(keras.layers.BatchNormalization(synchronized=True),))
+        model.run_eagerly = eager
+        kinds = {type(v.value).__name__ for v in model.variables}
+        it.fit(model, (x, y))
+        it.fit(model, (x, y))
+        return kinds, weights_of(model)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+def test_a_model_made_in_the_scope_is_taken_as_it_is(
+    ranks: Callable[..., Any], eager: bool
+) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(made_in_scope, "mirrored", eager)
+    (reference,) = group.run(made_in_scope, "local", eager)
+    assert "MirroredVariable" in ours[0]
+    for mine, value in zip(ours[1], reference[1], strict=True):
+        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
+
+
+def statistics(strategy: str) -> Any:
+    """Those of a plain BatchNormalization, on each replica."""
+    import keras
+
+    x, y = vectors(33)  # the last batch has one row: one replica has a stand-in
+    with trainer(strategy, data__batch_size=16) as it:
+        keras.utils.set_random_seed(0)
+        model = small_model(extra=(keras.layers.BatchNormalization(),))
+        it.fit(model, (x, y))
+        moving = [v for v in model.non_trainable_variables if "moving" in v.path]
+        return [
+            [np.array(each) for each in it.strategy.experimental_local_results(v.value)]
+            for v in moving
+        ]
+
+
+def test_statistics_are_the_same_on_all_replicas(ranks: Callable[..., Any]) -> None:
+    (found,) = ranks(1, ONE_PROCESS).run(statistics, "mirrored")
+    assert len(found) == 2
+    for first, second in found:
+        assert np.isfinite(first).all()
+        assert first.std() > 0
+        np.testing.assert_array_equal(first, second)
+
+
+def own_metric(strategy: str) -> Any:
+    """A metric whose states do not add up: the largest output so far."""
+    import keras
+    from keras import ops
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros", name="value")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.value.assign(ops.maximum(self.value, ops.cast(ops.max(y_pred), "float32")))
+
+        def result(self) -> Any:
+            return self.value
+
+    x, y = vectors(33)  # the last batch has one row: one replica is empty
+    with trainer(strategy, data__batch_size=16) as it:
+        keras.utils.set_random_seed(0)
+        model = small_model()
+        model.compile("sgd", model.loss, metrics=[Largest(), "accuracy"])
+        return it.fit(model, (x, y), validation_data=(x, y)).history
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_metrics_whose_states_do_not_add_up(ranks: Callable[..., Any], strategy: str) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(own_metric, strategy)
+    (reference,) = group.run(own_metric, "local")
+    assert list(ours) == list(reference)
+    for key, values in reference.items():
+        np.testing.assert_allclose(ours[key], values, rtol=1e-5, err_msg=key)
+
+
+def resumed(folder: str, first: tuple[str, int], then: tuple[str, int]) -> Any:
+    """Three epochs, the first two under one backend, the last under another."""
+    import keras
+
+    x, y = vectors(41)
+    for (strategy, devices), epochs in ((first, 2), (then, 3)):
+        words = {"checkpoint__every": "1ep", "checkpoint__dir": folder, "trainer__epochs": epochs}
+        with trainer(strategy, devices, data__batch_size=16, **words) as it:
+            keras.utils.set_random_seed(epochs)
+            model = small_model(extra=(keras.layers.BatchNormalization(synchronized=True),))
+            model.compile(keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
+            history = it.fit(model, (x, y)).history
+    return weights_of(model), history
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("mirrored", 2), ("local", 1)),
+        (("local", 1), ("mirrored", 3)),
+        (("central_storage", 2), ("mirrored", 2)),
+    ],
+    ids=lambda pair: pair[0],
+)
+def test_checkpoints_go_from_one_backend_to_another(
+    ranks: Callable[..., Any], tmp_path: Path, first: Any, then: Any
+) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(resumed, str(tmp_path / "ours"), first, then)
+    local = ("local", 1)
+    (reference,) = group.run(resumed, str(tmp_path / "reference"), local, local)
+    for mine, value in zip(ours[0], reference[0], strict=True):
+        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
+    assert len(ours[1]["loss"]) == 3
+    np.testing.assert_allclose(ours[1]["loss"], reference[1]["loss"], rtol=1e-5)
+
+
+def saved(folder: str) -> Any:
+    import keras
+
+    x, y = vectors(32)
+    with trainer("mirrored", 2) as it:
+        model = small_model()
+        it.fit(model, (x, y))
+        it.save(Path(folder) / "model.keras")
+        inside = model.predict(x, verbose=0)
+    kinds = {type(v.value).__name__ for v in model.variables}
+    again = keras.models.load_model(Path(folder) / "model.keras")
+    return inside, again.predict(x, verbose=0), kinds
+
+
+def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    ((inside, again, kinds),) = ranks(1, ONE_PROCESS).run(saved, str(tmp_path))
+    np.testing.assert_allclose(inside, again, rtol=1e-6)
+    assert kinds == {"ResourceVariable"}

@@ -1,0 +1,98 @@
+"""Clusters with parameter servers, started by the launcher."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness.group import ROOT
+from tests.tf_distribute.launching import (
+    LAUNCH,
+    QUIET,
+    SERVERS,
+    Start,
+    task,
+    wait_for,
+)
+from tests.world.test_cluster import free_ports
+
+HERE = Path(__file__).parent
+
+
+def test_parameter_servers(start: Start, tmp_path: Path) -> None:
+    command = [*LAUNCH, "--workers", 2, "--servers", 2, HERE / "servers_script.py", tmp_path]
+    done = start(*command, PYTHONPATH=str(ROOT))
+    said = done.communicate(timeout=280)
+    assert done.returncode == 0, said
+    found = json.loads((tmp_path / "found.json").read_text())
+    print(found["cases"])
+    assert max(found["cases"].values()) <= 1e-10
+    for ours, reference in found["logs"].values():
+        assert list(ours) == list(reference)
+        for key, values in reference.items():
+            assert ours[key] == pytest.approx(values, rel=1e-9), key
+    ours, reference = found["many metrics"]
+    assert list(ours) == list(reference)
+    for key, values in reference.items():
+        assert ours[key] == pytest.approx(values, rel=1e-9, abs=1e-12), key
+    free = found["asynchronous"]
+    assert (free["steps"], free["counted"]) == (8 * 44, [397.0])  # of validation, the last one
+    assert free["right"] > free["one process"] - 0.02  # 8 of 397 images
+    assert free["evaluated"]["accuracy"] == pytest.approx(free["right"])
+    assert free["logs"]["val_accuracy"] == pytest.approx(free["right"])
+    assert found["cut"]["difference"] < 1e-5
+    assert "ShardedVariable" in found["cut"]["kinds"]
+    assert found["resumed"] < 1e-5
+
+
+def test_a_worker_that_is_killed_is_started_again(start: Start, script: Path) -> None:
+    command = (*LAUNCH, "--workers", 2, "--servers", 1, script, *SERVERS, *QUIET)
+    launcher = start(*command, "data.batch_size=16", "trainer.epochs=3")
+    wait_for(launcher, "ready")
+    task(launcher, "TF_CONFIG", '"worker", "index": 1').kill()
+    out, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, errors
+    assert "worker 1 was ended by signal 9 (SIGKILL); starting it again" in errors
+    assert "[0] end 180 " in out
+
+
+@pytest.mark.parametrize(
+    ("number", "victim", "says"),
+    [
+        (signal.SIGKILL, '"ps", "index": 0', "the coordinator lost ps 0 (127.0.0.1:"),
+        (
+            signal.SIGSTOP,
+            '"worker", "index": 0',
+            "the coordinator does not hear of worker 0 (127.0.0.1:",
+        ),
+    ],
+)
+def test_a_server_that_is_killed_or_a_worker_that_stops_is_named(
+    start: Start, script: Path, number: int, victim: str, says: str
+) -> None:
+    command = (*LAUNCH, "--workers", 1, "--servers", 1, script, *SERVERS, *QUIET)
+    launcher = start(*command, "data.batch_size=16", "trainer.epochs=9")
+    wait_for(launcher, "ready")
+    task(launcher, "TF_CONFIG", victim).send_signal(number)
+    began = time.monotonic()
+    _, errors = launcher.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert launcher.returncode == 1
+    assert f"PeerLost: {says}" in errors
+
+
+def test_a_worker_that_is_missing_at_the_start_is_named(start: Start, script: Path) -> None:
+    chief, worker, server = (f"127.0.0.1:{port}" for port in free_ports(3))
+    cluster = {"chief": [chief], "worker": [worker], "ps": [server]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
+    words = (*SERVERS, *QUIET, "backend.start_timeout=2")
+    began = time.monotonic()
+    _, errors = start(sys.executable, script, *words, TF_CONFIG=config).communicate(timeout=60)
+    assert time.monotonic() - began < 30
+    assert f"Not there: worker 0 ({worker}), ps 0 ({server})" in errors
+    assert "backend.start_timeout" in errors
