@@ -15,6 +15,7 @@ COMMANDS = {
     "launch": ("ktrainer.launch.launch", "start a script in several processes, and watch them"),
     "plan": ("ktrainer.preview.command", "say what a run would do, or why it cannot"),
     "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),
+    "checkpoint": ("ktrainer.checkpoint.command", "list, show, verify and export checkpoints"),
     "env": ("ktrainer.launch.env", "say what is installed here, and which backends can run"),
     "horovod build": (
         "ktrainer.launch.horovod_build",

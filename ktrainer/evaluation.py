@@ -39,6 +39,7 @@ def evaluate(
                 break
     if not logs:
         raise DataError("the data to evaluate on has no batches")
+    logs = program.finish() or logs
     results = global_results(model.metrics, world, logs=logs, examples=examples)
     callbacks.on_test_end(results)
     return results

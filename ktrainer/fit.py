@@ -18,10 +18,12 @@ from ktrainer.errors import ModelError
 from ktrainer.feed import Feed, make_feed
 from ktrainer.loop import Loop, Schedule
 from ktrainer.preflight import check_agreement, data_facts, model_facts
+from ktrainer.runfolder import hold_run_folder
 from ktrainer.steps import Clip, StepOptions
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
+    from ktrainer.folderlock import FolderLock
     from ktrainer.trainer import Trainer
 
 
@@ -44,6 +46,7 @@ class Fit:
     ) -> None:
         self.trainer = trainer
         self._feeds: list[Feed] = []
+        self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
         config = trainer.config
         assert trainer.model is not None
@@ -75,7 +78,8 @@ class Fit:
     def run(self) -> keras.callbacks.History:
         """Train; see `ktrainer.loop`."""
         if not self.trainer.config.trainer.fast_dev_run:
-            _ = self.trainer.run_dir  # made now: it says what runs, even if nothing else is written
+            # Made now: it says what runs, even if nothing else is written.
+            self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
         schedule = make_schedule(self.trainer.config)
         loop = Loop(
             self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
@@ -111,6 +115,8 @@ class Fit:
         """Stop the feeds' background work, and let callbacks go of files and the screen."""
         for feed in self._feeds:
             feed.close()
+        if self._lock is not None:
+            self._lock.release()
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Callback):
                 callback.close()

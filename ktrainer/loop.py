@@ -272,6 +272,7 @@ class Loop:
         return stopped or self._late or self._steps_left() == 0
 
     def _global_logs(self, logs: Any) -> dict[str, Any]:
+        logs = self.program.finish() or logs
         return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
 
     def _validate_inside_epoch(self) -> None:
@@ -282,6 +283,7 @@ class Loop:
     def _validation_logs(self, keep: bool) -> dict[str, Any]:
         """Validate; to `keep` is to put the metrics of the epoch so far back."""
         assert self.validation is not None
+        self.program.finish()
         kept = [(v, v.numpy()) for v in self.model.metrics_variables if keep]
         logs = evaluate(self.program, self.validation, self.callbacks, self.world)
         for variable, value in kept:

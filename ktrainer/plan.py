@@ -6,114 +6,12 @@ Pure: a configuration and facts about the machine give a plan that can be printe
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
-from glob import glob
-from importlib.util import find_spec
-from typing import Any, Protocol
 
-from ktrainer.config import Config, DataParallelConfig, PipelineConfig
+from ktrainer.config import Config, DataParallelConfig, PipelineConfig, TfDistributeConfig
 from ktrainer.errors import ConfigError
-
-
-class Group(Protocol):
-    """The part of a `World` that facts are gathered through."""
-
-    name: str
-    size: int
-    local_size: int
-
-    def allgather(self, value: Any, what: str = ...) -> list[Any]:
-        """The value of every rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorldFacts:
-    """What a plan has to know about the processes and their machine.
-
-    Attributes:
-        size: processes in all.
-        local_size: processes on this node.
-        cores: processor cores of this node that the processes may use.
-        gpus: GPUs on this node.
-        horovod: whether Horovod can be imported.
-        horovod_nccl: whether it was built with NCCL.
-        own_gpu: whether every process of every node has a GPU of its own; None: tell by `gpus`.
-        threads: threads of this process that TF_NUM_INTRAOP_THREADS asks for, if it does.
-        world: what connects the processes: `"mpi"`, `"horovod"` or `"single"`.
-    """
-
-    size: int = 1
-    local_size: int = 1
-    cores: int = 1
-    gpus: int = 0
-    horovod: bool = False
-    horovod_nccl: bool = False
-    own_gpu: bool | None = None
-    threads: int | None = None
-    world: str = "single"
-
-    @property
-    def gpu_each(self) -> bool:
-        """Whether every process has a GPU of its own."""
-        return self.gpus >= self.local_size if self.own_gpu is None else self.own_gpu
-
-    @classmethod
-    def detect(cls, world: Group) -> WorldFacts:
-        """The facts of this process's node, in one all-gather, such that all ranks decide alike.
-
-        TensorFlow is imported only where there are a GPU and Horovod, to ask that for NCCL.
-        """
-        gpus, cores, horovod = _visible_gpus(), _usable_cores(), find_spec("horovod") is not None
-        here = socket.gethostname()
-        mine = (here, cores, gpus, horovod, bool(gpus) and horovod and _has_nccl())
-        everyone = world.allgather(mine, what="facts about the machines")
-        hosts = [each[0] for each in everyone]
-        # A rank may be bound to some cores, or see some GPUs only: the node has all of them.
-        node_gpus = {h: set().union(*(e[2] for e in everyone if e[0] == h)) for h in hosts}
-        return cls(
-            size=world.size,
-            local_size=world.local_size,
-            cores=len(set().union(*(each[1] for each in everyone if each[0] == here))),
-            gpus=len(node_gpus[here]),
-            horovod=all(each[3] for each in everyone),
-            horovod_nccl=all(each[4] for each in everyone),
-            own_gpu=all(len(node_gpus[h]) >= hosts.count(h) for h in hosts),
-            threads=_threads_asked(),
-            world=world.name,
-        )
-
-
-def _threads_asked() -> int | None:
-    """What the user, or `ktrainer launch`, asks TensorFlow for; its default, 0, is no number."""
-    asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else None
-
-
-def _usable_cores() -> set[int]:
-    """Numbers of the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
-
-
-def _visible_gpus() -> set[str]:
-    """Names of the NVIDIA GPUs that this process may use, without loading CUDA."""
-    devices = {path.removeprefix("/dev/nvidia") for path in glob("/dev/nvidia[0-9]*")}
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not devices or asked is None:
-        return devices
-    return {name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")}
-
-
-def _has_nccl() -> bool:
-    try:
-        import horovod.tensorflow as hvd
-
-        return bool(hvd.nccl_built())
-    except Exception:  # a Horovod built for another TensorFlow fails in many ways
-        return False
+from ktrainer.facts import WorldFacts
+from ktrainer.strategy_plan import StrategyPlan, plan_strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +30,7 @@ class Plan:
         notes: what is allowed, but may not be what is meant.
         partitions: processes that hold one copy of the model together.
         layout: the pipeline in words, if there is one.
+        strategy: the layout of a tf.distribute strategy, if there is one.
     """
 
     backend: str
@@ -144,6 +43,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     partitions: int = 1
     layout: str | None = None
+    strategy: StrategyPlan | None = None
 
     @property
     def replicas(self) -> int:
@@ -163,6 +63,8 @@ class Plan:
         ]
         if self.layout:
             lines.insert(1, f"pipeline  {self.layout}")
+        if self.strategy:
+            lines.insert(1, f"strategy  {self.strategy}")
         return "\n".join(lines + [f"note      {note}" for note in self.notes])
 
 
@@ -193,14 +95,12 @@ def make_plan(config: Config, facts: WorldFacts) -> Plan:
         notes=(*_notes(config, facts, replicas, engine), *_pipeline_notes(config, rank_batches)),
         partitions=partitions,
         layout=_layout(pipeline, replicas) if pipeline else None,
+        strategy=_strategy(config, facts),
     )
 
 
 def _check_backend(config: Config, facts: WorldFacts) -> None:
     name = config.backend.name
-    if name == "tf_distribute":
-        message = f"{name} is not part of this version: use local, data_parallel or pipeline."
-        raise ConfigError(message, path="backend", value=name)
     if name == "local" and facts.size > 1:
         message = (
             f"local is one process, but {facts.size} were started: set backend=data_parallel, "
@@ -209,6 +109,13 @@ def _check_backend(config: Config, facts: WorldFacts) -> None:
         raise ConfigError(message, path="backend", value=name)
     if isinstance(config.backend, PipelineConfig):
         _check_partitions(config.backend.partitions, facts.size)
+
+
+def _strategy(config: Config, facts: WorldFacts) -> StrategyPlan | None:
+    if not isinstance(config.backend, TfDistributeConfig):
+        return None
+    each = facts.gpus if facts.size == 1 else facts.gpus // max(1, facts.local_size)
+    return plan_strategy(config.backend, size=facts.size, gpus=each, workers=facts.workers)
 
 
 def _check_partitions(partitions: int, size: int) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.config import Config, load_config, parse_cli
+from ktrainer.config.cluster import cluster_asked
+from ktrainer.custom import CustomLoop
 from ktrainer.errors import ConfigError, ModelError
-from ktrainer.plan import Plan, WorldFacts, make_plan
+from ktrainer.facts import WorldFacts
+from ktrainer.plan import Plan, make_plan
 from ktrainer.preflight import check_agreement, data_facts
 from ktrainer.preview.mode import asked, pretend
 from ktrainer.progress import Progress
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from ktrainer.steps import Steps
 
 
-class Trainer:
+class Trainer(CustomLoop):
     """Trains any Keras 3 model, on as many processes as there are.
 
     ```python
@@ -66,7 +69,7 @@ class Trainer:
     ) -> None:
         self.config = load_config(config, overrides)
         self.callbacks = list(callbacks)
-        self.world: World = open_world(self.config.world.deadline)
+        self.world: World = open_world(self.config.world.deadline, *cluster_asked(self.config))
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
         facts = pretend(self.config, WorldFacts.detect(self.world))
@@ -100,7 +103,9 @@ class Trainer:
             path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
             return cls(load_config(path, overrides, defaults=defaults), callbacks)
         except ConfigError as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            # Past a script that catches every Exception, and as `ktrainer plan` itself says it.
+            who = type(error).__name__ if asked() is None else "ktrainer plan: error"
+            print(f"{who}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
     def fit(
@@ -208,6 +213,12 @@ class Trainer:
     def communication_seconds(self) -> float | None:
         """Seconds this rank has waited in gradient communication so far; None if unknown."""
         return self.backend.communication_seconds
+
+    def settle(self) -> None:
+        """Wait for updates that still run (parameter servers); weights and metrics are then up to
+        date."""
+        if self._active is not None:
+            self._active.program.finish()
 
     def request_stop(self, reason: str) -> None:
         """End training after the current update, on all ranks."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import contextlib
 import csv
 import gzip
 import io
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ktrainer.launch import launch
 from tests.dist.harness.group import ROOT
+from tests.tf_distribute.running import ONE_PROCESS, make_devices
 
 EXAMPLES = ROOT / "examples"
 FEW_STEPS = ["trainer.max_steps=3", "trainer.limit_val_batches=2", "logging.every=1ba"]
@@ -105,8 +110,39 @@ def test_pipeline(ranks, data_folder, tmp_path, case):
     assert said[1:] == [""] * (size - 1), "only rank 0 may print"
 
 
+def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch):
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    for path in EXAMPLES.glob("*.py"):
+        said = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", "")
+        for line in re.findall(r"^ *ktrainer launch (.*)", said, re.MULTILINE):
+            args = parser.parse_args(shlex.split(line))
+            assert args.check, line
+            with monkeypatch.context() as patch:
+                patch.chdir(ROOT)
+                launch._check(args.args, args.ranks, args.workers)
+
+
 def test_no_example_is_forgotten():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *SAYS_IN_STAGES, "data"}
+    known = {*SAYS, *SAYS_IN_STAGES, "custom_loop", "data"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == known
+
+
+def _custom_loop(*words: str) -> str:
+    make_devices()
+    return _run_script(str(EXAMPLES / "custom_loop.py"), "trainer.epochs=1", *words)
+
+
+def test_a_custom_loop_is_the_same_under_strategies(ranks):
+    strategies = ["mirrored", "central_storage"]
+    under = [["backend=tf_distribute", f"backend.strategy={name}"] for name in strategies]
+    runs = [["backend=local"], *([*words, "backend.devices=2"] for words in under)]
+    said = [ranks(1, ONE_PROCESS).run(_custom_loop, *words)[0] for words in runs]
+    assert re.fullmatch(r"epoch 1  loss \d\.\d+  val_accuracy 0\.\d+\n", said[0]), said[0]
+    numbers = [[float(word) for word in re.findall(r"\d\.\d+", text)] for text in said]
+    for loss, accuracy in numbers[1:]:
+        assert abs(loss - numbers[0][0]) < 2e-4
+        assert abs(accuracy - numbers[0][1]) < 0.006  # two of 360 images
 
 
 def test_digits_learn_the_same_on_one_and_two_ranks(ranks, tmp_path):

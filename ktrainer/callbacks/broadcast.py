@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.callbacks.variables import all_variables, model_variables
+from ktrainer.callbacks.variables import all_variables, model_variables, view_of
 from ktrainer.errors import DivergenceError, ModelError
 from ktrainer.progress import Progress
 from ktrainer.steps.placement import Placement, placement_of
 from ktrainer.world import World
-from ktrainer.world.arrays import broadcast_arrays
+from ktrainer.world.arrays import broadcast_arrays, buckets
 
 
 class BroadcastVariables(Callback):
@@ -83,17 +83,14 @@ def _equalise_partitions(model: Any, placement: Placement) -> None:
     """Give variables that several partitions hold the values of the partition that owns them."""
     held = {k: v for k, (_, v) in enumerate(all_variables(model)) if placement.holds(v)}
     # By place in the list of all: names may differ, as Keras numbers layers by process history.
-    facts = {
-        k: (placement.owns(v), np.dtype(v.numpy().dtype), tuple(v.shape)) for k, v in held.items()
-    }
+    facts = {k: (placement.owns(v), view_of(v).dtype, tuple(v.shape)) for k, v in held.items()}
     every = placement.model.allgather(facts, "list the variables of each partition")
     shared = {k for theirs in every for k, (owns, _, _) in theirs.items() if not owns}
     for partition, theirs in enumerate(every):
         sent = [k for k, (owns, _, _) in theirs.items() if owns and k in shared]
         # Those that do not hold a variable receive it too: a broadcast is for all partitions.
         arrays = [
-            np.asarray(held[k].numpy()) if k in held else np.empty(theirs[k][2], theirs[k][1])
-            for k in sent
+            view_of(held[k]) if k in held else np.empty(theirs[k][2], theirs[k][1]) for k in sent
         ]
         what = f"broadcast of what partition {partition} shares"
         received = broadcast_arrays(arrays, placement.model, partition, what)
@@ -113,12 +110,17 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
     """Set `named` variables to the values of rank `root`, bitwise, in few fused messages."""
     if world.size == 1:
         return
-    arrays = [np.asarray(variable.numpy()) for _, variable in named]
+    arrays = [view_of(variable) for _, variable in named]
     _check_same_variables(named, arrays, world)
-    received = broadcast_arrays(arrays, world, root, "broadcast of variables")
-    if world.rank != root:
-        for (_, variable), value in zip(named, received, strict=True):
-            variable.assign(value)
+    sizes = [array.nbytes for array in arrays]
+    del arrays  # what is replaced shall give its memory back
+    for bucket in buckets(sizes):
+        variables = [named[i][1] for i in bucket]
+        mine = [view_of(variable) for variable in variables]
+        received = broadcast_arrays(mine, world, root, "broadcast of variables")
+        if world.rank != root:
+            for variable, value in zip(variables, received, strict=True):
+                variable.assign(value)
 
 
 def _check_same_variables(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.base import Callback, as_floats
-from ktrainer.callbacks.variables import model_variables
+from ktrainer.callbacks.variables import model_variables, view_of
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DivergenceError
 from ktrainer.preflight import audit
@@ -118,7 +118,7 @@ class Audit(Callback):
         if self.every.needs_agreement:
             due = bool(world.broadcast(due, 0, "decision to audit"))
         if due:
-            arrays = {n: np.asarray(v.numpy()) for n, v in model_variables(self.model)}
+            arrays = {n: view_of(v) for n, v in model_variables(self.model)}
             placement = placement_of(self.model)
             if placement is None:
                 audit(world, arrays)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.callbacks.reduction import States, adds_up, global_results, take_states
+from ktrainer.callbacks.reduction import States, global_results, take_states
+from ktrainer.steps.metric_states import adds_up
 from ktrainer.world import World
 
 __all__ = ["AverageMetrics", "adds_up", "global_results", "take_states"]

@@ -87,6 +87,7 @@ def _checkpoint(cfg: Any) -> list[Any]:
             best=cfg.checkpoint.best,
             mode=cfg.checkpoint.mode,
             allow_nan=cfg.health.nan == "ignore",
+            asynchronous=cfg.checkpoint.asynchronous,
         )
     ]
 

@@ -18,40 +18,12 @@ import numpy as np
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.errors import DivergenceError
+from ktrainer.steps.metric_states import adds_up, is_compiled_metrics
 from ktrainer.world import World
 
 States = list[list[np.ndarray]]  # per top-level metric, per variable
 
-# Names of states, in Keras' own metrics, that are sums over examples.
-_ADDITIVE = {
-    *("total", "count", "sum", "squared_sum", "residual", "num_samples"),
-    *("true_positives", "false_positives", "true_negatives", "false_negatives"),
-    *("accumulator", "intermediate_weights", "total_confusion_matrix"),
-}
 _warned: set[str] = set()
-
-
-def adds_up(metric: Any) -> bool:
-    """Whether the metric of all data has the sum of the states of parts of the data.
-
-    True for Keras' own families (means, sums, confusion counts, AUC, precision and recall, F1,
-    IoU, R2), their subclasses without states of their own, and metrics made of such metrics
-    alone. Any other metric says so with an attribute `state_adds_up = True` (or False).
-    """
-    declared = getattr(metric, "state_adds_up", None)
-    if declared is not None:
-        return bool(declared)
-    own = metric._variables
-    known = _of_known_family(metric) and all(v.name in _ADDITIVE for v in own)
-    return all(adds_up(part) for part in metric._metrics) and (known or not own)
-
-
-def _of_known_family(metric: Any) -> bool:
-    base = keras.metrics.Metric
-    return any(
-        issubclass(cls, base) and cls is not base and cls.__module__.startswith("keras.")
-        for cls in type(metric).__mro__
-    )
 
 
 def take_states(metrics: Iterable[Any]) -> States:
@@ -209,7 +181,7 @@ class _Reduction:
 
 
 def _leaves(metric: Any, top: int) -> list[_Leaf]:
-    if not isinstance(getattr(type(metric), "metrics", None), property):
+    if not is_compiled_metrics(metric):
         return [_Leaf(metric, top, None, 0, adds_up(metric))]
     leaves, start = [], 0  # CompileMetrics: one entry in its results for each, in this order
     for entry, part in enumerate(metric.metrics):

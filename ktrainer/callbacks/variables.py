@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.placement import placement_of
 
@@ -55,3 +58,9 @@ def model_variables(model: Any) -> list[tuple[str, Any]]:
     placement = placement_of(model)
     named = all_variables(model)
     return named if placement is None else [(n, v) for n, v in named if placement.holds(v)]
+
+
+def view_of(variable: Any) -> np.ndarray:
+    """The values of a variable, read-only and without a copy where they are in host memory:
+    `variable.numpy()` copies. They stay as they are when the variable changes."""
+    return np.asarray(tf.convert_to_tensor(variable))

@@ -102,12 +102,16 @@ def rows_in_graph(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf, tf.int64)[0]
 
 
-def graph_slice(leaf: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
-    """`bounds` and `take_slice` of `ktrainer.feed`, as TensorFlow ops."""
+def graph_bounds(rows: tf.Tensor, rank: Any, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """`bounds` of `ktrainer.feed` as TensorFlow ops: the first row, and how many; int64."""
     rank = tf.cast(rank, tf.int64)
     base, extra = rows // size, rows % size
-    start = rank * base + tf.minimum(rank, extra)
-    count = base + tf.cast(rank < extra, tf.int64)
+    return rank * base + tf.minimum(rank, extra), base + tf.cast(rank < extra, tf.int64)
+
+
+def graph_slice(leaf: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
+    """`bounds` and `take_slice` of `ktrainer.feed`, as TensorFlow ops."""
+    start, count = graph_bounds(rows, rank, size)
     start, count = tf.where(count > 0, start, 0), tf.maximum(count, 1)
     if isinstance(leaf, tf.SparseTensor):
         others = leaf.dense_shape[1:]

@@ -66,7 +66,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=_positive,
         metavar="N",
-        help="plan for so many (default: backend.partitions for a pipeline, else 1)",
+        help="plan for so many; of workers, with parameter servers (default: backend.partitions "
+        "for a pipeline, else 1)",
     )
     parser.add_argument(
         "--picture",

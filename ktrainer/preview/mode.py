@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ktrainer.config import Config, PipelineConfig
-from ktrainer.plan import WorldFacts
+from ktrainer.config import Config, PipelineConfig, TfDistributeConfig
+from ktrainer.facts import WorldFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,7 @@ def pretend(config: Config, facts: WorldFacts) -> WorldFacts:
     if preview is None:
         return facts
     backend = config.backend
+    if isinstance(backend, TfDistributeConfig) and backend.strategy == "parameter_server":
+        return replace(facts, workers=preview.processes or facts.workers or 1)
     size = preview.processes or (backend.partitions if isinstance(backend, PipelineConfig) else 1)
     return replace(facts, size=size, local_size=size, own_gpu=None)

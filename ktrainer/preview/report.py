@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
 from ktrainer.backends.pipeline.simulate import Costs, Timeline, simulate
 from ktrainer.config import Config, PipelineConfig
-from ktrainer.plan import Plan, WorldFacts, make_plan
+from ktrainer.facts import WorldFacts
+from ktrainer.plan import Plan, make_plan
 from ktrainer.preview.mode import Previewed, asked, pretend
 from ktrainer.preview.text import bytes_text, grid_text, table
 

@@ -53,3 +53,11 @@ class Steps(ABC):
     def predict(self, share: ShareLike) -> Any:
         """The model's outputs for one share's true examples, as NumPy arrays; None in a process
         that computes no outputs."""
+
+    def finish(self) -> Logs | None:
+        """Wait for steps that still run: the model's variables and metrics are then up to date.
+
+        Returns:
+            The logs of the last step, if they were not known when it was asked for.
+        """
+        return None

@@ -136,14 +136,7 @@ class CapturedUpdate:
         Slices stay slices, repeated indices apart: Keras' adaptive optimizers square each slice
         on its own, so that summing them first would give other numbers than one big batch.
         """
-        if len(context.captured) != 1:
-            raise ModelError(
-                f"{type(self.model).__name__}.train_step applies {len(context.captured)} "
-                "optimizers; trainer.accumulate > 1, and trainer.xla with several ranks, need a "
-                "step that applies exactly one, once. Set trainer.accumulate=1 and "
-                "trainer.xla=false."
-            )
-        optimizer, gradients, variables = context.captured[0]
+        optimizer, gradients, variables = one_capture(context, self.model)
         if self._optimizer is None:
             self._optimizer, self._variables = optimizer, variables
             with tf.init_scope():
@@ -184,6 +177,21 @@ class CapturedUpdate:
             else:
                 gradients.append(None if total is None else tf.identity(total))
         return gradients
+
+
+def one_capture(context: StepContext, model: keras.Model) -> tuple[Any, list[Any], list[Any]]:
+    """The optimizer that a step applied, its gradients and variables.
+
+    Raises:
+        ModelError: the step applied none, or several.
+    """
+    if len(context.captured) != 1:
+        raise ModelError(
+            f"{type(model).__name__}.train_step applies {len(context.captured)} optimizers; "
+            "trainer.accumulate > 1, and trainer.xla with several ranks, need a step that applies "
+            "exactly one, once. Set trainer.accumulate=1 and trainer.xla=false."
+        )
+    return context.captured[0]
 
 
 def _no_penalties(layer: Any) -> list[tf.Tensor]:

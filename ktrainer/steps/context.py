@@ -14,6 +14,7 @@ shares. Gradients are therefore summed with the weights w. Then
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class StepContext:
         assigned: variables that the step assigned, by id.
         applies: how many times an optimizer was applied.
         xla: whether the step is compiled with XLA, in which nothing can be communicated.
+        together: `together(update, gradients)` runs `update(gradients)` once for all replicas of
+            this process, with reduced gradients; None where a process has one replica.
     """
 
     weight: tf.Tensor
@@ -58,6 +61,7 @@ class StepContext:
     assigned: dict[int, Any] = field(default_factory=dict)
     applies: int = 0
     xla: bool = False
+    together: Callable[[Callable[[list[Any]], Any], list[Any]], Any] | None = None
     order: InOrder = field(default_factory=InOrder)
     _next: int = 0
 

@@ -7,6 +7,9 @@ returns nothing but says where the variable is. Shape, dtype, name and `repr` st
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import numpy as np
@@ -15,6 +18,19 @@ from keras.src.backend.common import global_state
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.errors import ModelError
+
+_traced: ContextVar[bool] = ContextVar("traced", default=False)
+
+
+@contextmanager
+def zeros_elsewhere() -> Iterator[None]:
+    """Let variables of other stages read as zeros meanwhile, for code that is traced: what it
+    computes with them is computed anew, from their values, by the stage that has them."""
+    token = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
 
 
 class Elsewhere:
@@ -40,7 +56,8 @@ class Elsewhere:
         if self.fetched is not None:
             with tf.device("CPU"):  # the device has room for its own stage alone
                 return tf.convert_to_tensor(self.fetched, dtype)
-        if in_symbolic_scope():  # only the shape is looked at, as of any variable without a value
+        # Only the shape is looked at, as of any variable without a value.
+        if in_symbolic_scope() or _traced.get():
             return tf.zeros(shape, dtype or tf.float32)
         return self.refuse()
 

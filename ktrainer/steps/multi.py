@@ -12,10 +12,16 @@ import tensorflow as tf
 from ktrainer.steps.model_step import ShareLike
 
 
-def stack_shares(shares: Sequence[ShareLike]) -> tuple[Any, np.ndarray] | None:
+def stack_shares(
+    shares: Sequence[ShareLike], weigh: Callable[[ShareLike], np.ndarray | np.float64]
+) -> tuple[Any, np.ndarray] | None:
     """Batches stacked on a new first axis, and their weights; None if they do not stack.
 
     Shares stack when all have the same shapes and none is a stand-in.
+
+    Args:
+        shares: one for each step.
+        weigh: what a step is given beside its batch.
     """
     if any(share.examples == 0 for share in shares):
         return None
@@ -25,8 +31,7 @@ def stack_shares(shares: Sequence[ShareLike]) -> tuple[Any, np.ndarray] | None:
         return None
     stacked = [tf.stack(column) for column in zip(*flat, strict=True)]
     batch = keras.tree.pack_sequence_as(shares[0].batch, stacked)
-    weights = np.array([s.examples / max(s.global_examples, 1) for s in shares], np.float64)
-    return batch, weights
+    return batch, np.array([weigh(share) for share in shares])
 
 
 def compile_many(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,7 +73,7 @@ class Program(Steps):
         self._functions = {k: f for k, f in self._functions.items() if k[0] not in (kind, "many")}
         if training:
             self._captured = None
-        if not self._built(training):
+        if not self.is_built(training):
             self._make_variables(spec, training)
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
@@ -94,7 +94,7 @@ class Program(Steps):
         """One update per share, all in one compiled call; the logs of the last."""
         # Under XLA with ranks a call holds no more than one share's computation.
         alone = len(shares) == 1 or (self.options.xla and self.plane is not None)
-        stacked = None if alone else stack_shares(shares)
+        stacked = None if alone else stack_shares(shares, _weight)
         if stacked is None:
             for share in shares:
                 logs = self.train([share])
@@ -113,7 +113,8 @@ class Program(Steps):
         outputs = self._call(self._function("predict", share), share.batch, _weight(share))
         return keras.tree.map_structure(lambda t: t.numpy()[: share.examples], outputs)
 
-    def _built(self, training: bool) -> bool:
+    def is_built(self, training: bool) -> bool:
+        """Whether all variables are there that `train`, or `test`, needs."""
         metrics = getattr(self.model, "_compile_metrics", None)
         loss = getattr(self.model, "_compile_loss", None)
         parts = [*self.model._flatten_layers(), *(p for p in (metrics, loss) if p is not None)]
@@ -134,14 +135,14 @@ class Program(Steps):
             keras_own.test_step,
         )
         if stock or not training:
-            _trace(model.test_step, spec)
+            trace(model.test_step, spec)
         if not training:
             return
         if stock and all(layer.built for layer in model._flatten_layers()):
             if model.optimizer is not None:
                 model.optimizer.build(model.trainable_variables)
         else:
-            _trace(model.train_step, spec)
+            trace(model.train_step, spec)
 
     def _function(self, kind: str, share: ShareLike) -> Callable[..., Any]:
         """The compiled step for shares of examples, or for stand-ins, made at first use."""
@@ -154,7 +155,7 @@ class Program(Steps):
             }[kind]
             traced = self._traced(python_step(step), kind, blank=key[1])
             if self.model.run_eagerly:
-                traced = _on_tensors(traced)
+                traced = on_tensors(traced)
             else:
                 xla = self.options.xla and self.plane is None
                 traced = tf.function(
@@ -198,7 +199,7 @@ class Program(Steps):
             raise
 
 
-def _on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
+def on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` for batches of NumPy arrays: an eager step expects tensors, as tracing gives."""
 
     def convert(part: Any) -> Any:
@@ -207,7 +208,7 @@ def _on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, weight: step(keras.tree.map_structure(convert, batch), weight)
 
 
-def _trace(step: Callable[..., Any], spec: Any) -> None:
+def trace(step: Callable[..., Any], spec: Any) -> None:
     """Trace a step and forget it; the variables that it made stay."""
     own = python_step(step)
     tf.function(lambda batch: own(batch), autograph=False).get_concrete_function(spec)

@@ -214,6 +214,13 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
                 context.captured.append((self, gradients, variables))
                 return None
             gradients = context.reduce(gradients, variables)
+            if context.together is not None:
+                return context.together(
+                    lambda reduced: update(self, reduced, variables, trainable_variables), gradients
+                )
+        return update(self, gradients, variables, trainable_variables)
+
+    def update(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
         # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.
         if not applying.hooked and not isinstance(self, keras.optimizers.LossScaleOptimizer):
             applying.hooked = True
@@ -221,7 +228,7 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
                 gradients = list(hook(gradients, variables))
         applying.depth += 1
         try:
-            return original(self, gradients, trainable_variables)
+            return original(self, gradients, given)
         finally:
             applying.depth -= 1
 

@@ -11,8 +11,8 @@ import pytest
 
 from ktrainer import world
 from ktrainer.callbacks import AverageMetrics, global_results
-from ktrainer.callbacks.reduction import adds_up
 from ktrainer.errors import DivergenceError
+from ktrainer.steps.metric_states import adds_up
 from ktrainer.world import SingleWorld
 
 ROWS = 101  # odd: no two ranks have as many rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -135,6 +136,20 @@ trainer.fit(model, tf.data.Dataset.from_tensor_slices((x, x)).batch(20, drop_rem
 """
 
 
+def test_strategies(script, capsys, monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    words = ["backend=tf_distribute", "backend.devices=2"]
+    assert cli.main(["plan", script, *words]) == 0
+    assert "strategy  mirrored on CPU:0, CPU:1\n" in capsys.readouterr().out
+    words = ["backend=tf_distribute", "backend.strategy=multi_worker_mirrored"]
+    assert cli.main(["plan", "-n", "2", script, *words]) == 0
+    said = capsys.readouterr().out
+    assert "strategy  multi_worker_mirrored, 2 processes with CPU:0 each\n" in said
+    words = ["backend=tf_distribute", "backend.strategy=parameter_server"]
+    assert cli.main(["plan", "-n", "3", script, *words]) == 0
+    assert "strategy  parameter_server, 3 workers\n" in capsys.readouterr().out
+
+
 def test_a_model_that_is_not_built_and_a_dataset_with_its_own_batches(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(SUBCLASSED)
@@ -180,6 +195,15 @@ def test_a_script_that_goes_on_after_an_error(script, capsys):
     out, err = capsys.readouterr()
     assert "caught" in out
     assert "without Trainer.fit" in err
+
+
+def test_mistakes_are_told_alike_wherever_they_are_found(config, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from ktrainer import Trainer\nTrainer.from_cli()\n")
+    for target in (config, str(path)):
+        with contextlib.suppress(SystemExit):
+            assert cli.main(["plan", target, "trainer.epoch=3"]) == 2
+        assert capsys.readouterr().err.startswith("ktrainer plan: error: trainer.epoch")
 
 
 def test_what_a_model_cannot_do(tmp_path, capsys):
