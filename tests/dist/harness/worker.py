@@ -33,6 +33,7 @@ def main() -> None:
             return
         connection.send_bytes(_work(message))
         keras_state.reset()
+        _share_data_among_all()
 
 
 def _work(message: bytes) -> bytes:
@@ -61,6 +62,13 @@ def _forget_world() -> None:
     detect = sys.modules.get("ktrainer.world.detect")
     if detect is not None:
         detect._current = None  # type: ignore[attr-defined]
+
+
+def _share_data_among_all() -> None:
+    """Undo what the backend of the last task said of who trains on which data."""
+    detect = sys.modules.get("ktrainer.world.detect")
+    if detect is not None and (world := detect._current) is not None:
+        world.share_data(world.rank, world.size)
 
 
 def _restore(before: leaks.Snapshot) -> None:
