@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -16,6 +17,7 @@ from ktrainer.checkpoint import resume
 from ktrainer.durations import Duration
 from ktrainer.errors import ModelError
 from ktrainer.feed import Feed, make_feed
+from ktrainer.folderlock import FolderLock
 from ktrainer.loop import Loop, Schedule
 from ktrainer.preflight import check_agreement, data_facts, model_facts
 from ktrainer.runfolder import hold_run_folder
@@ -23,7 +25,6 @@ from ktrainer.steps import Clip, StepOptions
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
-    from ktrainer.folderlock import FolderLock
     from ktrainer.trainer import Trainer
 
 
@@ -45,6 +46,7 @@ class Fit:
         callbacks: list[Any],
     ) -> None:
         self.trainer = trainer
+        self._given = data, validation_data, class_weight
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
@@ -52,24 +54,11 @@ class Fit:
         assert trainer.model is not None
         self.model = trainer.model
         check_model(self.model, config)
-        limits = config.trainer
         # Before the feeds: which collectives follow depends on these.
         given = {"validation data": "none" if validation_data is None else "given"}
         check_agreement(trainer.world, data_facts=given)
         try:
-            self.feed = self._feed(
-                data,
-                training=True,
-                check=config.health.check_data,
-                limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
-                class_weight=class_weight,
-            )
-            self.validation = None
-            limit = limits.fast_dev_run or limits.limit_val_batches
-            if validation_data is not None and limit != 0:
-                self.validation = self._feed(
-                    validation_data, training=False, limit=limit, check=config.health.check_data
-                )
+            self._open_feeds(config.seed, check=config.health.check_data)
             self._prepare([*trainer.callbacks, *callbacks])
         except BaseException:
             self.close()
@@ -77,14 +66,79 @@ class Fit:
 
     def run(self) -> keras.callbacks.History:
         """Train; see `ktrainer.loop`."""
-        if not self.trainer.config.trainer.fast_dev_run:
+        if not (self.trainer.config.trainer.fast_dev_run or self.trainer.joining):
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
         schedule = make_schedule(self.trainer.config)
         loop = Loop(
             self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
         )
-        return loop.run()
+        if not self.trainer.world.heals:
+            return loop.run()
+        from ktrainer.healing import Survival
+
+        loop.survival = Survival(self, loop, self.trainer.world)  # type: ignore[arg-type]
+        try:
+            return loop.survival.run()
+        finally:
+            loop.survival.close()
+
+    def follow(self, run_dir: str | None, seed: int | None) -> None:
+        """Feed and call back for the ranks of now, after some have died or joined.
+
+        Args:
+            run_dir: the run's folder, which newcomers do not know.
+            seed: of the data's order, as it was drawn at the start.
+        """
+        trainer = self.trainer
+        known = [self.feed.spec, self.validation.spec if self.validation else None]
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
+        self._open_feeds(seed, check=False)
+        for feed, spec in zip(self._feeds, known, strict=False):
+            if feed.spec == spec:
+                feed.spec = spec  # the very one that the steps were compiled for
+        if run_dir is not None:
+            trainer.take_run_dir(Path(run_dir))
+        if trainer.world.is_root and self._lock is None and run_dir is not None:
+            self._lock = FolderLock(Path(run_dir), "run folder")
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Let the callbacks run that belong to this rank now: the first one writes, too."""
+        present = self.callbacks.callbacks
+        others = [c for c in present if c not in self.every]  # Keras' History
+        self.callbacks.callbacks = [*on_rank(self.every, self.trainer.world.rank), *others]
+        new = [c for c in self.callbacks.callbacks if c not in present or self.trainer.joining]
+        for callback in new:
+            callback.set_params(self.callbacks.params)
+            callback.set_model(self.model)
+            if isinstance(callback, Callback):
+                callback.set_trainer(self.trainer)
+        if self.trainer.joining:
+            self.callbacks.on_train_begin()
+        else:
+            for callback in new:
+                callback.on_train_begin()
+
+    def _open_feeds(self, seed: int | None, check: bool) -> None:
+        limits = self.trainer.config.trainer
+        data, validation_data, class_weight = self._given
+        self.feed = self._feed(
+            data,
+            training=True,
+            seed=seed,
+            check=check,
+            limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
+            class_weight=class_weight,
+        )
+        self.validation: Feed | None = None
+        limit = limits.fast_dev_run or limits.limit_val_batches
+        if validation_data is not None and limit != 0:
+            self.validation = self._feed(
+                validation_data, training=False, seed=seed, limit=limit, check=check
+            )
 
     def resume(self) -> None:
         """Restore what `checkpoint.resume` asks for, on all ranks."""
@@ -127,7 +181,6 @@ class Fit:
             data,
             world=trainer.world,
             config=data_config(trainer.config),
-            seed=trainer.config.seed,
             **settings,
         )
         self._feeds.append(feed)
@@ -137,9 +190,10 @@ class Fit:
         trainer, config = self.trainer, self.trainer.config
         batches, accumulate = self.feed.num_batches, config.trainer.accumulate
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
-        every = assemble(callbacks_config(config), trainer.world, users)
-        trainer.backend.check_callbacks(every)
-        mine = on_rank(every, trainer.world.rank)
+        # Those of other ranks too: the first rank may be another one later.
+        self.every = assemble(callbacks_config(config), trainer.world, users)
+        trainer.backend.check_callbacks(self.every)
+        mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
         # must be traced after that.
         self.callbacks = keras.callbacks.CallbackList(
@@ -157,7 +211,7 @@ class Fit:
             if isinstance(callback, Callback):
                 callback.set_trainer(trainer)
         # Hooks are traced into the step, so all ranks need them, those of writers too.
-        options = step_options(config, tuple(gradient_hooks(every)))
+        options = step_options(config, tuple(gradient_hooks(self.every)))
         self.program = trainer.backend.prepare(self.model, options)
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:

@@ -29,7 +29,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,12 @@ from ktrainer.callbacks.metrics import global_results
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import evaluate
+from ktrainer.progress import Phase, Progress
 from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
     from ktrainer.feed import Feed, Share
+    from ktrainer.healing import Survival
     from ktrainer.trainer import Trainer
 
 
@@ -81,7 +83,15 @@ class Loop:
         feed: this rank's shares of the training data.
         validation: those of the validation data, or None.
         schedule: when things happen.
+
+    Attributes:
+        survival: what goes on after the death of ranks, if anything does.
+        examples: this rank's, in the epoch so far.
+        validated: step and logs of the last validation inside an epoch.
+        late: `max_time` has passed, on any rank.
     """
+
+    survival: Survival | None = None
 
     def __init__(
         self,
@@ -99,14 +109,20 @@ class Loop:
         known = trainer.steps_per_epoch
         self._validate = Every(schedule.validate if validation is not None else None, known)
         self._log = Every(schedule.log, known)
-        self._examples = 0  # this rank's, in the epoch so far
-        self._validated: tuple[int, dict[str, Any]] = (-1, {})  # step and logs of the last one
+        self.examples = 0
+        self.validated: tuple[int, dict[str, Any]] = (-1, {})
+        self.late = False
         self._started = 0.0
-        self._late = False  # `max_time` has passed, on any rank
+        self._untold: Any = None  # logs of an update that callbacks have not heard of
         self._waited = trainer.communication_seconds or 0.0  # in calls of `fit` before this one
 
     def run(self) -> Any:
         """Train to the end; returns Keras' History."""
+        self.begin()
+        return self.go_on()
+
+    def begin(self) -> None:
+        """Everything before the first update."""
         self.model.stop_training = False
         self.callbacks.on_train_begin()
         self.trainer.resume()
@@ -119,6 +135,9 @@ class Loop:
         self._start_clock()
         self._skip_to_initial_epoch()
         self._check_time()
+
+    def go_on(self) -> Any:
+        """Train from where the run stands to the end; returns Keras' History."""
         logs: dict[str, Any] | None = None
         while not self._finished():
             logs = self._epoch()
@@ -128,6 +147,30 @@ class Loop:
             optimizer.finalize_variable_values(self.model.trainable_weights)
         self.callbacks.on_train_end(logs=logs)
         return self.model.history
+
+    def take_up(
+        self,
+        feed: Feed,
+        validation: Feed | None,
+        *,
+        late: bool,
+        validated: tuple[int, dict[str, Any]],
+        untold: Any,
+    ) -> Progress:
+        """Stand where `trainer.progress` says; returns up to where callbacks have heard of it.
+
+        Args:
+            feed, validation, late, validated: as the attributes.
+            untold: logs of the last update, if callbacks have yet to hear of it.
+        """
+        self.feed, self.validation = feed, validation
+        self.late, self.validated, self._untold = late, validated, untold
+        self._start_clock()
+        told, less = self.trainer.progress, untold is not None
+        told = replace(told, step=told.step - less, batch=told.batch - less)
+        for every in (self._validate, self._log):
+            every.start(told)
+        return told
 
     def _start_clock(self) -> None:
         """Count time and intervals from where a restore left them."""
@@ -149,7 +192,7 @@ class Loop:
         if self.schedule.max_seconds is None:
             return
         self._agree_to_stop()
-        if self._late and self.world.is_root:
+        if self.late and self.world.is_root:
             warnings.warn(
                 f"training had taken {self.trainer.progress.elapsed:.0f} s when the checkpoint was "
                 "made, which is all of trainer.max_time, so there is nothing to do",
@@ -159,7 +202,7 @@ class Loop:
     def _finished(self) -> bool:
         return (
             self.model.stop_training
-            or self._late
+            or self.late
             or self.trainer.progress.epoch >= self.schedule.epochs
             or self._steps_left() == 0
             or self.feed.exhausted
@@ -175,7 +218,8 @@ class Loop:
         first = progress.batch
         if first == 0:
             self.model.reset_metrics()
-        self._examples = 0
+        if first == 0:
+            self.examples = 0
         self.callbacks.on_epoch_begin(epoch)
         logs, cut = self._batches(epoch, skip=first * self.schedule.accumulate)
         if progress.batch == 0:
@@ -189,26 +233,36 @@ class Loop:
         epoch_logs = self._global_logs(logs)
         if self._due(self._validate, epoch_end=True):
             epoch_logs |= self._validation_logs(keep=cut)
-        elif self._validated[0] == progress.step:  # after the epoch's last update
-            epoch_logs |= self._validated[1]
+        elif self.validated[0] == progress.step:  # after the epoch's last update
+            epoch_logs |= self.validated[1]
         self.callbacks.on_epoch_end(epoch, epoch_logs)
         if not cut:
             progress.finish_epoch()
         self.model.stop_training = self.world.any(self.model.stop_training, "stop after epoch")
+        if self.survival is not None:
+            self.survival.mark(Phase.EPOCH_ENDED)
         return epoch_logs
 
     def _batches(self, epoch: int, skip: int) -> tuple[Any, bool]:
         """Train on an epoch's shares but the first `skip`; returns the last logs, and whether
         a stop left some of the shares."""
         logs: Any = {}
+        if self._untold is not None:
+            logs, self._untold = self._untold, None
+            if self._tell(logs):
+                return logs, self._is_cut()
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
             for updates in self._updates(shares):
                 logs = self._train(updates)
-                if self._agree_to_stop():
-                    known = self.trainer.steps_per_epoch
-                    return logs, known is None or self.trainer.progress.batch < known
+                if self._tell(logs):
+                    return logs, self._is_cut()
         return logs, False
+
+    def _is_cut(self) -> bool:
+        """Whether a stop now leaves some of the epoch."""
+        known = self.trainer.steps_per_epoch
+        return known is None or self.trainer.progress.batch < known
 
     def _updates(self, shares: Iterator[Share]) -> Iterator[list[list[Share]]]:
         """Lists of updates that go into one call, each a list of shares."""
@@ -230,12 +284,14 @@ class Loop:
         return list(islice(shares, self.schedule.accumulate))
 
     def _train(self, updates: list[list[Share]]) -> Any:
-        """One call of the program, with its events and what is due after it."""
+        """One call of the program."""
         progress, ours = self.trainer.progress, self.callbacks.callbacks
         self.world.step = progress.step + 1
         self.callbacks.on_train_batch_begin(progress.batch)
         emit(ours, "on_step_begin", progress.step)
         start = time.perf_counter()
+        if self.survival is not None:
+            self.survival.step_begins()
         if len(updates) == 1:
             logs = self.program.train(updates[0])
         else:
@@ -244,17 +300,27 @@ class Loop:
         for shares in updates:
             progress.advance(sum(share.global_examples for share in shares))
             if self.program.counts_metrics:
-                self._examples += sum(share.examples for share in shares)
+                self.examples += sum(share.examples for share in shares)
         progress.elapsed = time.monotonic() - self._started
         if (waited := self.trainer.communication_seconds) is not None:
             self.trainer.timers["communication"] = waited - self._waited
+        if self.survival is not None:
+            self.survival.mark(Phase.UPDATED, logs)
+        return logs
+
+    def _tell(self, logs: Any) -> bool:
+        """What follows an update: its events, what is due; whether to stop, on all ranks."""
+        progress, ours = self.trainer.progress, self.callbacks.callbacks
         emit(ours, "on_step_end", progress.step, logs)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, self._global_logs(logs))
         if self._due(self._validate):
             self._validate_inside_epoch()
-        return logs
+        stop = self._agree_to_stop()
+        if self.survival is not None:
+            self.survival.mark(Phase.TOLD)
+        return stop
 
     def _due(self, every: Every, epoch_end: bool = False) -> bool:
         due = every.due(self.trainer.progress, epoch_end=epoch_end)
@@ -267,17 +333,21 @@ class Loop:
         late = limit is not None and self.trainer.progress.elapsed >= limit
         # Not a stop that a checkpoint should remember: a later run may have more time.
         flags = np.array([bool(self.model.stop_training), late], np.int32)
-        stopped, self._late = map(bool, self.world.oob_allreduce(flags, "max", "stop"))
+        if self.survival is not None:
+            agreed = self.survival.agree(flags)
+        else:
+            agreed = self.world.oob_allreduce(flags, "max", "stop")
+        stopped, self.late = map(bool, agreed)
         self.model.stop_training = stopped
-        return stopped or self._late or self._steps_left() == 0
+        return stopped or self.late or self._steps_left() == 0
 
     def _global_logs(self, logs: Any) -> dict[str, Any]:
         logs = self.program.finish() or logs
-        return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
+        return global_results(self.model.metrics, self.world, logs=logs, examples=self.examples)
 
     def _validate_inside_epoch(self) -> None:
         logs = self._validation_logs(keep=True)
-        self._validated = self.trainer.progress.step, logs
+        self.validated = self.trainer.progress.step, logs
         emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
 
     def _validation_logs(self, keep: bool) -> dict[str, Any]:

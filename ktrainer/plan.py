@@ -154,6 +154,8 @@ def _engine(config: Config, facts: WorldFacts, replicas: int) -> str | None:
         return None
     if backend.engine == "auto" and facts.world == "horovod":
         return "horovod"  # `horovodrun` without MPI: nothing else connects these processes
+    if config.world.heal:
+        return "mpi"
     if backend.engine == "auto":
         return "horovod" if facts.gpus and facts.horovod_nccl and facts.gpu_each else "mpi"
     if backend.engine == "horovod" and not facts.horovod:

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
 from typing import Any
+
+
+class Phase(IntEnum):
+    """What is over, of an update.
+
+    Attributes:
+        UPDATED: the weights are; callbacks have not all heard of it.
+        TOLD: callbacks have heard of it, and all ranks have agreed on going on.
+        EPOCH_ENDED: the end of its epoch is over too.
+    """
+
+    UPDATED = 0
+    TOLD = 1
+    EPOCH_ENDED = 2
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
+from ktrainer.config.launched import as_launched
 from ktrainer.custom import CustomLoop
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.facts import WorldFacts
@@ -58,6 +59,8 @@ class Trainer(CustomLoop):
             (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
         fits: how often `fit` has begun to train; one that is refused before does not count.
+        healed: what became of the ranks since this Trainer was made, as `ktrainer.healing.Healed`.
+        joining: whether this process is about to join ranks that train already.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
@@ -67,9 +70,13 @@ class Trainer(CustomLoop):
         callbacks: Iterable[keras.callbacks.Callback] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        self.config = load_config(config, overrides)
+        self.config = as_launched(load_config(config, overrides))
         self.callbacks = list(callbacks)
-        self.world: World = open_world(self.config.world.deadline, *cluster_asked(self.config))
+        self.world: World = open_world(
+            self.config.world.deadline,
+            *cluster_asked(self.config),
+            heal=self.config.world.heal,
+        )
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
         facts = pretend(self.config, WorldFacts.detect(self.world))
@@ -82,6 +89,8 @@ class Trainer(CustomLoop):
         self.stop_reason: str | None = None
         self._run_dir: Path | None = None
         self.fits = 0
+        self.healed: list[Any] = []
+        self.joining = bool(getattr(self.world, "alone", False))
         self._active: Any = None
         self._start_tensorflow()
 
@@ -197,6 +206,10 @@ class Trainer(CustomLoop):
 
             self._run_dir = open_run_folder(self.config, self.world)
         return self._run_dir
+
+    def take_run_dir(self, path: Path) -> None:
+        """Use the folder that the other ranks use."""
+        self._run_dir = path
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -25,10 +25,13 @@ class DataParallel(Backend):
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         super().__init__(config, plan, world)
-        self._plane: GradientPlane | None = self._open_plane() if world.size > 1 else None
+        self._plane: GradientPlane | None = (
+            self._open_plane() if world.size > 1 or world.heals else None
+        )
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
-        return Program(model, options, self._plane, self.world.rank)
+        # Not the rank, which changes when others die; the step is not compiled anew for that.
+        return Program(model, options, self._plane, self.world.slot)
 
     @property
     def communication_seconds(self) -> float | None:

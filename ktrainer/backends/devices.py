@@ -24,7 +24,7 @@ def claim_device(world: World, threads: int | None = None, each: int = 1) -> Non
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus and world.size > 1:
+    if gpus and (world.size > 1 or world.heals):
         # A launcher may show each rank its own GPU only; and ranks may share GPUs, as the plan
         # notes, unless NCCL is used, which the plan refuses.
         first = world.local_rank * each

@@ -6,6 +6,7 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
     set_params, set_model, set_trainer
     on_train_begin
         (restored: load_state_dict, then on_restore(progress))
+        (ranks died or joined, at any time: load_state_dict, then on_heal(progress))
         for each epoch:
             on_epoch_begin(epoch)                       # weights are broadcast here, once
                 for each update:
@@ -59,6 +60,7 @@ EXTRA_EVENTS = (
     "on_validation_end",
     "on_epoch_cut",
     "on_restore",
+    "on_heal",
 )
 
 
@@ -150,6 +152,11 @@ class Callback(keras.callbacks.Callback):
 
     def on_restore(self, progress: Progress) -> None:
         """After a checkpoint was restored on all ranks; `progress` is where it stood."""
+
+    def on_heal(self, progress: Progress) -> None:
+        """After ranks have died or joined, on all that are there now; `progress` is where they go
+        on. States are those of that moment, as after a restore."""
+        self.on_restore(progress)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep of this callback, as a JSON-able dict."""
@@ -246,7 +253,9 @@ def overrides(callback: Any, event: str) -> bool:
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:
     """Call one of `EXTRA_EVENTS` on those of `callbacks` that have it, in order."""
     for callback in callbacks:
-        if isinstance(callback, Callback) and overrides(callback, event):
+        # `on_heal` calls another event unless it is overridden.
+        does = event == "on_heal" or overrides(callback, event)
+        if isinstance(callback, Callback) and does:
             getattr(callback, event)(*args)
 
 

@@ -58,6 +58,9 @@ class BroadcastVariables(Callback):
         broadcast_model(self.model, self.world, self.root)
         self._pending = False
 
+    def on_heal(self, progress: Progress) -> None:
+        self._pending = progress.step == 0  # later they are equal already
+
 
 def broadcast_model(model: Any, world: World, root: int = 0) -> None:
     """Broadcast all variables of `model` and of the optimizers that it holds.

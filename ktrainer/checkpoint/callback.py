@@ -113,7 +113,13 @@ class Checkpoint(Callback):
         self._run = secrets.token_hex(8)
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
-        self._saver = Saver(self.directory, self.model, self.world, self.asynchronous)
+        self._saver = Saver(
+            self.directory,
+            self.model,
+            self.world,
+            self.asynchronous,
+            alone=getattr(self.trainer, "joining", False),
+        )
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._due(epoch_end=False):
@@ -278,6 +284,11 @@ class Checkpoint(Callback):
 
     def on_restore(self, progress: Progress) -> None:
         self.every.start(progress)
+
+    def on_heal(self, progress: Progress) -> None:
+        self.every.start(progress)
+        if self._saver is not None:
+            self._saver.ranks_changed()
 
 
 def direction(model: Any, monitor: str) -> str:

@@ -34,22 +34,30 @@ _open: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
 class Saver:
-    """Writes the checkpoints of one `fit`. All ranks make it together.
+    """Writes the checkpoints of one `fit`. All ranks make it together, unless `alone`.
 
     Args:
         directory: of the checkpoints; locked against other jobs until `close`.
         model: whose states are saved, prepared by its backend.
         world: the ranks. Rank 0 writes; under a pipeline, each stage of replica 0 its part.
         asynchronous: whether training goes on while a checkpoint is written.
+        alone: the other ranks have made theirs already.
 
     Raises:
         SetupError: on all ranks: the folder cannot be written, or another job is in it.
     """
 
-    def __init__(self, directory: Path, model: Any, world: World, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Any,
+        world: World,
+        asynchronous: bool,
+        alone: bool = False,
+    ) -> None:
         self.store, self.world, self.asynchronous = Store(directory), world, asynchronous
         self._model = model
-        self._lock = _take_folder(self.store, world)
+        self._lock = None if alone else _take_folder(self.store, world)
         self._parts: Parts | None = None
         self._texts: dict[str, bytes] = {}
         self._thread: threading.Thread | None = None
@@ -122,6 +130,19 @@ class Saver:
             self._texts = model_text(self._model)
 
     # -- this rank alone
+
+    def ranks_changed(self) -> None:
+        """Ranks have died or joined: if this one is the first now, it takes over the folder.
+
+        Raises:
+            SetupError: the folder cannot be written, or another job is in it.
+        """
+        if not self.world.is_root or self._lock is not None:
+            return
+        self._lock, error = _hold(self.store)
+        if error is not None:
+            raise SetupError(error)
+        self._texts = model_text(self._model)
 
     def close(self) -> None:
         """End the write under way, if training has ended without `close_together`: with an error.
@@ -198,21 +219,25 @@ class Saver:
 
 def _take_folder(store: Store, world: World) -> FolderLock | None:
     """Before the first step: nobody else is in the folder, and it can be written."""
-    lock, error = None, None
-    if world.is_root:
-        try:
-            make_private(store.directory)
-            lock = FolderLock(store.directory, "folder of checkpoints")
-            store.sweep()
-        except SetupError as problem:
-            error = str(problem)
-        except OSError as problem:
-            reason = problem.strerror or problem
-            error = f"checkpoints cannot be written to {store.directory}: {reason}"
+    lock, error = _hold(store) if world.is_root else (None, None)
     error = world.broadcast(error, 0, "folder of checkpoints")
     if error is not None:
         raise SetupError(error)
     return lock
+
+
+def _hold(store: Store) -> tuple[FolderLock | None, str | None]:
+    """(lock of the folder, what is wrong with it); clears up what a killed run left."""
+    try:
+        make_private(store.directory)
+        lock = FolderLock(store.directory, "folder of checkpoints")
+        store.sweep()
+    except SetupError as problem:
+        return None, str(problem)
+    except OSError as problem:
+        reason = problem.strerror or problem
+        return None, f"checkpoints cannot be written to {store.directory}: {reason}"
+    return lock, None
 
 
 @atexit.register

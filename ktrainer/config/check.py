@@ -9,6 +9,7 @@ from typing import Any
 from ktrainer import registry
 from ktrainer.config.backends import PipelineConfig, TfDistributeConfig
 from ktrainer.config.bounds import DurationBounds, NumberBounds
+from ktrainer.config.healing import check_healing
 from ktrainer.config.pipeline import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import bounds, expected, hints, schema_fields
@@ -34,6 +35,7 @@ def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | N
     _check_trainer(config)
     _check_schedule(config)
     _check_checkpoint(config)
+    check_healing(config)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
     if isinstance(config.backend, TfDistributeConfig):

@@ -225,10 +225,20 @@ class WorldConfig:
         deadline: seconds that any wait for another rank may last before it ends with an error.
         threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer
             launch` sets it), else the machine's cores divided by its processes.
+        heal: go on without ranks that die, data_parallel with engine mpi alone; the processes must
+            have been started by `ktrainer launch --heal`, or `mpirun --with-ft ulfm`.
+        replace: start a process in the place of each that died; it joins the others when it is
+            ready.
+        min_size: ranks; with fewer left the rest save a checkpoint and end.
+        max_size: ranks; grow to so many with processes that join. null: do not grow.
     """
 
     deadline: float = number(300.0, above=0)
     threads: int | None = number(None, at_least=1)
+    heal: bool = False
+    replace: bool = False
+    min_size: int = number(1, at_least=1)
+    max_size: int | None = number(None, at_least=1)
 
 
 @dataclass(frozen=True, repr=False)

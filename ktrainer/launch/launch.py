@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ktrainer.config import Config, load_config, parse_known_cli
 from ktrainer.config.backends import BACKENDS
+from ktrainer.config.launched import to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
-from ktrainer.launch import command
+from ktrainer.launch import command, healing
 from ktrainer.launch.channel import Options
 from ktrainer.launch.output import LineMerger
 from ktrainer.launch.report import SIGNAL_BASE, first_failure, others
@@ -85,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check key=value and --config before the start; --no-check for scripts that give "
         "them another meaning",
     )
+    healing.add_healing_arguments(parser, _positive(int))
     parser.add_argument("script", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -104,22 +106,25 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"there is no script {args.script!r}")
     _count(args)
     config = _check(args.args, args.ranks, args.workers) if args.check else None
-    line = _command(args)
+    heal = healing.settings(args, config)
+    line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
     env = rank_environment(environment(), threads, args.network, config)
+    env |= to_environment(heal) | healing.mpi_settings(heal, args.network == "loopback")
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
     options = _options(slices if slices and threads <= len(slices[0]) else [])
-    out, err = _mergers(args.ranks, args.prefix, options)
-    group = Group(args.ranks, out, err, grace=args.grace, timeout=args.timeout)
+    spare = healing.SPARE if heal else 0
+    out, err = _mergers(args.ranks, args.prefix, options, spare)
+    group = Group(args.ranks, out, err, grace=args.grace, timeout=args.timeout, spare=spare)
     try:
         end = group.run(line, env, options, loopback=args.network == "loopback")
     except BrokenPipeError:
         _ignore_output()
         return READER_GONE
-    return _conclude(end, args)
+    return _conclude(end, args, bool(heal))
 
 
 def _count(args: argparse.Namespace) -> None:
@@ -141,7 +146,7 @@ def _count(args: argparse.Namespace) -> None:
         args.ranks = 1 + args.workers + args.servers  # one coordinates
 
 
-def _command(args: argparse.Namespace) -> list[str]:
+def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
     """What starts the ranks: mpirun, or our own starter of a cluster."""
     worker = [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script, *args.args]
     if args.workers is not None:
@@ -152,6 +157,7 @@ def _command(args: argparse.Namespace) -> list[str]:
         worker,
         mpirun=command.find_mpirun(),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        more=more,
     )
 
 
@@ -238,12 +244,20 @@ def _terminal(stream: object) -> str | None:
         return None
 
 
-def _mergers(ranks: int, prefix: bool | None, options: Options) -> tuple[LineMerger, LineMerger]:
+def _mergers(
+    ranks: int, prefix: bool | None, options: Options, spare: int = 0
+) -> tuple[LineMerger, LineMerger]:
     shown = ranks > 1 if prefix is None else prefix
     sys.stdout.flush()
     sys.stderr.flush()
     out, err = (
-        LineMerger(stream.buffer, ranks, prefix=shown, beside_display=terminal is not None)
+        LineMerger(
+            stream.buffer,
+            ranks + spare,
+            prefix=shown,
+            beside_display=terminal is not None,
+            drop=healing.NOISE if spare else (),
+        )
         for stream, terminal in (
             (sys.stdout, options.terminal_out),
             (sys.stderr, options.terminal_err),
@@ -252,7 +266,7 @@ def _mergers(ranks: int, prefix: bool | None, options: Options) -> tuple[LineMer
     return out, err
 
 
-def _conclude(end: End, args: argparse.Namespace) -> int:
+def _conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
     """Say what is to be said, the first failure's traceback last; returns the exit code."""
     if end.code != 0 and sys.stdout.isatty():
         print(_SHOW_CURSOR, end="", flush=True)  # a display that was cut short had hidden it
@@ -263,7 +277,11 @@ def _conclude(end: End, args: argparse.Namespace) -> int:
         _say(f"ended by {signal.Signals(end.stopped_by).name}")
         chosen = [n.code for n in end.failures.values() if n.kind == "builtins.SystemExit"]
         return chosen[0] if chosen else SIGNAL_BASE + end.stopped_by
-    failure = first_failure(end.failures, end.gone, end.code, end.said, end.faults)
+    if heals and end.ended and not end.failures:
+        return 0
+    # With failure mitigation mpirun ends well whoever dies, even if that is everybody.
+    code = end.code or int(heals)
+    failure = first_failure(end.failures, end.gone, code, end.said, end.faults)
     if failure is None:
         return 0
     for line in others(end.failures, failure):

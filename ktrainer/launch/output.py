@@ -17,15 +17,23 @@ class LineMerger:
         prefix: put `[rank] ` before each line.
         beside_display: rank 0 draws on the same terminal. A line of another rank then first wipes
             the line that the cursor is in, and rank 0 draws its display anew below.
+        drop: beginnings of lines that are left out, with the empty lines after them.
     """
 
     def __init__(
-        self, stream: BinaryIO, ranks: int, *, prefix: bool = True, beside_display: bool = False
+        self,
+        stream: BinaryIO,
+        ranks: int,
+        *,
+        prefix: bool = True,
+        beside_display: bool = False,
+        drop: tuple[bytes, ...] = (),
     ) -> None:
         self._stream = stream
         width = len(str(ranks - 1))
         self._prefixes = [f"[{r:>{width}}] ".encode() if prefix else b"" for r in range(ranks)]
         self._partial = [b""] * ranks
+        self._drop, self._dropping = drop, [False] * ranks
         self._lead = _CLEAR_LINE if beside_display else b""
 
     def feed(self, rank: int, data: bytes) -> None:
@@ -49,7 +57,14 @@ class LineMerger:
                 self._write(rank, [rest])
         self._partial = [b""] * len(self._partial)
 
+    def _is_dropped(self, rank: int, line: bytes) -> bool:
+        dropped = line.startswith(self._drop) or (self._dropping[rank] and not line)
+        self._dropping[rank] = dropped
+        return dropped
+
     def _write(self, rank: int, lines: list[bytes]) -> None:
+        if self._drop:
+            lines = [line for line in lines if not self._is_dropped(rank, line)]
         if lines:
             prefix = self._lead + self._prefixes[rank]
             self._stream.write(b"".join(prefix + line + b"\n" for line in lines))

@@ -43,6 +43,7 @@ class End:
         gone: ranks that started and ended without a word, in that order.
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
+        ended: ranks that came to the end of the script.
     """
 
     code: int = 0
@@ -51,6 +52,7 @@ class End:
     gone: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
+    ended: set[int] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -75,6 +77,7 @@ class Group:
         out, err: where the ranks' output goes.
         grace: seconds that ranks have to end after SIGTERM.
         timeout: seconds after which the group is ended; None: never.
+        spare: how many more processes may join later.
     """
 
     def __init__(
@@ -85,14 +88,15 @@ class Group:
         *,
         grace: float,
         timeout: float | None = None,
+        spare: int = 0,
     ) -> None:
-        self._ranks, self._grace, self._timeout = ranks, grace, timeout
+        self._ranks, self._grace, self._timeout = ranks + spare, grace, timeout
+        self._first = ranks
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._said = b""
-        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks), b"")
+        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + spare), b"")
         self._started: dict[int, int] = {}
-        self._ended: set[int] = set()
         self._signals: list[int] = []
         self._kill_at: float | None = None
         self._loopback = self._narrowed = False
@@ -179,7 +183,7 @@ class Group:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say" and rank not in self._ended | set(self.end.failures):
+                if pipe == "say" and rank not in self.end.ended | set(self.end.failures):
                     self.end.gone.append(rank)
             elif pipe == "say":
                 self._hear(rank, data)
@@ -195,10 +199,14 @@ class Group:
             note = decode(line)
             if note.event == "started":
                 self._started[rank] = note.pid
+            elif note.event == "failed" and rank >= self._first:
+                last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
+                text = f"a process that was to join, or had joined, failed: {last[0]}"
+                self._mergers["err"].tell(f"ktrainer launch: {text}")
             elif note.event == "failed":
                 self.end.failures[rank] = note
             else:
-                self._ended.add(rank)
+                self.end.ended.add(rank)
 
     def _close(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fileobj)

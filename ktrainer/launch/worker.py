@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NoReturn
@@ -40,11 +41,10 @@ def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
     folder, script, *args = argv
     end_with_parent()
-    rank = int(os.environ.get("KTRAINER_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
-    local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
+    rank, local_rank = _place(os.environ)
     options = read_options(Path(folder))
     if options.cpus:
-        os.sched_setaffinity(0, options.cpus[local_rank])
+        os.sched_setaffinity(0, options.cpus[local_rank % len(options.cpus)])
     _redirect(Path(folder), rank, options)
     say = os.open(pipe_path(Path(folder), rank, "say"), os.O_WRONLY)
     _say(say, Note("started", pid=os.getpid()))
@@ -61,13 +61,21 @@ def main(argv: list[str]) -> None:
             _fail(say, error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
-    if "KTRAINER_RANK" in os.environ:
+    if "KTRAINER_RANK" in os.environ or "KTRAINER_WORLD" in os.environ:
         _leave()
 
 
+def _place(environ: Mapping[str, str]) -> tuple[int, int]:
+    """(which pipes are this process's, its number on this host)."""
+    if "KTRAINER_SLOT" in environ:  # it joins ranks that train already
+        return int(environ["KTRAINER_SLOT"]), int(environ["KTRAINER_LOCAL_RANK"])
+    rank = int(environ.get("KTRAINER_RANK") or environ["OMPI_COMM_WORLD_RANK"])
+    return rank, int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
+
+
 def _leave() -> NoReturn:
-    """Exit without taking TensorFlow down: a coordinator would wait for ever for the farewell of a
-    worker that has been started anew."""
+    """Exit without taking TensorFlow and MPI down: a coordinator would wait for ever for the
+    farewell of a worker that has been started anew, and MPI for that of ranks that died."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

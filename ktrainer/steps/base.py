@@ -54,6 +54,9 @@ class Steps(ABC):
         """The model's outputs for one share's true examples, as NumPy arrays; None in a process
         that computes no outputs."""
 
+    def abandon(self) -> None:  # noqa: B027 - most steps keep nothing between calls
+        """Forget what an interrupted update had added up."""
+
     def finish(self) -> Logs | None:
         """Wait for steps that still run: the model's variables and metrics are then up to date.
 

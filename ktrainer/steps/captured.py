@@ -163,6 +163,10 @@ class CapturedUpdate:
             self._optimizer.apply(self._gradients(iter(slices)), self._variables)
         context.assigned = self._assigned
         average_statistics(context, self.model)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Begin to add up anew."""
         for total in self._sums:
             if isinstance(total, tf.Variable):
                 total.assign(tf.zeros_like(total))

@@ -123,6 +123,8 @@ class StepContext:
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         weight = self.weight if self.gradient_weight is None else self.gradient_weight
         reduced = self.plane.reduce(shaped, weight, self.order)
+        if self.plane.atomic:
+            reduced = self.order.after_all(reduced)
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients

@@ -104,6 +104,10 @@ class Program(Steps):
             self._functions[key] = compile_many(self._function("train", shares[0]))
         return self._call(self._functions[key], *stacked)
 
+    def abandon(self) -> None:
+        if self._captured is not None:
+            self._captured.abandon()
+
     def test(self, share: ShareLike) -> Logs:
         """Loss and metrics of one share, the weights left as they are."""
         return self._call(self._function("test", share), share.batch, _weight(share))

@@ -26,6 +26,7 @@ class World(ABC):
             are; `rank` and `size`, unless several processes hold one copy of the model together.
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
+        heals: whether ranks may die and others join while it is in use (`HealingWorld`).
     """
 
     rank: int = 0
@@ -35,7 +36,13 @@ class World(ABC):
     step: int = 0
     deadline: float = 300.0
     name: str = "world"
+    heals: bool = False
     _share_of_data: tuple[int, int] | None = None
+
+    @property
+    def slot(self) -> int:
+        """This process's number for life: its rank, unless ranks change when others die."""
+        return self.rank
 
     @property
     def replica(self) -> int:

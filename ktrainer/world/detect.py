@@ -36,7 +36,10 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def open_world(
-    deadline: float = 300.0, cluster: Cluster | None = None, start_timeout: float = 60.0
+    deadline: float = 300.0,
+    cluster: Cluster | None = None,
+    start_timeout: float = 60.0,
+    heal: bool = False,
 ) -> World:
     """The world of this process, opened at the first call.
 
@@ -44,6 +47,7 @@ def open_world(
         deadline: seconds that a wait on other ranks may last; a later call changes it.
         cluster: the processes to meet where neither MPI nor Horovod has started this one.
         start_timeout: seconds to wait for them.
+        heal: let ranks die and others join, if MPI connects them.
     """
     global _current
     if _current is None:
@@ -52,6 +56,10 @@ def open_world(
             from ktrainer.world.cluster import ClusterWorld
 
             _current = ClusterWorld(cluster, start_timeout)
+        elif kind == "mpi" and heal:
+            from ktrainer.world.newcomers import open_healing_world
+
+            _current = open_healing_world()
         elif kind == "mpi":
             from ktrainer.world.mpi import MpiWorld
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -92,7 +92,9 @@ class MpiWorld(MpiComm):
         self._roll_call.answer(self._doing(what))
 
     def who_is_missing(self, what: str) -> str:
-        answers = self._roll_call.ask(self._doing(what), self.answer_seconds)
+        return self._report(self._roll_call.ask(self._doing(what), self.answer_seconds))
+
+    def _report(self, answers: Mapping[int, str]) -> str:
         return report(self.size, self.rank, answers)
 
     def _doing(self, what: str) -> str:

@@ -94,6 +94,10 @@ class MpiComm(World):
             result = result / array.dtype.type(self.size)
         return result.reshape(np.shape(value)).astype(dtype, copy=False)
 
+    def duplicate(self) -> MPI.Intracomm:
+        """A communicator of the same ranks, for messages that must not meet others."""
+        return self.comm.Dup()
+
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.comm.Free()

@@ -44,6 +44,13 @@ class InOrder:
         self._last = [outputs[0].op]
         return outputs
 
+    def after_all(self, tensors: Sequence[Any]) -> list[Any]:
+        """`tensors`, which are there only once all collectives so far have ended."""
+        if tf.executing_eagerly():
+            return list(tensors)
+        with tf.control_dependencies(self._last):
+            return [tf.identity(tensor) for tensor in tensors]
+
 
 class GradientPlane(ABC):
     """Sums over ranks that a compiled step can contain.
@@ -53,12 +60,15 @@ class GradientPlane(ABC):
         size: how many ranks are summed over.
         seconds: time spent waiting in collectives so far; None if the engine cannot tell.
         error: the exception that ended the last collective.
+        atomic: hand out no reduced gradient before all of them are there, so that an update is
+            applied whole or, if a collective fails, not at all.
     """
 
     name: str
     size: int = 1
     seconds: float | None = 0.0
     error: BaseException | None = None
+    atomic: bool = False
 
     @abstractmethod
     def reduce(

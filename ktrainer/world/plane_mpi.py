@@ -21,6 +21,7 @@ import tensorflow as tf
 from mpi4py import MPI
 
 from ktrainer.world.buffers import BufferPool, offsets
+from ktrainer.world.healing import HealingWorld
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.plane import Gradient, GradientPlane, InOrder
 
@@ -49,11 +50,19 @@ class MpiPlane(GradientPlane):
         compression: str = "none",
         sparse_as_dense: bool = False,
     ) -> None:
-        self.world, self.size = world, world.size
-        self._comm = world.comm.Dup()
+        self.world = world
+        self.open()
+        if isinstance(world, HealingWorld):
+            self.atomic = True
+            world.on_change.append(self.open)
         self._bucket_bytes = int(bucket_mb * 2**20)
         self._fp16 = compression == "fp16"
         self._sparse_as_dense = sparse_as_dense
+
+    def open(self) -> None:
+        """Take a communicator of the world's ranks; again when these have changed."""
+        self._comm = self.world.duplicate()
+        self.size = self._comm.size
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder

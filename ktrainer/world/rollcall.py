@@ -25,7 +25,7 @@ class RollCall:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm.Dup()
+        self.comm = comm.Dup()
         self._one_at_a_time = threading.Lock()
         self._asked = 0
         self._sent: list[MPI.Request] = []  # a request that is let go of may lose its message
@@ -33,9 +33,9 @@ class RollCall:
     def answer(self, doing: str) -> None:
         """Answer the questions that have come, if any. Any thread may call this."""
         # Matched probes: another thread of this rank cannot take the message in between.
-        while question := self._comm.improbe(MPI.ANY_SOURCE, _ASK):
+        while question := self.comm.improbe(MPI.ANY_SOURCE, _ASK):
             rank, number = question.recv()
-            self._sent.append(self._comm.isend((self._comm.rank, number, doing), rank, _ANSWER))
+            self._sent.append(self.comm.isend((self.comm.rank, number, doing), rank, _ANSWER))
 
     def ask(self, doing: str, seconds: float) -> dict[int, str]:
         """What the other ranks are doing; those that are not there do not answer.
@@ -49,14 +49,14 @@ class RollCall:
 
     def _ask(self, doing: str, seconds: float) -> dict[int, str]:
         self._asked += 1
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         for rank in others:
-            self._sent.append(self._comm.isend((self._comm.rank, self._asked), rank, _ASK))
+            self._sent.append(self.comm.isend((self.comm.rank, self._asked), rank, _ASK))
         answers: dict[int, str] = {}
         end = time.monotonic() + seconds
         while len(answers) < len(others) and time.monotonic() < end:
             self.answer(doing)
-            while message := self._comm.improbe(MPI.ANY_SOURCE, _ANSWER):
+            while message := self.comm.improbe(MPI.ANY_SOURCE, _ANSWER):
                 rank, number, theirs = message.recv()
                 if number == self._asked:
                     answers[rank] = theirs
@@ -64,7 +64,7 @@ class RollCall:
         return answers
 
     def close(self) -> None:
-        self._comm.Free()
+        self.comm.Free()
 
 
 def report(size: int, rank: int, answers: Mapping[int, str]) -> str:

@@ -1,0 +1,64 @@
+"""What `world.heal` needs of the rest of the configuration."""
+
+from __future__ import annotations
+
+from ktrainer.config.backends import DataParallelConfig
+from ktrainer.config.schema import Config
+from ktrainer.errors import ConfigError
+
+
+def check_healing(config: Config) -> None:
+    """Refuse what could not go on after the death of a rank.
+
+    Raises:
+        ConfigError: naming the key, and what to do.
+    """
+    world = config.world
+    if not world.heal:
+        for key in ("replace", "max_size"):
+            if getattr(world, key):
+                raise ConfigError(
+                    "needs world.heal=true: newcomers join as others leave.",
+                    path=f"world.{key}",
+                    value=getattr(world, key),
+                )
+        return
+    if world.max_size is not None and world.max_size < world.min_size:
+        raise ConfigError(
+            f"is less than world.min_size={world.min_size}.",
+            path="world.max_size",
+            value=world.max_size,
+        )
+    _check_backend(config)
+    if config.data.batch != "global" or config.data.shard != "batch":
+        key = "batch" if config.data.batch != "global" else "shard"
+        raise ConfigError(
+            "world.heal=true needs data that every rank could cut anew: set data.batch=global and "
+            "data.shard=batch, or heal by restarts (`ktrainer launch --max-restarts`).",
+            path=f"data.{key}",
+            value=getattr(config.data, key),
+        )
+
+
+def _check_backend(config: Config) -> None:
+    backend = config.backend
+    remedy = "set world.heal=false, and let `ktrainer launch --max-restarts` start it again."
+    if not isinstance(backend, DataParallelConfig):
+        raise ConfigError(
+            f"only backend=data_parallel goes on without ranks that die: {remedy}",
+            path="world.heal",
+            value=True,
+        )
+    if backend.engine == "horovod":
+        raise ConfigError(
+            f"Horovod cannot go on without ranks that die: set backend.engine=mpi, or {remedy}",
+            path="backend.engine",
+            value="horovod",
+        )
+    if backend.op == "sum":
+        raise ConfigError(
+            "the sum over ranks changes with their number, so that world.heal=true would change "
+            "the results: set backend.op=average.",
+            path="backend.op",
+            value="sum",
+        )

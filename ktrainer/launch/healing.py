@@ -1,0 +1,91 @@
+"""`ktrainer launch --heal`: ranks may die and others join, and the launch goes on."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ktrainer.config import Config
+from ktrainer.errors import ConfigError
+
+SPARE = 32  # pipes for processes that join later
+# What MPI prints when a collective meets a dead rank; we say it better.
+NOISE = (b"NBC_Progress: an error",)
+_MPIRUN = ("--with-ft", "ulfm")
+
+
+def add_healing_arguments(parser: argparse.ArgumentParser, positive: Any) -> None:
+    """Declare the options; they stand for keys of the `world` section."""
+    group = parser.add_argument_group(
+        "self-healing", "for backend=data_parallel with engine mpi; see the keys of `world`"
+    )
+    group.add_argument(
+        "--heal",
+        action="store_const",
+        const=True,
+        help="go on without processes that die (world.heal)",
+    )
+    group.add_argument(
+        "--replace",
+        action="store_const",
+        const=True,
+        help="start another process in the place of each that died (world.replace)",
+    )
+    group.add_argument(
+        "--min-n",
+        type=positive,
+        metavar="N",
+        help="with fewer left, save a checkpoint and end (world.min_size)",
+    )
+    group.add_argument(
+        "--max-n",
+        type=positive,
+        metavar="N",
+        help="grow to so many with processes that join (world.max_size)",
+    )
+
+
+def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys of `world` that the command line sets; any of them means `heal`."""
+    given = {
+        "heal": args.heal,
+        "replace": args.replace,
+        "min_size": args.min_n,
+        "max_size": args.max_n,
+    }
+    found = {key: value for key, value in given.items() if value is not None}
+    return {"heal": True, **found} if found else {}
+
+
+def settings(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
+    """The keys of `world` that all ranks are told: the command line's, then the configuration's;
+    empty when nothing heals.
+
+    Raises:
+        ConfigError: a cluster of parameter servers, whose launcher does not use MPI.
+    """
+    found = asked(args)
+    if config is not None and config.world.heal:
+        world = config.world
+        keys = ("heal", "replace", "min_size", "max_size")
+        found = {**{key: getattr(world, key) for key in keys}, **found}
+    if found and args.workers is not None:
+        raise ConfigError("--heal is for processes that MPI connects: give -n, not --workers")
+    return found
+
+
+def mpirun_arguments(healing: dict[str, Any]) -> tuple[str, ...]:
+    """What mpirun is told besides."""
+    return _MPIRUN if healing else ()
+
+
+def mpi_settings(healing: dict[str, Any], loopback: bool) -> dict[str, str]:
+    """Settings of MPI for processes that join: shared memory is for those that start together, so
+    newcomers talk over TCP, on loopback alone if nothing else was asked for."""
+    joins = bool(healing.get("replace") or healing.get("max_size"))
+    if not (joins and loopback):
+        return {}
+    return {
+        "OMPI_MCA_btl": "self,sm,tcp",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+    }

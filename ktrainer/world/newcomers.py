@@ -1,0 +1,184 @@
+"""Processes that join ranks which are already training.
+
+    rank 0                                  newcomer
+    starts it, in a thread       ──►        imports, builds the model, runs a step
+    looks between two steps      ◄──        READY
+    all ranks: JOIN              ──►
+    one communicator of all ranks and the newcomer, made by all together
+    IN, or OUT if it failed      ──►        is the last rank, and is given the state
+
+Rank 0 talks to it over a communicator of the two alone, the bridge. When rank 0 dies before the
+newcomer is in, the newcomer ends, and the new rank 0 starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from ktrainer.errors import DeadlineExceeded
+from ktrainer.world.blocking import in_time
+from ktrainer.world.healing import HealingWorld
+
+SLOT = "KTRAINER_SLOT"  # set in newcomers
+LOCAL_RANK = "KTRAINER_LOCAL_RANK"
+_READY, _JOIN, _VERDICT, _MEET, _PROCESS = 1, 2, 3, 4, 5
+_LOOK_SECONDS = 0.02
+
+
+class Recruit:
+    """A newcomer, seen from rank 0.
+
+    Args:
+        slot: its number for life.
+        local_rank: which device of this host it uses.
+        command: what it runs; default: the command that this process was started with.
+
+    Attributes:
+        failed: it could not be started, or died.
+    """
+
+    def __init__(self, slot: int, local_rank: int, command: list[str] | None = None) -> None:
+        self.slot, self.failed = slot, False
+        self.bridge: MPI.Intracomm | None = None
+        self._ready = False
+        words = [f"{SLOT}={slot}", f"{LOCAL_RANK}={local_rank}"]
+        self._words = words + (command or [sys.executable, *sys.orig_argv[1:]])
+        # To start a process takes a second or so, which the training need not wait.
+        thread = threading.Thread(target=self._start, name="ktrainer-newcomer", daemon=True)
+        thread.start()
+
+    def _start(self) -> None:
+        try:
+            both = MPI.COMM_SELF.Spawn("env", args=self._words, maxprocs=1)
+            self.bridge = both.Merge(high=False)
+        except MPI.Exception:
+            self.failed = True
+
+    def dismiss(self) -> None:
+        """It is not wanted any more, wherever it is in its preparations."""
+        if self.bridge is None or self.failed:
+            return
+        with contextlib.suppress(MPI.Exception):
+            self.bridge.isend(False, 1, _JOIN)
+            host, pid = self.bridge.recv(source=1, tag=_PROCESS)
+            if host == socket.gethostname():
+                os.kill(pid, signal.SIGKILL)
+
+    def ready(self) -> bool:
+        """Whether it has built everything and waits to be admitted."""
+        if self.bridge is None or self.failed or self._ready:
+            return self._ready and not self.failed
+        try:
+            if self.bridge.iprobe(source=1, tag=_READY):
+                self.bridge.recv(source=1, tag=_READY)
+                self._ready = True
+        except MPI.Exception:  # it has died
+            self.failed = True
+        return self._ready
+
+    def call(self) -> None:
+        """Tell it that the others are about to admit it."""
+        assert self.bridge is not None
+        self.bridge.send(True, 1, _JOIN)
+
+    def tell(self, admitted: bool) -> None:
+        """Tell it whether all ranks have it."""
+        assert self.bridge is not None
+        self.bridge.send(admitted, 1, _VERDICT)
+
+
+def admit(world: HealingWorld, recruit: Recruit | None) -> bool:
+    """Make a newcomer a rank of `world`. All ranks call it together.
+
+    Args:
+        recruit: on rank 0, the newcomer, which is ready; None elsewhere.
+
+    Returns:
+        Whether it is in.
+    """
+    merged = None
+    try:
+        if recruit is not None:
+            recruit.call()
+        bridge = recruit.bridge if recruit is not None else None
+        comm, peer = world.comm, bridge or MPI.COMM_SELF  # which only rank 0's is looked at
+        what = "admit a newcomer"
+        both = in_time(world, lambda: comm.Create_intercomm(0, peer, 1, _MEET), what)
+        merged = in_time(world, lambda: both.Merge(high=False), what)
+    except MPI.Exception:
+        pass  # it has died, or one of us: the others learn of it below
+    if recruit is None:
+        return world.admit(merged)
+    return _admit_and_tell(world, merged, recruit)
+
+
+def _admit_and_tell(world: HealingWorld, merged: Any, recruit: Recruit) -> bool:
+    # The newcomer takes part in what follows the agreement, so it is told in between.
+    def tell(admitted: bool) -> None:
+        try:
+            recruit.tell(admitted)
+        except MPI.Exception:
+            recruit.failed = True
+
+    return world.admit(merged, tell)
+
+
+def open_healing_world() -> HealingWorld:
+    """The world of a process that mpirun started, or one that trains already."""
+    if SLOT not in os.environ or MPI.Comm.Get_parent() == MPI.COMM_NULL:
+        return HealingWorld()
+    world = HealingWorld(int(os.environ[SLOT]))
+    world.entrance = Entrance()
+    return world
+
+
+class Entrance:
+    """The way in, seen from the newcomer."""
+
+    def __init__(self) -> None:
+        self._bridge = MPI.Comm.Get_parent().Merge(high=True)
+        self._bridge.send((socket.gethostname(), os.getpid()), 0, _PROCESS)
+
+    def wait(self, world: HealingWorld) -> bool:
+        """Say that this process is ready, and become a rank of the world when it is called.
+
+        Returns:
+            Whether it is one now; if not, those that started it are gone, or did not want it.
+        """
+        try:
+            self._bridge.send(None, 0, _READY)
+            if not self._receive(_JOIN, None, world):
+                return False
+            both = MPI.COMM_SELF.Create_intercomm(0, self._bridge, 0, _MEET)
+            merged = both.Merge(high=True)
+            if not self._receive(_VERDICT, world.deadline, world):
+                return False
+        except MPI.Exception:
+            return False
+        world.enter(merged)
+        return True
+
+    def _receive(self, tag: int, seconds: float | None, world: HealingWorld) -> Any:
+        """The message of rank 0; it may be long in coming, but then rank 0 must be alive."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self._bridge.iprobe(source=0, tag=tag):
+            if end is not None and time.monotonic() > end:
+                raise DeadlineExceeded(world.slot, world.step, "be admitted", world.deadline)
+            time.sleep(_LOOK_SECONDS)
+        return self._bridge.recv(source=0, tag=tag)
+
+
+def free_local_rank(world: HealingWorld) -> int:
+    """The least number that no process of this host uses."""
+    host = world.peers[world.rank].host
+    used = {peer.local_rank for peer in world.peers if peer.host == host}
+    return next(n for n in range(len(used) + 1) if n not in used)

@@ -1,0 +1,166 @@
+"""Trainings in which ranks die; `test_healing.py` launches it, and compares with one process.
+
+    ktrainer launch --heal -n 4 healing_script.py RESULTS dense:0:7:in mixed:1:5:before
+
+Each word is one `fit`: its training, who dies (by its number for life), at which step, and where.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from ktrainer import Callback, Trainer
+
+SETTINGS = {
+    "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],
+    "mixed": ["trainer.accumulate=2", "trainer.clip.global_norm=0.5"],
+    "words": ["trainer.steps_per_call=3"],
+    "longer": ["checkpoint.every=1ep"],
+}
+EPOCHS = {"longer": 60}
+
+
+def data(name: str) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 6))
+    y = (x @ random.normal(size=(6, 3))).argmax(-1)
+    return (random.integers(0, 30, (200, 5)), y) if name == "words" else (x, y)
+
+
+def build(name: str) -> keras.Model:
+    """Plain; with statistics and seeds that a step changes before it may fail; with gradients of
+    embeddings, as slices."""
+    keras.utils.set_random_seed(3)
+    inner: dict[str, list[Any]] = {
+        "mixed": [
+            keras.Input((6,)),
+            layers.Dense(8, "tanh"),
+            layers.BatchNormalization(synchronized=True),
+        ],
+        "words": [keras.Input((5,)), layers.Embedding(30, 4), layers.Flatten()],
+    }
+    first = inner.get(name, [keras.Input((6,)), layers.Dense(8, "tanh")])
+    model = keras.Sequential([*first, layers.Dense(3)])
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9) if name == "words" else keras.optimizers.Adam(0.01),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+class Plateau(keras.callbacks.ReduceLROnPlateau):
+    """Lowers the rate at every other epoch's end: twice for one of them would show."""
+
+    def __init__(self) -> None:
+        super().__init__(monitor="loss", min_delta=100.0, patience=2, factor=0.7)
+
+
+class Dies(Callback):
+    """Ends this process, or stops it, in the middle of things.
+
+    Args:
+        slot, step, where: who, when, and where; `in` is with an all-reduce under way.
+    """
+
+    def __init__(self, slot: int, step: int, where: str) -> None:
+        super().__init__()
+        self.slot, self.step, self.where = slot, step, where
+
+    def at(self, where: str) -> None:
+        mine = where == self.where.removesuffix("!") and self.world.slot == self.slot
+        if mine and self.progress.step >= self.step:
+            os.kill(os.getpid(), signal.SIGSTOP if self.where.endswith("!") else signal.SIGKILL)
+
+    def on_step_begin(self, step: int) -> None:
+        self.at("before")
+        if self.where == "joined":
+            time.sleep(0.05)  # so that newcomers find somebody to join
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        self.at("after")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.at("validation")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.at("epoch")
+        joined = [healed for healed in self.trainer.healed if not healed.lost]
+        if len(joined) >= 1:
+            self.at("joined")
+
+
+def die_in_a_reduction(dies: Dies) -> Callable[[], None]:
+    """Let `dies` happen when an all-reduce of gradients has been started."""
+    from ktrainer.world.plane_mpi import MpiPlane
+
+    original = MpiPlane._wait
+
+    def wait(self: Any, request: Any, what: str) -> None:
+        if "gradients" in what:
+            dies.at("in")
+        original(self, request, what)
+
+    MpiPlane._wait = wait  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        MpiPlane._wait = original  # type: ignore[method-assign]
+
+    return put_back
+
+
+def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, Any], Trainer]:
+    """One `fit`: what must be the same whoever dies, and its trainer."""
+    keras.utils.clear_session()
+    words = [
+        "data.batch_size=25",
+        f"trainer.epochs={EPOCHS.get(name, 4)}",
+        "logging.progress=none",
+        *SETTINGS[name],
+        *words,
+    ]
+    x, y = data(name)
+    with Trainer(overrides=words, callbacks=[Plateau(), *callbacks]) as trainer:
+        model = functools.partial(build, name)
+        history = trainer.fit(model, (x, y), validation_data=(x[:40], y[:40])).history
+        weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
+        slots = [np.asarray(v.numpy()) for v in trainer.model.optimizer.variables]
+    return {"history": history, "weights": weights + slots}, trainer
+
+
+def main() -> None:
+    keras.config.set_floatx("float64")
+    results, *faults = sys.argv[1:]
+    more = os.environ.get("WORDS", "").split()
+    for number, fault in enumerate(faults):
+        name, slot, step, where = fault.split(":")
+        dies = Dies(int(slot), int(step), where)
+        put_back = die_in_a_reduction(dies)
+        run = f"run.dir={results}/run-{number}"
+        found, trainer = train(name, ["backend=data_parallel", run, *more], [dies])
+        put_back()
+        if trainer.world.rank == 0:
+            folder = Path(results)
+            arrays = {str(k): v for k, v in enumerate(found["weights"])}
+            np.savez(folder / f"{number}.npz", **arrays)
+            healed = [[h.step, list(h.lost), h.size, h.seconds] for h in trainer.healed]
+            facts = {"history": found["history"], "healed": healed, "slot": trainer.world.slot}
+            (folder / f"{number}.json").write_text(json.dumps(facts))
+        trainer.world.barrier("results")
+
+
+if __name__ == "__main__":
+    main()
