@@ -11,15 +11,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ktrainer.config.healing import check_healing
 from ktrainer.config.schema import Config
 
 VARIABLE = "KTRAINER_WORLD"
 
 
 def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """`config` with the launcher's word on its `world` section."""
+    """`config` with the launcher's word on its `world` section.
+
+    Raises:
+        ConfigError: the two do not go together.
+    """
     told = environ.get(VARIABLE)
-    return config if not told else replace(config, world=replace(config.world, **json.loads(told)))
+    if not told:
+        return config
+    config = replace(config, world=replace(config.world, **json.loads(told)))
+    check_healing(config)
+    return config
 
 
 def to_environment(world: Mapping[str, Any]) -> dict[str, str]:

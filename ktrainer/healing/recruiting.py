@@ -20,15 +20,17 @@ class Recruiting:
     Args:
         world: the ranks.
         config: the `world` section.
+        fits: which `fit` of the script this is; newcomers join the first alone.
 
     Attributes:
         started: ranks at the start.
     """
 
-    def __init__(self, world: HealingWorld, config: WorldConfig) -> None:
+    def __init__(self, world: HealingWorld, config: WorldConfig, fits: int) -> None:
         self.world = world
         self._wanted = config.max_size or 0
         self._replace = config.replace
+        self._first = fits == 1  # a newcomer begins at the beginning of the script
         self.started = world.size
         self._recruit: Recruit | None = None
         self._next_slot = world.size
@@ -66,4 +68,4 @@ class Recruiting:
 
     def _is_wanted(self) -> bool:
         size = max(self._wanted, self.started if self._replace else 0)
-        return self.world.size < size and self._failures < _FAILURES
+        return self._first and self.world.size < size and self._failures < _FAILURES

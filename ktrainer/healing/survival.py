@@ -17,7 +17,7 @@ from ktrainer.callbacks.base import as_floats, emit
 from ktrainer.callbacks.broadcast import broadcast_variables
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.state import history_of, variables_of
-from ktrainer.errors import PeerLost
+from ktrainer.errors import DataError, PeerLost
 from ktrainer.healing.counts import Counts
 from ktrainer.healing.point import Point
 from ktrainer.healing.recruiting import Recruiting
@@ -58,9 +58,13 @@ class Survival:
         fit: whose feeds and callbacks are made for the ranks of the moment.
         loop: what it runs.
         world: the ranks.
+
+    Raises:
+        DataError: data that is gone once it was read.
     """
 
     def __init__(self, fit: Fit, loop: Loop, world: HealingWorld) -> None:
+        _check_data(fit)
         self.fit, self.loop, self.world = fit, loop, world
         self.model = fit.model
         self._point = Point()
@@ -68,7 +72,7 @@ class Survival:
         self._counts = Counts(self.model)
         self._mine = np.zeros(0)  # this rank's counts at the point
         self._table = np.zeros((world.size, 0))  # those of all ranks, as last told
-        self._recruiting = Recruiting(world, fit.trainer.config.world)
+        self._recruiting = Recruiting(world, fit.trainer.config.world, fit.trainer.fits)
 
     def run(self) -> keras.callbacks.History:
         """Train to the end; as a newcomer, from where the others are."""
@@ -241,6 +245,17 @@ class Survival:
         """All callbacks of the run, those of other ranks too: the first rank may be another
         later."""
         return self.fit.every
+
+
+def _check_data(fit: Fit) -> None:
+    """An interrupted epoch is read again up to where it stood."""
+    for feed in (fit.feed, fit.validation):
+        source = getattr(feed, "source", None)
+        if source is not None and not source.reopens:
+            raise DataError(
+                "world.heal=true needs data that can be read again, which a generator cannot: pass "
+                "the function that makes it, arrays, a PyDataset or a tf.data.Dataset"
+            )
 
 
 def _several(fit: Fit) -> bool:

@@ -1,8 +1,8 @@
 """Trainings in which ranks die; `test_healing.py` launches it, and compares with one process.
 
-    ktrainer launch --heal -n 4 healing_script.py RESULTS dense:0:7:in mixed:1:5:before
+    ktrainer launch --heal -n 4 healing_script.py RESULTS dense,0:7:in mixed,1:5:before
 
-Each word is one `fit`: its training, who dies (by its number for life), at which step, and where.
+Each word is one `fit`: its training, then who dies (by its number for life), at which step, where.
 """
 
 from __future__ import annotations
@@ -61,11 +61,9 @@ def build(name: str) -> keras.Model:
     return model
 
 
-class Plateau(keras.callbacks.ReduceLROnPlateau):
+def lowering() -> keras.callbacks.Callback:
     """Lowers the rate at every other epoch's end: twice for one of them would show."""
-
-    def __init__(self) -> None:
-        super().__init__(monitor="loss", min_delta=100.0, patience=2, factor=0.7)
+    return keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=2, min_delta=100.0)
 
 
 class Dies(Callback):
@@ -86,8 +84,8 @@ class Dies(Callback):
 
     def on_step_begin(self, step: int) -> None:
         self.at("before")
-        if self.where == "joined":
-            time.sleep(0.05)  # so that newcomers find somebody to join
+        if self.where == "joined" and not self.joined():
+            time.sleep(0.2)  # so that newcomers find somebody to join
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
         self.at("after")
@@ -98,20 +96,24 @@ class Dies(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_end(epoch, logs)
         self.at("epoch")
-        joined = [healed for healed in self.trainer.healed if not healed.lost]
-        if len(joined) >= 1:
+        if self.joined():
             self.at("joined")
 
+    def joined(self) -> bool:
+        """Whether a newcomer has come in."""
+        return any(not healed.lost for healed in self.trainer.healed)
 
-def die_in_a_reduction(dies: Dies) -> Callable[[], None]:
-    """Let `dies` happen when an all-reduce of gradients has been started."""
+
+def die_in_a_reduction(deaths: list[Dies]) -> Callable[[], None]:
+    """Let `deaths` happen when an all-reduce of gradients has been started."""
     from ktrainer.world.plane_mpi import MpiPlane
 
     original = MpiPlane._wait
 
     def wait(self: Any, request: Any, what: str) -> None:
         if "gradients" in what:
-            dies.at("in")
+            for dies in deaths:
+                dies.at("in")
         original(self, request, what)
 
     MpiPlane._wait = wait  # type: ignore[method-assign]
@@ -133,7 +135,7 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         *words,
     ]
     x, y = data(name)
-    with Trainer(overrides=words, callbacks=[Plateau(), *callbacks]) as trainer:
+    with Trainer(overrides=words, callbacks=[lowering(), *callbacks]) as trainer:
         model = functools.partial(build, name)
         history = trainer.fit(model, (x, y), validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
@@ -146,16 +148,18 @@ def main() -> None:
     results, *faults = sys.argv[1:]
     more = os.environ.get("WORDS", "").split()
     for number, fault in enumerate(faults):
-        name, slot, step, where = fault.split(":")
-        dies = Dies(int(slot), int(step), where)
-        put_back = die_in_a_reduction(dies)
+        name, *who = fault.split(",")
+        parts = [each.split(":") for each in who]
+        deaths = [Dies(int(slot), int(step), where) for slot, step, where in parts]
+        put_back = die_in_a_reduction(deaths)
         run = f"run.dir={results}/run-{number}"
-        found, trainer = train(name, ["backend=data_parallel", run, *more], [dies])
+        found, trainer = train(name, ["backend=data_parallel", run, *more], deaths)
         put_back()
         if trainer.world.rank == 0:
             folder = Path(results)
             arrays = {str(k): v for k, v in enumerate(found["weights"])}
             np.savez(folder / f"{number}.npz", **arrays)
+            # What became of the ranks in this `fit`.
             healed = [[h.step, list(h.lost), h.size, h.seconds] for h in trainer.healed]
             facts = {"history": found["history"], "healed": healed, "slot": trainer.world.slot}
             (folder / f"{number}.json").write_text(json.dumps(facts))

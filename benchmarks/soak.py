@@ -1,0 +1,163 @@
+"""Training that is disturbed all the time, and ends with the weights of one that is not.
+
+    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 heal
+    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 restart
+
+Two processes train a small transformer on Shakespeare's plays (`DIR/input.txt`, else downloaded),
+first undisturbed, then with a rank, drawn at random, killed every so many seconds: `heal` lets the
+others go on and replaces it (`ktrainer launch --replace`), `restart` starts both again from the
+last checkpoint (`--max-restarts`). Prints how far the weights are apart, how often a rank was
+killed, memory over time, and what is left behind. In float64, so that a difference is not rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SETTLE_SECONDS = 5.0  # a process younger than this is left alone
+
+
+def train(out: str, words: list[str]) -> None:
+    """One process of a training; the first writes the weights."""
+    sys.path.insert(0, str(EXAMPLES))
+    import keras
+
+    from ktrainer import Trainer
+
+    trainer = Trainer(overrides=words)
+    keras.config.set_floatx("float64")
+    import data
+    import shakespeare
+
+    keras.utils.set_random_seed(0)
+    folder, _ = data.data_folder()
+    x, y = shakespeare.windows(data.shakespeare(folder)[:200_000])
+    trainer.fit(shakespeare.build_model, (x, y))
+    if trainer.world.is_root:
+        arrays = [v.numpy() for v in trainer.model.weights]
+        np.savez(out, **{str(k): v for k, v in enumerate(arrays)})
+
+
+def ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    """The live processes of a launch that train."""
+    found = []
+    for process in launcher.children(recursive=True):
+        try:
+            if "ktrainer.launch.worker" in process.cmdline() and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return [p for p in found if Path(p.exe()).name.startswith("python")]
+
+
+class Disturber(threading.Thread):
+    """Kills a rank now and then, and notes how much memory the ranks take."""
+
+    def __init__(self, launcher: int, every: float) -> None:
+        super().__init__(daemon=True)
+        self.launcher, self.every = psutil.Process(launcher), every
+        self.kills: list[float] = []
+        self.memory: list[tuple[float, float]] = []
+        self.began, self.over = time.monotonic(), threading.Event()
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self.over.wait(1.0):
+            try:
+                alive = ranks(self.launcher)
+                used = [p.memory_info().rss / 2**20 for p in alive]
+                now = time.monotonic()
+                if used:
+                    self.memory.append((now - self.began, max(used)))
+                old = [p for p in alive if time.time() - p.create_time() > SETTLE_SECONDS]
+                if self.every and now - last > self.every and len(old) == 2:
+                    random.choice(old).kill()
+                    self.kills.append(now - self.began)
+                    last = now
+            except psutil.Error:
+                continue
+
+
+def launch(args: argparse.Namespace, folder: Path, name: str, every: float) -> Disturber:
+    """Run a training to its end, disturbed `every` so many seconds (0: never)."""
+    how = {"heal": ["--replace"], "restart": ["--max-restarts", "1000"]}[args.how] if every else []
+    words = [
+        *(f"trainer.max_steps={args.steps}", "trainer.epochs=100000", f"run.dir={folder / name}"),
+        *("checkpoint.every=100ba", "backend=data_parallel", "logging.progress=none"),
+        *("data.batch_size=16", "world.deadline=60"),
+    ]
+    more = ["--data-dir", args.data_dir] if args.data_dir else []
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "--no-check", *how]
+    command += [__file__, "--train", str(folder / f"{name}.npz"), *more, *words]
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
+        disturber = Disturber(process.pid, every)
+        disturber.start()
+        code = process.wait()
+    disturber.over.set()
+    disturber.join()
+    seconds = time.monotonic() - disturber.began
+    print(f"{name}: {seconds:.0f} s, {len(disturber.kills)} killed, exit code {code}", flush=True)
+    if code:
+        print((folder / f"{name}.log").read_text()[-3000:])
+    return disturber
+
+
+def report(folder: Path, disturbed: Disturber, before: set[str]) -> None:
+    """How far the two runs are apart, and what is left of them."""
+    with np.load(folder / "calm.npz") as one, np.load(folder / "disturbed.npz") as other:
+        gaps = [float(np.max(np.abs(one[k] - other[k]) / np.max(np.abs(one[k])))) for k in one]
+    equal = all(gap == 0 for gap in gaps)
+    print(f"weights: largest difference {max(gaps):.1e} of a variable's largest value")
+    print("         bitwise equal" if equal else "         not bitwise equal")
+    memory = [used for _, used in disturbed.memory]
+    quarter = max(1, len(memory) // 4)
+    print(
+        f"memory:  {max(memory[quarter : 2 * quarter]):.0f} MB in the second quarter of the time,"
+    )
+    print(f"         {max(memory[-quarter:]):.0f} MB in the last")
+    print(f"left:    {len(psutil.Process().children(recursive=True))} processes, ", end="")
+    temporary = [p for p in (folder / "disturbed").rglob("*") if ".tmp" in p.name]
+    print(f"{len(left_behind() - before)} shared or private folders, {len(temporary)} half-written")
+
+
+def left_behind() -> set[str]:
+    """Folders that a launch makes and should take away."""
+    places = [Path(tempfile.gettempdir()), Path("/dev/shm")]
+    return {str(p) for place in places if place.is_dir() for p in place.glob("ktrainer-*")}
+
+
+def main() -> None:
+    """Train twice, and compare."""
+    if "--train" in sys.argv:
+        at = sys.argv.index("--train")
+        train(sys.argv[at + 1], [word for word in sys.argv[at + 2 :] if "=" in word])
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("how", choices=["heal", "restart"])
+    parser.add_argument("--steps", type=int, default=1000, help="updates in all")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between two deaths")
+    parser.add_argument("--data-dir", help="where input.txt is")
+    args = parser.parse_args()
+    before = left_behind()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        launch(args, folder, "calm", 0)
+        disturbed = launch(args, folder, "disturbed", args.every)
+        report(folder, disturbed, before)
+
+
+if __name__ == "__main__":
+    main()
