@@ -16,6 +16,7 @@ from ktrainer.checkpoint import resume
 from ktrainer.durations import Duration
 from ktrainer.errors import ModelError
 from ktrainer.feed import Feed, make_feed
+from ktrainer.interruption import Interruption
 from ktrainer.loop import Loop, Schedule
 from ktrainer.preflight import check_agreement, data_facts, model_facts
 from ktrainer.runfolder import hold_run_folder
@@ -81,10 +82,18 @@ class Fit:
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
         schedule = make_schedule(self.trainer.config)
+        interruption = Interruption(self.trainer.config.trainer.interrupt)
         loop = Loop(
-            self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
+            self.trainer,
+            self.program,
+            self.callbacks,
+            self.feed,
+            self.validation,
+            schedule,
+            interruption,
         )
-        return loop.run()
+        with interruption.noted():
+            return loop.run()
 
     def resume(self) -> None:
         """Restore what `checkpoint.resume` asks for, on all ranks."""

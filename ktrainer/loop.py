@@ -30,17 +30,18 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import evaluate
+from ktrainer.interruption import Asked, Interruption, leave
 from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Loop:
         feed: this rank's shares of the training data.
         validation: those of the validation data, or None.
         schedule: when things happen.
+        interruption: what asks the process to end.
     """
 
     def __init__(
@@ -91,9 +93,11 @@ class Loop:
         feed: Feed,
         validation: Feed | None,
         schedule: Schedule,
+        interruption: Interruption,
     ) -> None:
         self.trainer, self.program, self.callbacks = trainer, program, callbacks
         self.feed, self.validation, self.schedule = feed, validation, schedule
+        self.interruption = interruption
         self.model = program.model
         self.world = trainer.world
         known = trainer.steps_per_epoch
@@ -120,8 +124,11 @@ class Loop:
         self._skip_to_initial_epoch()
         self._check_time()
         logs: dict[str, Any] | None = None
-        while not self._finished():
-            logs = self._epoch()
+        try:
+            while not self._finished():
+                logs = self._epoch()
+        except Asked as asked:
+            leave(self.trainer, self.callbacks, asked)
         # As Keras: optimizers of a user's own `train_step` do not own all trainable weights.
         optimizer = self.model.optimizer
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -194,7 +201,7 @@ class Loop:
         self.callbacks.on_epoch_end(epoch, epoch_logs)
         if not cut:
             progress.finish_epoch()
-        self.model.stop_training = self.world.any(self.model.stop_training, "stop after epoch")
+        self._agree_to_stop("stop after epoch")
         return epoch_logs
 
     def _batches(self, epoch: int, skip: int) -> tuple[Any, bool]:
@@ -203,12 +210,19 @@ class Loop:
         logs: Any = {}
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
+            if self.trainer.progress.validation_due:
+                self._validate_inside_epoch()
+                if self._agree_to_stop():
+                    return logs, self._is_cut()
             for updates in self._updates(shares):
                 logs = self._train(updates)
                 if self._agree_to_stop():
-                    known = self.trainer.steps_per_epoch
-                    return logs, known is None or self.trainer.progress.batch < known
+                    return logs, self._is_cut()
         return logs, False
+
+    def _is_cut(self) -> bool:
+        known = self.trainer.steps_per_epoch
+        return known is None or self.trainer.progress.batch < known
 
     def _updates(self, shares: Iterator[Share]) -> Iterator[list[list[Share]]]:
         """Lists of updates that go into one call, each a list of shares."""
@@ -218,7 +232,8 @@ class Loop:
             calls = self.schedule.steps_per_call
             calls = calls if left is None else min(calls, left)
             start = time.perf_counter()
-            updates = [u for _ in range(calls) if (u := self._take(shares))]
+            take = partial(self._take_updates, shares, calls)
+            updates = self.interruption.awaiting(take, alone=self.world.size == 1)
             timers["data"] += time.perf_counter() - start
             if not updates:
                 return
@@ -226,8 +241,9 @@ class Loop:
                 self.program.build(self.feed.spec)  # wider, should a new shape have appeared
             yield updates
 
-    def _take(self, shares: Iterator[Share]) -> list[Share]:
-        return list(islice(shares, self.schedule.accumulate))
+    def _take_updates(self, shares: Iterator[Share], count: int) -> list[list[Share]]:
+        of = self.schedule.accumulate
+        return [update for _ in range(count) if (update := list(islice(shares, of)))]
 
     def _train(self, updates: list[list[Share]]) -> Any:
         """One call of the program, with its events and what is due after it."""
@@ -262,12 +278,12 @@ class Loop:
             due = bool(self.world.broadcast(due, what="is it time"))
         return due
 
-    def _agree_to_stop(self) -> bool:
+    def _agree_to_stop(self, what: str = "stop") -> bool:
         limit = self.schedule.max_seconds
         late = limit is not None and self.trainer.progress.elapsed >= limit
         # Not a stop that a checkpoint should remember: a later run may have more time.
-        flags = np.array([bool(self.model.stop_training), late], np.int32)
-        stopped, self._late = map(bool, self.world.oob_allreduce(flags, "max", "stop"))
+        flags = (bool(self.model.stop_training), late)
+        stopped, self._late = self.interruption.agree(self.world, flags, what)
         self.model.stop_training = stopped
         return stopped or self._late or self._steps_left() == 0
 
@@ -276,7 +292,9 @@ class Loop:
         return global_results(self.model.metrics, self.world, logs=logs, examples=self._examples)
 
     def _validate_inside_epoch(self) -> None:
+        self.trainer.progress.validation_due = True  # should it be interrupted
         logs = self._validation_logs(keep=True)
+        self.trainer.progress.validation_due = False
         self._validated = self.trainer.progress.step, logs
         emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
 
@@ -284,8 +302,17 @@ class Loop:
         """Validate; to `keep` is to put the metrics of the epoch so far back."""
         assert self.validation is not None
         self.program.finish()
-        kept = [(v, v.numpy()) for v in self.model.metrics_variables if keep]
-        logs = evaluate(self.program, self.validation, self.callbacks, self.world)
-        for variable, value in kept:
-            variable.assign(value)
+        kept = [(v, v.numpy()) for v in self.model.metrics_variables]
+
+        def agree(stop: bool) -> bool:
+            return self.interruption.agree(self.world, (stop,), "stop evaluating")[0]
+
+        try:
+            logs = evaluate(self.program, self.validation, self.callbacks, self.world, agree)
+        except Asked:
+            keep = True
+            raise
+        finally:
+            for variable, value in kept if keep else ():
+                variable.assign(value)
         return {f"val_{name}": value for name, value in logs.items()}

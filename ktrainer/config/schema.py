@@ -46,6 +46,23 @@ class ClipConfig:
 
 
 @dataclass(frozen=True)
+class InterruptConfig:
+    """What `fit` does when the process is asked to end.
+
+    Attributes:
+        signals: signals that ask for it, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. One on any rank:
+            all ranks end after the same step, save a checkpoint where checkpointing is on, and
+            exit with code 75. A second one acts as without ktrainer. []: none is caught.
+        grace: seconds from the signal until the process is killed: 30 under Kubernetes
+            (terminationGracePeriodSeconds), 30 under Slurm (KillWait) or as much as --signal
+            leaves. What is not likely to end in them is not begun.
+    """
+
+    signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGINT"])
+    grace: float = number(30.0, above=0)
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """How long and how to train.
 
@@ -71,6 +88,7 @@ class TrainerConfig:
         steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
             then see every so many steps.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
+        interrupt: what to do when the process is asked to end.
     """
 
     epochs: int = number(1, at_least=1)
@@ -87,6 +105,7 @@ class TrainerConfig:
     xla: bool = False
     steps_per_call: int = number(1, at_least=1)
     deterministic: bool = False
+    interrupt: InterruptConfig = field(default_factory=InterruptConfig)
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=_positive(float),
         metavar="S",
-        default=30.0,
-        help="seconds that processes have to end after SIGTERM (default: 30)",
+        help="seconds that processes have to end in once asked to (default: "
+        "trainer.interrupt.grace, which is 30)",
     )
     parser.add_argument(
         "--network",
@@ -93,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the group; returns the exit code.
 
     0 when all ranks ended well; the code of the rank that failed first, 128 plus the number of the
-    signal that ended it; 124 after `--timeout`; after Ctrl-C or SIGTERM the code that a rank chose
-    to exit with, else 130 or 143.
+    signal that ended it; 124 after `--timeout`; 75 where the ranks were asked to end, by a signal
+    to this process or to one of them, and a checkpoint is there to go on from; else, after Ctrl-C
+    or SIGTERM, the code that a rank chose to exit with, or 130 or 143.
 
     Raises:
         ConfigError: the script's configuration cannot work, or there is no such script.
@@ -113,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
     options = _options(slices if slices and threads <= len(slices[0]) else [])
     out, err = _mergers(args.ranks, args.prefix, options)
-    group = Group(args.ranks, out, err, grace=args.grace, timeout=args.timeout)
+    grace = args.grace or (config or Config()).trainer.interrupt.grace
+    group = Group(args.ranks, out, err, grace=grace, timeout=args.timeout)
     try:
         end = group.run(line, env, options, loopback=args.network == "loopback")
     except BrokenPipeError:
@@ -259,6 +261,9 @@ def _conclude(end: End, args: argparse.Namespace) -> int:
     if end.stopped_by == "timeout":
         _say(f"ended after {args.timeout:g} seconds (--timeout)")
         return TIMED_OUT
+    if end.interrupted is not None and not end.failures:
+        _say(end.interrupted.text)
+        return end.interrupted.code
     if isinstance(end.stopped_by, int):
         _say(f"ended by {signal.Signals(end.stopped_by).name}")
         chosen = [n.code for n in end.failures.values() if n.kind == "builtins.SystemExit"]

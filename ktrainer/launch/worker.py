@@ -32,6 +32,7 @@ _FOLLOWS = frozenset(
         "builtins.KeyboardInterrupt",
     }
 )
+_ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
 
@@ -43,6 +44,7 @@ def main(argv: list[str]) -> None:
     rank = int(os.environ.get("KTRAINER_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
     local_rank = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank))
     options = read_options(Path(folder))
+    os.environ["KTRAINER_LAUNCHED"] = "1"
     if options.cpus:
         os.sched_setaffinity(0, options.cpus[local_rank])
     _redirect(Path(folder), rank, options)
@@ -57,7 +59,11 @@ def main(argv: list[str]) -> None:
     try:
         _run(script, args)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if _name(type(error)) == _ASKED_TO_END:
+            # Not a failure: mpirun would end ranks that are still on their way out.
+            code, text = int(str(error.code)), str(error)
+            _say(say, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text))
+        elif error.code not in (None, 0):
             _fail(say, error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
