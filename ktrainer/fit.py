@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ktrainer.callbacks import assemble
+from ktrainer.callbacks import LossGuard, assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
 from ktrainer.durations import Duration
@@ -19,8 +19,10 @@ from ktrainer.feed import Feed, make_feed
 from ktrainer.interruption import Interruption
 from ktrainer.loop import Loop, Schedule
 from ktrainer.preflight import check_agreement, data_facts, model_facts
+from ktrainer.restarted import has_saved
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.steps import Clip, StepOptions
+from ktrainer.steps.guard import Guard, has_keras_step, loss_metric
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
@@ -101,6 +103,9 @@ class Fit:
         mode = config.checkpoint.resume
         if config.trainer.fast_dev_run:
             return
+        # An earlier start of the same launch is further than what `resume` names.
+        if self.trainer.world.broadcast(has_saved(self.trainer.checkpoint_dir), 0, "restart"):
+            mode = "auto"
         if self.trainer.fits > 1 and mode not in ("auto", "never"):
             if self.trainer.world.is_root:
                 warnings.warn(
@@ -166,7 +171,8 @@ class Fit:
             if isinstance(callback, Callback):
                 callback.set_trainer(trainer)
         # Hooks are traced into the step, so all ranks need them, those of writers too.
-        options = step_options(config, tuple(gradient_hooks(every)))
+        guard = guard_of(every, self.model)
+        options = step_options(config, tuple(gradient_hooks(every)), guard)
         self.program = trainer.backend.prepare(self.model, options)
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:
@@ -185,7 +191,32 @@ class Fit:
         return facts
 
 
-def step_options(config: Config, hooks: tuple[Any, ...] = ()) -> StepOptions:
+def guard_of(callbacks: list[Any], model: keras.Model) -> Guard | None:
+    """What leaves updates out, if one of the callbacks asks for it.
+
+    Raises:
+        ModelError: it cannot be told of this model's steps what their loss is.
+    """
+    found = next((c for c in callbacks if isinstance(c, LossGuard)), None)
+    if found is None or found.spike is None:
+        return None if found is None else found.guard
+    if loss_metric(model) is None and not has_keras_step(model):
+        raise ModelError(
+            f"health.spike needs to know the loss of a step, but model {model.name!r} has no metric "
+            "keras.metrics.Mean(name='loss') that its train_step updates. Add one to its `metrics`."
+        )
+    if found.on_spike == "skip" and not has_keras_step(model):
+        raise ModelError(
+            "health.on_spike=skip must know the loss before gradients are applied, which it can in "
+            f"Keras' own train_step only, and {type(model).__name__} has its own. Set "
+            "health.on_spike to stop or rollback."
+        )
+    return found.guard
+
+
+def step_options(
+    config: Config, hooks: tuple[Any, ...] = (), guard: Guard | None = None
+) -> StepOptions:
     """How steps run, from the configuration."""
     clip = config.trainer.clip
     return StepOptions(
@@ -194,6 +225,7 @@ def step_options(config: Config, hooks: tuple[Any, ...] = ()) -> StepOptions:
         clip=Clip(clip.global_norm, clip.norm, clip.value),
         average=getattr(config.backend, "op", "average") == "average",
         hooks=hooks,
+        guard=guard,
     )
 
 

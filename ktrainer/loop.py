@@ -6,7 +6,8 @@
             for each update:
                 on_train_batch_begin, on_step_begin
                 program.train(shares)
-                on_step_end, on_train_batch_end
+                on_step_end, on_train_batch_end (between the two: back to the last checkpoint, if
+                    a callback asked for it)
                 every logging.every: logs of all ranks, on_log
                 every trainer.validate_every, inside the epoch: validate, on_validation_end
                 stop if any rank wants to
@@ -42,6 +43,7 @@ from ktrainer.durations import Duration, Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import evaluate
 from ktrainer.interruption import Asked, Interruption, leave
+from ktrainer.rollback import roll_back
 from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -265,6 +267,11 @@ class Loop:
         if (waited := self.trainer.communication_seconds) is not None:
             self.trainer.timers["communication"] = waited - self._waited
         emit(ours, "on_step_end", progress.step, logs)
+        if self.trainer.rollback is not None:
+            roll_back(self.trainer, self.callbacks)
+            self._examples = 0  # as the metrics, which begin anew
+            for every in (self._validate, self._log):
+                every.start(progress)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, self._global_logs(logs))

@@ -58,6 +58,9 @@ class Trainer(CustomLoop):
             (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
         fits: how often `fit` has begun to train; one that is refused before does not count.
+        unsound: whether the last update has spoilt the model, as far as `health` can tell: no
+            checkpoint of it is saved.
+        rollback: why the run is to go back to the last checkpoint; None if it is not.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
@@ -80,6 +83,8 @@ class Trainer(CustomLoop):
         self.steps_per_epoch: int | None = None
         self.epoch_complete = True
         self.stop_reason: str | None = None
+        self.unsound = False
+        self.rollback: str | None = None
         self._run_dir: Path | None = None
         self.fits = 0
         self._active: Any = None
@@ -145,7 +150,8 @@ class Trainer(CustomLoop):
             show_model(self, data)
         self.progress = Progress()
         self.timers.clear()
-        self.stop_reason = None
+        self.stop_reason = self.rollback = None
+        self.unsound = False
         self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
         self.fits += 1
         try:
@@ -227,6 +233,10 @@ class Trainer(CustomLoop):
         self.stop_reason = reason
         if self.model is not None:
             self.model.stop_training = True
+
+    def request_rollback(self, reason: str) -> None:
+        """Go back to the last checkpoint after the current update. Call it on all ranks alike."""
+        self.rollback, self.unsound = reason, True
 
     def resume(self) -> None:
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""

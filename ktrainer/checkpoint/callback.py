@@ -203,6 +203,8 @@ class Checkpoint(Callback):
         Raises:
             CheckpointError: on all ranks: this one, or the one before, cannot be written.
         """
+        if getattr(self.trainer, "unsound", False):  # on all ranks alike; that has been said
+            return False
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:

@@ -27,6 +27,7 @@ from ktrainer.checkpoint.snapshot import Snapshot, model_text
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from ktrainer.folderlock import FolderLock
+from ktrainer.restarted import note_save
 from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
@@ -201,6 +202,7 @@ class Saver:
             texts=self._texts,
             write=collect,
         )
+        note_save(self.store.directory, snapshot.step)
         prune(self.store)
 
     def _is_ending(self) -> bool:

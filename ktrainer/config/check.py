@@ -9,6 +9,7 @@ from typing import Any
 from ktrainer import registry
 from ktrainer.config.backends import PipelineConfig, TfDistributeConfig
 from ktrainer.config.bounds import DurationBounds, NumberBounds
+from ktrainer.config.health import check_health
 from ktrainer.config.pipeline import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import bounds, expected, hints, schema_fields
@@ -36,6 +37,7 @@ def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | N
     _check_signals(config)
     _check_schedule(config)
     _check_checkpoint(config)
+    check_health(config)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
     if isinstance(config.backend, TfDistributeConfig):

@@ -47,6 +47,7 @@ class Note:
         kind: the exception's class, `"package.module.Name"`.
         text: the traceback, as Python prints it.
         follows: the failure is what one sees when another rank has gone.
+        final: another try would fail in the same way, or the script itself chose to end.
     """
 
     event: Literal["started", "failed", "interrupted", "ended"]
@@ -56,6 +57,7 @@ class Note:
     kind: str = ""
     text: str = ""
     follows: bool = False
+    final: bool = False
 
 
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:

@@ -37,6 +37,7 @@ class End:
 
     Attributes:
         code: mpirun's exit code.
+        started: whether any rank came to run the script.
         said: what mpirun itself printed.
         failures: rank -> what it reported.
         interrupted: what a rank reported that was asked to end and did so, as then all do.
@@ -46,6 +47,7 @@ class End:
     """
 
     code: int = 0
+    started: bool = False
     said: str = ""
     failures: dict[int, Note] = field(default_factory=dict)
     interrupted: Note | None = None
@@ -196,6 +198,7 @@ class Group:
             note = decode(line)
             if note.event == "started":
                 self._started[rank] = note.pid
+                self.end.started = True
             elif note.event == "failed":
                 self.end.failures[rank] = note
             elif note.event == "interrupted":

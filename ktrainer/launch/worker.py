@@ -32,6 +32,17 @@ _FOLLOWS = frozenset(
         "builtins.KeyboardInterrupt",
     }
 )
+# What another try would only repeat.
+_FINAL = frozenset(
+    {
+        *(f"ktrainer.errors.{kind}Error" for kind in ("Config", "Setup", "Data", "Model")),
+        "ktrainer.errors.CheckpointError",
+        "builtins.ImportError",
+        "builtins.SyntaxError",
+        "builtins.SystemExit",
+        "builtins.KeyboardInterrupt",
+    }
+)
 _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
@@ -117,6 +128,7 @@ def _fail(say: int, error: BaseException, code: int) -> NoReturn:
         kind=_name(type(error)),
         text=_format(error),
         follows=_follows(error),
+        final=_is_one_of(type(error), _FINAL),
     )
     _say(say, note)
     for stream in (sys.stdout, sys.stderr):
@@ -153,10 +165,14 @@ def _users_frames(error: BaseException) -> TracebackType | None:
 def _follows(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is one that a lost peer causes."""
     while error is not None:
-        if any(_name(base) in _FOLLOWS for base in type(error).__mro__):
+        if _is_one_of(type(error), _FOLLOWS):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_one_of(kind: type, names: frozenset[str]) -> bool:
+    return any(_name(base) in names for base in kind.__mro__)
 
 
 def _name(kind: type) -> str:
