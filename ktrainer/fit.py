@@ -202,8 +202,9 @@ def guard_of(callbacks: list[Any], model: keras.Model) -> Guard | None:
         return None if found is None else found.guard
     if loss_metric(model) is None and not has_keras_step(model):
         raise ModelError(
-            f"health.spike needs to know the loss of a step, but model {model.name!r} has no metric "
-            "keras.metrics.Mean(name='loss') that its train_step updates. Add one to its `metrics`."
+            f"health.spike needs to know the loss of a step, but model {model.name!r} has no "
+            "metric keras.metrics.Mean(name='loss') that its train_step updates: add one to its "
+            "`metrics`."
         )
     if found.on_spike == "skip" and not has_keras_step(model):
         raise ModelError(

@@ -28,12 +28,13 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
         saver.wait()
-    saver = next((c for c in savers if world.broadcast(_has_saved(c, world), 0, "rollback")), None)
+    saved = [world.is_root and saver.latest() is not None for saver in savers]
+    which = world.broadcast(saved.index(True) if any(saved) else None, 0, "rollback")
     then = None
-    if saver is not None and saver.directory is not None:
+    if which is not None:
         then = resume(
             "auto",
-            saver.directory,
+            str(savers[which].directory),
             model=model,
             world=world,
             callbacks=callbacks.callbacks,
@@ -48,7 +49,3 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
         model.reset_metrics()
     if world.is_root:
         warnings.warn(text, stacklevel=4)
-
-
-def _has_saved(saver: Checkpoint, world: object) -> bool:
-    return bool(getattr(world, "is_root", False)) and saver.latest() is not None

@@ -20,7 +20,7 @@ import numpy as np
 from ktrainer.callbacks.base import Callback
 from ktrainer.callbacks.health import finite_loss
 from ktrainer.progress import Progress
-from ktrainer.steps.guard import Guard, LossOfStep
+from ktrainer.steps.guard import Guard, LossOfStep, has_keras_step
 
 Action = Literal["stop", "skip", "rollback", "ignore"]
 
@@ -96,7 +96,7 @@ class LossGuard(Callback):
 
     def _observe(self, logs: Mapping[str, Any] | None) -> tuple[bool, float]:
         """(whether the losses of all ranks are finite, the mean loss of the step)."""
-        if self.guard is not None:
+        if self.guard is not None and (self.spike is None or has_keras_step(self.model)):
             loss = float(self.guard.loss.numpy())
             return math.isfinite(loss), loss
         mine = [0.0, 0.0]

@@ -54,6 +54,10 @@ class Guard:
                 bad |= ~all_finite(gradients)
         return bad
 
+    def is_spike(self) -> bool:
+        """Whether the loss of the last update is above the limit."""
+        return bool(self.loss > self.limit)
+
     def note(self, bad: tf.Tensor, loss: tf.Tensor) -> None:
         """Keep the loss of an update, and count it if it is left out."""
         self.loss.assign(loss)
@@ -140,7 +144,7 @@ class LossOfStep:
 
 
 def loss_metric(model: keras.Model) -> keras.metrics.Mean | None:
-    """The metric in which a model's steps keep the mean loss of the epoch; None if there is none."""
+    """The metric in which a model's steps keep the epoch's mean loss; None if there is none."""
     for metric in model.metrics:
         if isinstance(metric, keras.metrics.Mean) and metric.name == "loss":
             return metric

@@ -224,11 +224,13 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
 
     def guarded(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
         guard, loss = context.guard, context.loss_of_all
-        bad = context.bad = guard.is_bad(loss, gradients, self)  # type: ignore[union-attr, arg-type]
+        assert guard is not None
+        assert loss is not None  # with a guard there is one
+        bad = context.bad = guard.is_bad(loss, gradients, self)
 
         def once(reduced: list[Any]) -> Any:
             *reduced, bad, loss = reduced
-            guard.unless_bad(bad, loss, self, lambda: update(self, reduced, variables, given))  # type: ignore[union-attr]
+            guard.unless_bad(bad, loss, self, lambda: update(self, reduced, variables, given))
 
         every = [*gradients, bad, loss]
         return once(every) if context.together is None else context.together(once, every)
