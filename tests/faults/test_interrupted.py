@@ -146,13 +146,11 @@ def test_row_08_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None
 
 
 def test_row_08_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    check(ranks(2, f"{CLUSTER} 1"), tmp_path, 1, "workers", name="double")
+    check(ranks(2, f"{CLUSTER} 1"), tmp_path, 1, "workers")
 
 
-def check(
-    group: Any, folder: Path, rank: int, backend: str, *words: str, name: str = "compiled"
-) -> None:
-    task = (asking.on_ranks, str(folder), name, rank, backend, *words)
+def check(group: Any, folder: Path, rank: int, backend: str, *words: str) -> None:
+    task = (asking.on_ranks, str(folder), "compiled", rank, backend, *words)
     for ended, saved, found, expected in group.run(*task, deadline=180):
         assert (ended.code, ended.step) == (75, 3)
         assert saved == [3]
