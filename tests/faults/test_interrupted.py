@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,7 +23,10 @@ from tests.faults import asking
 from tests.faults.asking import Asks, case_of, in_two, no_checkpoint, whole
 from tests.faults.runs import BATCH, CASES, STEPS, arrays, settings, train
 from tests.faults.test_resume import differences
+from tests.tf_distribute.launching import LAUNCH, QUIET, SERVERS, Start, script, start, wait_for
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
+
+__all__ = ["script", "start"]
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
@@ -73,12 +77,12 @@ def test_row_08_while_it_waits_for_data(
 
     def batches() -> Iterator[Any]:
         x, y = arrays(16)
-        for start in range(0, 16, BATCH):
-            if start == 12:
+        for first in range(0, 16, BATCH):
+            if first == 12:
                 within(60, waits)
                 os.kill(os.getpid(), signal.SIGTERM)
                 release.wait(60)
-            yield x[start : start + BATCH], y[start : start + BATCH]
+            yield x[first : first + BATCH], y[first : first + BATCH]
 
     close = Prefetcher.close
 
@@ -143,6 +147,35 @@ def test_row_08_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_row_08_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None:
     check(ranks(1, ONE_PROCESS), tmp_path, 0, "strategy")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-n", 2, "backend=data_parallel"),
+        ("--workers", 1, "--servers", 1, *SERVERS),
+    ],
+    ids=["data_parallel", "parameter_server"],
+)
+def test_row_08_under_the_launcher(
+    start: Start, script: Path, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    """It passes the signal on, and says where to go on; nobody has to be killed."""
+    count = 1 + max(i for i, word in enumerate(words) if isinstance(word, int))
+    settings = ("checkpoint.every=1000ba", f"run.dir={tmp_path / 'run'}", "trainer.epochs=99")
+    command = (*LAUNCH, *words[:count], script, *words[count:], *QUIET, "data.batch_size=16")
+    launcher = start(*command, *settings)
+    wait_for(launcher, "ready")
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=25)
+    assert launcher.returncode == 75, errors
+    last = errors.splitlines()[-1]
+    found = re.match(
+        r"ktrainer launch: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last
+    )
+    assert found, errors
+    assert Path(found[2]).name == f"step-{int(found[1]):08d}"
+    assert Path(found[2]).is_dir()
 
 
 def test_row_08_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
