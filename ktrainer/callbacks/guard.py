@@ -26,7 +26,10 @@ Action = Literal["stop", "skip", "rollback", "ignore"]
 
 
 class LossGuard(Callback):
-    """Acts on all ranks at the step in which the loss goes wrong. Needs a `Trainer`.
+    """Acts on all ranks at the step in which the loss goes wrong.
+
+    Alone under `keras.Model.fit`, which has neither our steps nor our checkpoints, it stops where
+    it would leave an update out or go back.
 
     Args:
         nan: what to do when the loss (or, for `skip`, a gradient) is not finite.
@@ -77,7 +80,8 @@ class LossGuard(Callback):
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         finite, loss = self._observe(logs)
-        in_a_row = int(self.guard.skipped.numpy()) if self.guard is not None else 0
+        guard = self._guard_in_use()
+        in_a_row = int(guard.skipped.numpy()) if guard is not None else 0
         what = self._what(finite, loss, in_a_row)
         if what is None:
             self.losses.append(loss)
@@ -88,6 +92,9 @@ class LossGuard(Callback):
             action = self.on_spike if finite else self.nan
             self._act(action, f"{what} at step {step}")
 
+    def _guard_in_use(self) -> Guard | None:
+        return self.guard if self.trainer is not None else None
+
     # -- what it is
 
     def _mark(self) -> None:
@@ -96,8 +103,9 @@ class LossGuard(Callback):
 
     def _observe(self, logs: Mapping[str, Any] | None) -> tuple[bool, float]:
         """(whether the losses of all ranks are finite, the mean loss of the step)."""
-        if self.guard is not None and (self.spike is None or has_keras_step(self.model)):
-            loss = float(self.guard.loss.numpy())
+        guard = self._guard_in_use()
+        if guard is not None and (self.spike is None or has_keras_step(self.model)):
+            loss = float(guard.loss.numpy())
             return math.isfinite(loss), loss
         mine = [0.0, 0.0]
         if self.spike is not None:
@@ -138,7 +146,7 @@ class LossGuard(Callback):
             self._warn(text)
 
     def _act(self, action: Action, text: str) -> None:
-        if action == "stop":
+        if action == "stop" or (action != "ignore" and self.trainer is None):
             self._stop(text)
         elif action == "rollback" and self.rollbacks >= self.max_rollbacks:
             self._stop(f"{text}, after {self.rollbacks} rollbacks (health.max_rollbacks)")
@@ -147,7 +155,8 @@ class LossGuard(Callback):
             self.trainer.request_rollback(text)
 
     def _stop(self, text: str) -> None:
-        self.trainer.unsound = True  # nothing of this is to be saved
+        if self.trainer is not None:
+            self.trainer.unsound = True  # nothing of this is to be saved
         self._warn(
             f"{text}. Training stops. Lower the learning rate, clip gradients (trainer.clip), or "
             "look for bad values in the data."
