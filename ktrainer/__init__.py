@@ -29,6 +29,7 @@ _WHERE = {
     "PeerLost": "ktrainer.errors",
     "DivergenceError": "ktrainer.errors",
     "CheckpointError": "ktrainer.errors",
+    "Interrupted": "ktrainer.errors",
 }
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "DataError",
     "DeadlineExceeded",
     "DivergenceError",
+    "Interrupted",
     "KtrainerError",
     "ModelError",
     "PeerLost",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
         DataError,
         DeadlineExceeded,
         DivergenceError,
+        Interrupted,
         KtrainerError,
         ModelError,
         PeerLost,

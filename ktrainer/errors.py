@@ -6,6 +6,7 @@ a mistake that we explain from a bug that we do not.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
@@ -76,7 +77,8 @@ class DeadlineExceeded(WorldError):
         step: its global step.
         operation: what it waited for.
         seconds: how long it waited.
-        others: sentences on what the other ranks are doing, where that is known.
+        others: sentences on what the other ranks are doing, where that is known; on further lines,
+            where those that are missing are.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class DeadlineExceeded(WorldError):
     ) -> None:
         self.rank, self.step, self.operation, self.seconds = rank, step, operation, seconds
         others = others or "One of them has stopped, died, or taken another path."
+        others, _, where = others.partition("\n")
         super().__init__(
             f"rank {rank} waited {seconds:g} s at step {step} in {operation!r} for other ranks. "
             f"{others} If steps are really that long, raise world.deadline."
+            + (f"\n{where}" if where else "")
         )
 
 
@@ -100,6 +104,45 @@ class DivergenceError(WorldError):
 
 class CheckpointError(KtrainerError):
     """A checkpoint cannot be written, or must not be read."""
+
+
+class Interrupted(SystemExit):
+    """The process was asked to end while it trained, and all ranks have left at the same step.
+
+    It ends the program, past `except Exception`, with exit code 75 (EX_TEMPFAIL: run the same
+    command again and it goes on) where there is a checkpoint, else with 128 plus the signal's
+    number, as a shell says of a program that the signal ended.
+
+    Args:
+        signal_number: what asked for it.
+        step: updates done.
+        checkpoint: path of the newest checkpoint of the run; None if there is none.
+        saved_at: its step.
+    """
+
+    def __init__(
+        self,
+        signal_number: int,
+        step: int,
+        checkpoint: str | None = None,
+        saved_at: int | None = None,
+    ) -> None:
+        self.signal, self.step = signal_number, step
+        self.checkpoint, self.saved_at = checkpoint, saved_at
+        super().__init__(RUN_AGAIN if checkpoint else 128 + signal_number)
+
+    def __str__(self) -> str:
+        text = f"interrupted by {signal.Signals(self.signal).name} at step {self.step}"
+        if self.checkpoint is None:
+            return f"{text}, and there is no checkpoint"
+        of = "" if self.saved_at == self.step else f" of step {self.saved_at}"
+        return f"{text}, checkpoint{of} {self.checkpoint}; run the same command again to go on"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signal, self.step, self.checkpoint, self.saved_at)
+
+
+RUN_AGAIN = 75  # EX_TEMPFAIL
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,18 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
+    program: Steps,
+    feed: Feed,
+    callbacks: keras.callbacks.CallbackList,
+    world: Any,
+    agree: Callable[[bool], bool] | None = None,
 ) -> dict[str, Any]:
-    """Loss and metrics over all of `feed`, over all ranks."""
+    """Loss and metrics over all of `feed`, over all ranks.
+
+    Args:
+        agree: whether any rank wants to stop; all of them call it after each batch.
+    """
+    agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
     model = program.model
     program.build(feed.spec, training=False)
     model.stop_evaluating = False
@@ -35,7 +45,7 @@ def evaluate(
             logs = program.test(share)
             examples += share.examples if program.counts_metrics else 0
             callbacks.on_test_batch_end(batch, logs)
-            if world.any(model.stop_evaluating, "stop evaluating"):
+            if agree(bool(model.stop_evaluating)):
                 break
     if not logs:
         raise DataError("the data to evaluate on has no batches")
@@ -43,6 +53,31 @@ def evaluate(
     results = global_results(model.metrics, world, logs=logs, examples=examples)
     callbacks.on_test_end(results)
     return results
+
+
+def validate(
+    program: Steps,
+    feed: Feed,
+    callbacks: keras.callbacks.CallbackList,
+    world: Any,
+    agree: Callable[[bool], bool],
+    keep: bool,
+) -> dict[str, Any]:
+    """As `evaluate`, in the middle of training: the names begin with `val_`.
+
+    Args:
+        keep: put the metrics of the epoch so far back; done anyway if it ends with an error.
+    """
+    kept = [(v, v.numpy()) for v in program.model.metrics_variables]
+    try:
+        logs = evaluate(program, feed, callbacks, world, agree)
+    except BaseException:
+        keep = True
+        raise
+    finally:
+        for variable, value in kept if keep else ():
+            variable.assign(value)
+    return {f"val_{name}": value for name, value in logs.items()}
 
 
 def predict(program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any) -> Any:

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ktrainer.callbacks import assemble
+from ktrainer.callbacks import LossGuard, assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.durations import Duration
 from ktrainer.errors import ModelError
 from ktrainer.feed import Feed, make_feed
 from ktrainer.folderlock import FolderLock
-from ktrainer.loop import Loop, Schedule
+from ktrainer.interruption import Interruption
+from ktrainer.loop import Loop
 from ktrainer.preflight import check_agreement, data_facts, model_facts
+from ktrainer.restarted import has_saved
 from ktrainer.runfolder import hold_run_folder
+from ktrainer.schedule import make_schedule
 from ktrainer.steps import Clip, StepOptions
+from ktrainer.steps.guard import Guard, has_keras_step, loss_metric
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
@@ -70,9 +73,20 @@ class Fit:
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
         schedule = make_schedule(self.trainer.config)
+        interruption = Interruption(self.trainer.config.trainer.interrupt)
         loop = Loop(
-            self.trainer, self.program, self.callbacks, self.feed, self.validation, schedule
+            self.trainer,
+            self.program,
+            self.callbacks,
+            self.feed,
+            self.validation,
+            schedule,
+            interruption,
         )
+        with interruption.noted():
+            return self._train(loop)
+
+    def _train(self, loop: Loop) -> keras.callbacks.History:
         if not self.trainer.world.heals:
             return loop.run()
         from ktrainer.healing import Survival
@@ -146,6 +160,9 @@ class Fit:
         mode = config.checkpoint.resume
         if config.trainer.fast_dev_run:
             return
+        # An earlier start of the same launch is further than what `resume` names.
+        if self.trainer.world.broadcast(has_saved(self.trainer.checkpoint_dir), 0, "restart"):
+            mode = "auto"
         if self.trainer.fits > 1 and mode not in ("auto", "never"):
             if self.trainer.world.is_root:
                 warnings.warn(
@@ -211,7 +228,8 @@ class Fit:
             if isinstance(callback, Callback):
                 callback.set_trainer(trainer)
         # Hooks are traced into the step, so all ranks need them, those of writers too.
-        options = step_options(config, tuple(gradient_hooks(self.every)))
+        guard = guard_of(self.every, self.model)
+        options = step_options(config, tuple(gradient_hooks(self.every)), guard)
         self.program = trainer.backend.prepare(self.model, options)
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:
@@ -230,7 +248,33 @@ class Fit:
         return facts
 
 
-def step_options(config: Config, hooks: tuple[Any, ...] = ()) -> StepOptions:
+def guard_of(callbacks: list[Any], model: keras.Model) -> Guard | None:
+    """What leaves updates out, if one of the callbacks asks for it.
+
+    Raises:
+        ModelError: it cannot be told of this model's steps what their loss is.
+    """
+    found = next((c for c in callbacks if isinstance(c, LossGuard)), None)
+    if found is None or found.spike is None:
+        return None if found is None else found.guard
+    if loss_metric(model) is None and not has_keras_step(model):
+        raise ModelError(
+            f"health.spike needs to know the loss of a step, but model {model.name!r} has no "
+            "metric keras.metrics.Mean(name='loss') that its train_step updates: add one to its "
+            "`metrics`."
+        )
+    if found.on_spike == "skip" and not has_keras_step(model):
+        raise ModelError(
+            "health.on_spike=skip must know the loss before gradients are applied, which it can in "
+            f"Keras' own train_step only, and {type(model).__name__} has its own. Set "
+            "health.on_spike to stop or rollback."
+        )
+    return found.guard
+
+
+def step_options(
+    config: Config, hooks: tuple[Any, ...] = (), guard: Guard | None = None
+) -> StepOptions:
     """How steps run, from the configuration."""
     clip = config.trainer.clip
     return StepOptions(
@@ -239,6 +283,7 @@ def step_options(config: Config, hooks: tuple[Any, ...] = ()) -> StepOptions:
         clip=Clip(clip.global_norm, clip.norm, clip.value),
         average=getattr(config.backend, "op", "average") == "average",
         hooks=hooks,
+        guard=guard,
     )
 
 
@@ -267,22 +312,6 @@ def versions_that_compute() -> dict[str, str]:
     return {name: str(getattr(import_module(name), "__version__", "?")) for name in names}
 
 
-def make_schedule(config: Config) -> Schedule:
-    """When things happen, from the configuration; durations parsed."""
-    trainer = config.trainer
-    dev = bool(trainer.fast_dev_run)
-    seconds = Duration.parse(trainer.max_time) if trainer.max_time else None
-    return Schedule(
-        epochs=1 if dev else trainer.epochs,
-        max_steps=None if dev else trainer.max_steps,
-        max_seconds=seconds.seconds if seconds else None,
-        validate=_duration("1ep" if dev else trainer.validate_every),
-        log=_duration(config.logging.every),
-        accumulate=trainer.accumulate,
-        steps_per_call=trainer.steps_per_call,
-    )
-
-
 def check_model(model: keras.Model, config: Config) -> None:
     """Refuse a model that `fit` could not train as configured.
 
@@ -300,7 +329,3 @@ def check_model(model: keras.Model, config: Config) -> None:
             f"{model.dtype_policy.name}: layers fix their precision when they are made. Make the "
             "Trainer before the model, or pass fit a function that makes it."
         )
-
-
-def _duration(text: str | None) -> Duration | None:
-    return None if text is None else Duration.parse(text)

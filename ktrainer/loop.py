@@ -6,7 +6,8 @@
             for each update:
                 on_train_batch_begin, on_step_begin
                 program.train(shares)
-                on_step_end, on_train_batch_end
+                on_step_end, on_train_batch_end (between the two: back to the last checkpoint, if
+                    a callback asked for it)
                 every logging.every: logs of all ranks, on_log
                 every trainer.validate_every, inside the epoch: validate, on_validation_end
                 stop if any rank wants to
@@ -26,51 +27,32 @@ them together; no rank leaves the loop alone.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
+from ktrainer.beginning import skip_to_initial_epoch, warn_if_late, warn_if_stopped
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
-from ktrainer.durations import Duration, Every
+from ktrainer.durations import Every
 from ktrainer.errors import DataError
-from ktrainer.evaluation import evaluate
+from ktrainer.evaluation import validate
+from ktrainer.interruption import Asked, Interruption, leave
 from ktrainer.progress import Phase, Progress
+from ktrainer.rollback import roll_back
+from ktrainer.schedule import Schedule
 from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
     from ktrainer.feed import Feed, Share
     from ktrainer.healing import Survival
     from ktrainer.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When things happen.
-
-    Attributes:
-        epochs: passes over the data, in all.
-        max_steps: updates in all; None for no limit.
-        max_seconds: seconds of training in all, over restarts; None for no limit.
-        validate: how often to validate; None for never.
-        log: how often to gather the logs of all ranks.
-        accumulate: shares an update.
-        steps_per_call: updates in one compiled call.
-    """
-
-    epochs: int = 1
-    max_steps: int | None = None
-    max_seconds: float | None = None
-    validate: Duration | None = None
-    log: Duration | None = None
-    accumulate: int = 1
-    steps_per_call: int = 1
 
 
 class Loop:
@@ -83,6 +65,7 @@ class Loop:
         feed: this rank's shares of the training data.
         validation: those of the validation data, or None.
         schedule: when things happen.
+        interruption: what asks the process to end.
 
     Attributes:
         survival: what goes on after the death of ranks, if anything does.
@@ -101,9 +84,11 @@ class Loop:
         feed: Feed,
         validation: Feed | None,
         schedule: Schedule,
+        interruption: Interruption,
     ) -> None:
         self.trainer, self.program, self.callbacks = trainer, program, callbacks
         self.feed, self.validation, self.schedule = feed, validation, schedule
+        self.interruption = interruption
         self.model = program.model
         self.world = trainer.world
         known = trainer.steps_per_epoch
@@ -126,21 +111,21 @@ class Loop:
         self.model.stop_training = False
         self.callbacks.on_train_begin()
         self.trainer.resume()
-        if self.model.stop_training and self.world.is_root:
-            warnings.warn(
-                "training had been stopped when the checkpoint was made, so there is nothing to "
-                "do; checkpoint.resume=never starts afresh",
-                stacklevel=2,
-            )
+        warn_if_stopped(self.model, self.world)
         self._start_clock()
-        self._skip_to_initial_epoch()
-        self._check_time()
+        skip_to_initial_epoch(self.trainer)
+        if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
+            self._agree_to_stop()
+            warn_if_late(self.late, self.trainer)
 
     def go_on(self) -> Any:
         """Train from where the run stands to the end; returns Keras' History."""
         logs: dict[str, Any] | None = None
-        while not self._finished():
-            logs = self._epoch()
+        try:
+            while not self._finished():
+                logs = self._epoch()
+        except Asked as asked:
+            leave(self.trainer, self.callbacks, asked)
         # As Keras: optimizers of a user's own `train_step` do not own all trainable weights.
         optimizer = self.model.optimizer
         if isinstance(optimizer, keras.optimizers.Optimizer):
@@ -178,27 +163,6 @@ class Loop:
         for every in (self._validate, self._log):
             every.start(self.trainer.progress)
 
-    def _skip_to_initial_epoch(self) -> None:
-        """Go on where Keras' BackupAndRestore, which runs on rank 0, says."""
-        epoch = self.world.broadcast(int(self.model._initial_epoch or 0), what="initial epoch")
-        progress = self.trainer.progress
-        if epoch > progress.epoch:
-            progress.epoch = epoch
-            # The learning rate and `max_steps` go by the step.
-            progress.step = epoch * (self.trainer.steps_per_epoch or 0)
-
-    def _check_time(self) -> None:
-        """`max_time` holds over restarts: it may have been used up before this one."""
-        if self.schedule.max_seconds is None:
-            return
-        self._agree_to_stop()
-        if self.late and self.world.is_root:
-            warnings.warn(
-                f"training had taken {self.trainer.progress.elapsed:.0f} s when the checkpoint was "
-                "made, which is all of trainer.max_time, so there is nothing to do",
-                stacklevel=3,
-            )
-
     def _finished(self) -> bool:
         return (
             self.model.stop_training
@@ -218,7 +182,6 @@ class Loop:
         first = progress.batch
         if first == 0:
             self.model.reset_metrics()
-        if first == 0:
             self.examples = 0
         self.callbacks.on_epoch_begin(epoch)
         logs, cut = self._batches(epoch, skip=first * self.schedule.accumulate)
@@ -238,7 +201,7 @@ class Loop:
         self.callbacks.on_epoch_end(epoch, epoch_logs)
         if not cut:
             progress.finish_epoch()
-        self.model.stop_training = self.world.any(self.model.stop_training, "stop after epoch")
+        self._agree_to_stop("stop after epoch")
         if self.survival is not None:
             self.survival.mark(Phase.EPOCH_ENDED)
         return epoch_logs
@@ -253,6 +216,10 @@ class Loop:
                 return logs, self._is_cut()
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
+            if self.trainer.progress.validation_due:
+                self._validate_inside_epoch()
+                if self._agree_to_stop():
+                    return logs, self._is_cut()
             for updates in self._updates(shares):
                 logs = self._train(updates)
                 if self._tell(logs):
@@ -272,7 +239,8 @@ class Loop:
             calls = self.schedule.steps_per_call
             calls = calls if left is None else min(calls, left)
             start = time.perf_counter()
-            updates = [u for _ in range(calls) if (u := self._take(shares))]
+            take = partial(self._take_updates, shares, calls)
+            updates = self.interruption.awaiting(take, alone=self.world.size == 1)
             timers["data"] += time.perf_counter() - start
             if not updates:
                 return
@@ -280,8 +248,9 @@ class Loop:
                 self.program.build(self.feed.spec)  # wider, should a new shape have appeared
             yield updates
 
-    def _take(self, shares: Iterator[Share]) -> list[Share]:
-        return list(islice(shares, self.schedule.accumulate))
+    def _take_updates(self, shares: Iterator[Share], count: int) -> list[list[Share]]:
+        of = self.schedule.accumulate
+        return [update for _ in range(count) if (update := list(islice(shares, of)))]
 
     def _train(self, updates: list[list[Share]]) -> Any:
         """One call of the program."""
@@ -312,6 +281,11 @@ class Loop:
         """What follows an update: its events, what is due; whether to stop, on all ranks."""
         progress, ours = self.trainer.progress, self.callbacks.callbacks
         emit(ours, "on_step_end", progress.step, logs)
+        if self.trainer.rollback is not None:
+            roll_back(self.trainer, self.callbacks)
+            self.examples = 0  # as the metrics, which begin anew
+            for every in (self._validate, self._log):
+                every.start(progress)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, self._global_logs(logs))
@@ -328,25 +302,27 @@ class Loop:
             due = bool(self.world.broadcast(due, what="is it time"))
         return due
 
-    def _agree_to_stop(self) -> bool:
+    def _agree_to_stop(self, what: str = "stop") -> bool:
         limit = self.schedule.max_seconds
         late = limit is not None and self.trainer.progress.elapsed >= limit
         # Not a stop that a checkpoint should remember: a later run may have more time.
-        flags = np.array([bool(self.model.stop_training), late], np.int32)
-        if self.survival is not None:
-            agreed = self.survival.agree(flags)
-        else:
-            agreed = self.world.oob_allreduce(flags, "max", "stop")
-        stopped, self.late = map(bool, agreed)
+        flags = (bool(self.model.stop_training), late)
+        highest = self._highest if self.survival is None else self.survival.highest
+        stopped, self.late = self.interruption.agree(highest, flags, what)
         self.model.stop_training = stopped
         return stopped or self.late or self._steps_left() == 0
+
+    def _highest(self, values: np.ndarray, what: str) -> np.ndarray:
+        return self.world.oob_allreduce(values, "max", what)
 
     def _global_logs(self, logs: Any) -> dict[str, Any]:
         logs = self.program.finish() or logs
         return global_results(self.model.metrics, self.world, logs=logs, examples=self.examples)
 
     def _validate_inside_epoch(self) -> None:
+        self.trainer.progress.validation_due = True  # should it be interrupted
         logs = self._validation_logs(keep=True)
+        self.trainer.progress.validation_due = False
         self.validated = self.trainer.progress.step, logs
         emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
 
@@ -354,8 +330,8 @@ class Loop:
         """Validate; to `keep` is to put the metrics of the epoch so far back."""
         assert self.validation is not None
         self.program.finish()
-        kept = [(v, v.numpy()) for v in self.model.metrics_variables if keep]
-        logs = evaluate(self.program, self.validation, self.callbacks, self.world)
-        for variable, value in kept:
-            variable.assign(value)
-        return {f"val_{name}": value for name, value in logs.items()}
+
+        def agree(stop: bool) -> bool:
+            return self.interruption.agree(self._highest, (stop,), "stop evaluating")[0]
+
+        return validate(self.program, self.validation, self.callbacks, self.world, agree, keep)

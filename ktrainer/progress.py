@@ -32,6 +32,8 @@ class Progress:
         examples: examples seen in all, summed over ranks.
         examples_in_epoch: examples seen in the current epoch, summed over ranks.
         elapsed: seconds spent in `fit`, over all restarts.
+        validation_due: whether the validation inside the epoch that belongs to this step is still
+            to be done: the run was interrupted in it.
     """
 
     epoch: int = 0
@@ -40,6 +42,7 @@ class Progress:
     examples: int = 0
     examples_in_epoch: int = 0
     elapsed: float = 0.0
+    validation_due: bool = False
 
     def advance(self, examples: int) -> None:
         """Count one update that consumed `examples` over all ranks."""

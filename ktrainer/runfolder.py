@@ -22,6 +22,7 @@ from ktrainer.config.docs import diff_yaml
 from ktrainer.config.redact import redact_text
 from ktrainer.errors import SetupError
 from ktrainer.folderlock import FolderLock
+from ktrainer.restarted import run_folder
 
 if TYPE_CHECKING:
     from ktrainer.world.base import World
@@ -106,9 +107,11 @@ def _make(config: Config) -> Path:
     """Make the folder and write what describes the run. Raises OSError."""
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     if config.run.dir is None:
-        path = _make_new(Path("runs"), stamp)
+        path = run_folder(lambda: _make_new(Path("runs"), stamp))
     else:
         path = Path(config.run.dir.replace("{time}", stamp)).expanduser()
+        if "{time}" in config.run.dir:
+            path = run_folder(lambda: path)
         _make_private(path)
     path = path.absolute()
     lock = FolderLock(path, "run folder")  # nor is the description of a running job overwritten

@@ -61,6 +61,9 @@ class Trainer(CustomLoop):
         fits: how often `fit` has begun to train; one that is refused before does not count.
         healed: what became of the ranks since this Trainer was made, as `ktrainer.healing.Healed`.
         joining: whether this process is about to join ranks that train already.
+        unsound: whether the last update has spoilt the model, as far as `health` can tell: no
+            checkpoint of it is saved.
+        rollback: why the run is to go back to the last checkpoint; None if it is not.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
     """
 
@@ -87,6 +90,8 @@ class Trainer(CustomLoop):
         self.steps_per_epoch: int | None = None
         self.epoch_complete = True
         self.stop_reason: str | None = None
+        self.unsound = False
+        self.rollback: str | None = None
         self._run_dir: Path | None = None
         self.fits = 0
         self.healed: list[Any] = []
@@ -142,6 +147,8 @@ class Trainer(CustomLoop):
             DataError, ModelError: what was given cannot be trained on.
             DivergenceError: ranks have different data, models, configs or library versions.
             DeadlineExceeded, PeerLost: another rank did not answer.
+            Interrupted: the process was asked to end (`trainer.interrupt`), on all ranks at the
+                same step; a SystemExit.
         """
         from ktrainer.fit import Fit
 
@@ -152,7 +159,8 @@ class Trainer(CustomLoop):
             show_model(self, data)
         self.progress = Progress()
         self.timers.clear()
-        self.stop_reason = None
+        self.stop_reason = self.rollback = None
+        self.unsound = False
         self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
         self.fits += 1
         try:
@@ -238,6 +246,10 @@ class Trainer(CustomLoop):
         self.stop_reason = reason
         if self.model is not None:
             self.model.stop_training = True
+
+    def request_rollback(self, reason: str) -> None:
+        """Go back to the last checkpoint after the current update. Call it on all ranks alike."""
+        self.rollback, self.unsound = reason, True
 
     def resume(self) -> None:
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from ktrainer.callbacks.broadcast import BroadcastVariables
     from ktrainer.callbacks.csv import CSVLog
+    from ktrainer.callbacks.guard import LossGuard
     from ktrainer.callbacks.health import Audit, NanStop
     from ktrainer.callbacks.lr import LearningRate
     from ktrainer.callbacks.metrics import AverageMetrics, global_results
@@ -36,6 +37,7 @@ _HOME = {
     "Callback": "ktrainer.callbacks.base",
     "Checkpoint": "ktrainer.checkpoint.callback",
     "LearningRate": "ktrainer.callbacks.lr",
+    "LossGuard": "ktrainer.callbacks.guard",
     "NanStop": "ktrainer.callbacks.health",
     "PlainProgress": "ktrainer.callbacks.progress",
     "RichProgress": "ktrainer.callbacks.progress",
@@ -58,6 +60,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "LearningRate",
+    "LossGuard",
     "NanStop",
     "PlainProgress",
     "RichProgress",

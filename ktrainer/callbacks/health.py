@@ -72,6 +72,8 @@ class NanStop(Callback):
                 "gradients (trainer.clip), or look for bad values in the data.",
                 stacklevel=2,
             )
+        if self.trainer is not None:
+            self.trainer.unsound = True  # nothing of this is to be saved
         self.request_stop(reason)
 
 

@@ -4,7 +4,7 @@ broadcast            equal variables before anything reads them
 learning rate        set before the step
 metrics              logs of all ranks, before anyone reads logs
 the user's own       in the order given, those in code before those in the config
-health               stop on NaN, before a checkpoint could keep it
+health               a loss gone wrong, before a checkpoint could keep it
 checkpoint           after everything that changes state at this point
 throughput, CSV, TensorBoard, progress              only look
 """
@@ -66,9 +66,14 @@ def _configured(cfg: Any) -> list[Any]:
 
 
 def _health(cfg: Any) -> list[Any]:
+    from ktrainer.callbacks.guard import LossGuard
     from ktrainer.callbacks.health import Audit, NanStop
 
-    found: list[Any] = [NanStop()] if cfg.health.nan == "stop" else []
+    health = cfg.health
+    found: list[Any] = [NanStop()] if health.nan == "stop" and health.spike is None else []
+    if health.nan in ("skip", "rollback") or health.spike is not None:
+        limits = (health.spike_window, health.max_skips, health.max_rollbacks)
+        found.append(LossGuard(health.nan, health.spike, health.on_spike, *limits))
     if cfg.health.audit_every:
         found.append(Audit(every=cfg.health.audit_every))
     return found

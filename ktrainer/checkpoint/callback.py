@@ -21,20 +21,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.health import finite_loss
 from ktrainer.checkpoint.saver import Saver
 from ktrainer.checkpoint.snapshot import Snapshot, take
 from ktrainer.checkpoint.state import history_of
+from ktrainer.checkpoint.store import Entry, Store
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.progress import Progress
 from ktrainer.world import World
-
-if TYPE_CHECKING:
-    from ktrainer.checkpoint.store import Store
 
 
 class Checkpoint(Callback):
@@ -98,6 +96,7 @@ class Checkpoint(Callback):
         self._at_cut: Snapshot | None = None  # what a cut epoch goes on with
         self._saver: Saver | None = None
         self._run = ""  # names this run in its checkpoints, over restarts
+        self._saved: Progress | None = None  # where the run stood at the last save
 
     # -- events
 
@@ -109,7 +108,7 @@ class Checkpoint(Callback):
                 raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
-        self.best_value, self._at_cut = None, None
+        self.best_value, self._at_cut, self._saved = None, None, None
         self._run = secrets.token_hex(8)
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
@@ -210,6 +209,8 @@ class Checkpoint(Callback):
         Raises:
             CheckpointError: on all ranks: this one, or the one before, cannot be written.
         """
+        if getattr(self.trainer, "unsound", False):  # on all ranks alike; that has been said
+            return False
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:
@@ -228,7 +229,25 @@ class Checkpoint(Callback):
         except CheckpointError:
             self.close()
             raise
+        self._saved = Progress.from_dict((progress or self.progress).to_dict())
         return True
+
+    def save_in_time(self, seconds: float) -> None:
+        """Save, unless the last checkpoint is of this very state, or a further one is likely to
+        take longer than `seconds`. All ranks together."""
+        wanted = self._saver is not None and self.progress.step > 0
+        if wanted and self._saved is not None:
+            wanted = replace(self.progress, elapsed=0.0) != replace(self._saved, elapsed=0.0)
+        if wanted and self._agreed(self._saver.seconds_to_save() < seconds):  # type: ignore[union-attr]
+            self.save()
+
+    def latest(self) -> Entry | None:
+        """The newest checkpoint of this run in the folder; for rank 0, once nothing is being
+        written."""
+        if self.directory is None:
+            return None
+        entries = Store(self.directory).entries()
+        return next((e for e in entries if e.problem is None and e.run == self._run), None)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; all ranks together.

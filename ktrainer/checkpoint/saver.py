@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from ktrainer.checkpoint.snapshot import Snapshot, model_text
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from ktrainer.folderlock import FolderLock
+from ktrainer.restarted import note_save
 from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
@@ -64,6 +66,7 @@ class Saver:
         self._error: str | None = None
         self._ending = threading.Event()
         self._number = 0  # of saves so far
+        self._began, self._longest = 0.0, 0.0  # of the writes, in seconds
         self._told = False  # whether an error was raised
         _open.add(self)
 
@@ -167,8 +170,10 @@ class Saver:
         self._thread.start()
 
     def _guarded(self, job: Callable[[], None]) -> None:
+        self._began = time.monotonic()
         try:
             job()
+            self._longest = max(self._longest, time.monotonic() - self._began)
         except CheckpointError as error:
             self._error = str(error)
         except Exception as error:  # whatever it is, the next save tells it
@@ -188,6 +193,13 @@ class Saver:
             f"world.deadline={self.world.deadline:g} s: the disk is slow, or does not answer. "
             "Save less often, or raise world.deadline."
         )
+
+    def seconds_to_save(self) -> float:
+        """How long a further checkpoint is likely to take, as far as earlier ones tell."""
+        waits = 0.0
+        if self._thread is not None and self._thread.is_alive():
+            waits = max(0.0, self._longest - (time.monotonic() - self._began))
+        return waits + self._longest
 
     def _ended(self) -> str | None:
         """Wait until nothing is being written here; returns what went wrong, once."""
@@ -211,6 +223,7 @@ class Saver:
             texts=self._texts,
             write=collect,
         )
+        note_save(self.store.directory, snapshot.step)
         prune(self.store)
 
     def _is_ending(self) -> bool:

@@ -10,6 +10,7 @@ from ktrainer import registry
 from ktrainer.config.backends import PipelineConfig, TfDistributeConfig
 from ktrainer.config.bounds import DurationBounds, NumberBounds
 from ktrainer.config.healing import check_healing
+from ktrainer.config.health import check_health
 from ktrainer.config.pipeline import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schematree import bounds, expected, hints, schema_fields
@@ -17,6 +18,7 @@ from ktrainer.config.strategies import check_strategy
 from ktrainer.durations import Duration
 from ktrainer.errors import ConfigError
 
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 _UNITS = {"ep": "epochs ('1ep')", "ba": "updates ('500ba')", "s": "time ('10m')"}
 
 
@@ -33,9 +35,11 @@ def check(config: Config, on_unknown_callback: Callable[[ConfigError], None] | N
     _check_bounds(config, "")
     _check_clip(config)
     _check_trainer(config)
+    _check_signals(config)
     _check_schedule(config)
     _check_checkpoint(config)
     check_healing(config)
+    check_health(config)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
     if isinstance(config.backend, TfDistributeConfig):
@@ -117,6 +121,18 @@ def _check_trainer(config: Config) -> None:
             path="trainer.steps_per_call",
             value=trainer.steps_per_call,
         )
+
+
+def _check_signals(config: Config) -> None:
+    """SIGKILL and SIGSTOP cannot be caught; SIGUSR2 asks a process where it is."""
+    for name in config.trainer.interrupt.signals:
+        if name not in _SIGNALS:
+            raise ConfigError(
+                f"{name!r} is none of {', '.join(_SIGNALS)}.",
+                path="trainer.interrupt.signals",
+                value=name,
+                known=_SIGNALS,
+            )
 
 
 def _check_schedule(config: Config) -> None:

@@ -39,6 +39,15 @@ def check_healing(config: Config) -> None:
             value=getattr(config.data, key),
         )
 
+    for key in ("nan", "on_spike"):
+        if getattr(config.health, key) == "rollback":
+            raise ConfigError(
+                "world.heal=true goes by the number of updates, which must not fall: choose stop "
+                "or skip.",
+                path=f"health.{key}",
+                value="rollback",
+            )
+
 
 def _check_backend(config: Config) -> None:
     backend = config.backend

@@ -46,6 +46,23 @@ class ClipConfig:
 
 
 @dataclass(frozen=True)
+class InterruptConfig:
+    """What `fit` does when the process is asked to end.
+
+    Attributes:
+        signals: signals that ask for it, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. One on any rank:
+            all ranks end after the same step, save a checkpoint where checkpointing is on, and
+            exit with code 75. A second one acts as without ktrainer. []: none is caught.
+        grace: seconds from the signal until the process is killed: 30 under Kubernetes
+            (terminationGracePeriodSeconds), 30 under Slurm (KillWait) or as much as --signal
+            leaves. What is not likely to end in them is not begun.
+    """
+
+    signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGINT"])
+    grace: float = number(30.0, above=0)
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """How long and how to train.
 
@@ -71,6 +88,7 @@ class TrainerConfig:
         steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
             then see every so many steps.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
+        interrupt: what to do when the process is asked to end.
     """
 
     epochs: int = number(1, at_least=1)
@@ -87,6 +105,7 @@ class TrainerConfig:
     xla: bool = False
     steps_per_call: int = number(1, at_least=1)
     deterministic: bool = False
+    interrupt: InterruptConfig = field(default_factory=InterruptConfig)
 
 
 @dataclass(frozen=True)
@@ -204,15 +223,28 @@ class HealthConfig:
     """Watching that training is sound.
 
     Attributes:
-        nan: what to do when the loss is not a number on any rank: stop all ranks at that step,
-            or ignore it.
+        nan: what to do when the loss is not finite on any rank, on all ranks at that step and
+            before a checkpoint. stop: end training. skip: leave the update out (also when a
+            gradient is not finite). rollback: go back to the last checkpoint, and on with the
+            batch that comes next. ignore: nothing.
+        spike: a loss above so many times the median of the last `spike_window` is a spike, such
+            as 3. null: none is. For losses above 0.
+        on_spike: what to do about a spike: stop, skip or rollback, as for `nan`.
+        spike_window: updates that the median is taken over.
+        max_skips: stop once so many updates were left out in a row.
+        max_rollbacks: stop instead of going back once more.
         audit_every: how often to compare checksums of all weights between ranks, such as "1ep",
             "100ba". null: never.
         check_data: before step 1, compare what the ranks read first, so that an unseeded
             shuffle is found.
     """
 
-    nan: Literal["stop", "ignore"] = "stop"
+    nan: Literal["stop", "skip", "rollback", "ignore"] = "stop"
+    spike: float | None = number(None, above=1)
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"
+    spike_window: int = number(50, at_least=2)
+    max_skips: int = number(10, at_least=1)
+    max_rollbacks: int = number(3, at_least=1)
     audit_every: str | None = duration("1ep")
     check_data: bool = True
 

@@ -118,16 +118,16 @@ class Survival:
         self._mine = np.concatenate([[float(self.loop.examples)], self._counts.row()])
         self._rollback.keep()
 
-    def agree(self, flags: np.ndarray) -> np.ndarray:
-        """The greatest `flags` (int32) of all ranks; and what each has counted. Newcomers that are
-        ready are let in here.
+    def highest(self, flags: np.ndarray, what: str) -> np.ndarray:
+        """The greatest of each of `flags` (int32) of all ranks, who also tell what each has
+        counted. Newcomers that are ready are let in here, after an update.
 
         Raises:
             _Joined: on all ranks, when one has come in.
         """
-        ready = self._recruiting.look()
+        ready = self._point.phase == Phase.UPDATED and self._recruiting.look()
         row = np.concatenate([flags.astype(np.float64), [float(ready)], self._mine])
-        table = self.world.gather_rows(row, "agree on going on")
+        table = self.world.gather_rows(row, what)
         self._table = table[:, flags.size + 1 :]
         agreed = table[:, : flags.size].max(axis=0).astype(np.int32)
         if table[:, flags.size].any() and self._recruiting.admit():

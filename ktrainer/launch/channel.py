@@ -3,7 +3,7 @@
 | pipe | carries |
 |---|---|
 | `RANK.out`, `RANK.err` | the rank's standard output and error, as bytes |
-| `RANK.say` | JSON lines: that it started, how it failed, that it ended |
+| `RANK.say` | JSON lines: that it started, how it failed, was interrupted, that it ended |
 
 Pipes, unlike what mpirun forwards, tell the ranks apart whatever they print, lose nothing when
 mpirun ends the group, and keep mpirun's own messages separate.
@@ -40,22 +40,24 @@ class Note:
     """One line that a rank says to the launcher.
 
     Attributes:
-        event: it started, failed, or reached the end of the script.
+        event: it started, failed, was asked to end and did so, or reached the end of the script.
         pid: its process id.
         time: seconds since the epoch, on that rank.
-        code: the exit code that goes with a failure.
+        code: the exit code that goes with a failure or interruption.
         kind: the exception's class, `"package.module.Name"`.
         text: the traceback, as Python prints it.
         follows: the failure is what one sees when another rank has gone.
+        final: another try would fail in the same way, or the script itself chose to end.
     """
 
-    event: Literal["started", "failed", "ended"]
+    event: Literal["started", "failed", "interrupted", "ended"]
     pid: int = 0
     time: float = 0.0
     code: int = 0
     kind: str = ""
     text: str = ""
     follows: bool = False
+    final: bool = False
 
 
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.util import find_spec
@@ -19,16 +19,16 @@ from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.launch import command, healing
 from ktrainer.launch.channel import Options
+from ktrainer.launch.ending import conclude, goes_on
+from ktrainer.launch.folders import private_folder
 from ktrainer.launch.output import LineMerger
-from ktrainer.launch.report import SIGNAL_BASE, first_failure, others
-from ktrainer.launch.watch import End, Group
+from ktrainer.launch.restarts import Restarts
+from ktrainer.launch.watch import Group
 from ktrainer.plan import make_plan
 from ktrainer.quiet import environment
 
-TIMED_OUT = 124  # as timeout(1)
 READER_GONE = 141  # what a shell says of a program whose reader has closed the pipe
 _THREADS = "KTRAINER_THREADS"
-_SHOW_CURSOR = "\x1b[?25h"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +70,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=_positive(float),
         metavar="S",
-        default=30.0,
-        help="seconds that processes have to end after SIGTERM (default: 30)",
+        help="seconds that processes have to end in once asked to (default: "
+        "trainer.interrupt.grace, which is 30)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_positive(int),
+        metavar="N",
+        help="after a failure start all processes again, from the last checkpoint, at most N times "
+        "(default: never). Scripts find the number in KTRAINER_RESTART",
+    )
+    parser.add_argument(
+        "--backoff",
+        type=_positive(float),
+        metavar="S",
+        default=1.0,
+        help="seconds before the first restart; twice as long before each further one, up to "
+        "60 (default: 1)",
     )
     parser.add_argument(
         "--network",
@@ -95,8 +110,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the group; returns the exit code.
 
     0 when all ranks ended well; the code of the rank that failed first, 128 plus the number of the
-    signal that ended it; 124 after `--timeout`; after Ctrl-C or SIGTERM the code that a rank chose
-    to exit with, else 130 or 143.
+    signal that ended it; 124 after `--timeout`; 75 where the ranks were asked to end, by a signal
+    to this process or to one of them, and a checkpoint is there to go on from; else, after Ctrl-C
+    or SIGTERM, the code that a rank chose to exit with, or 130 or 143.
 
     Raises:
         ConfigError: the script's configuration cannot work, or there is no such script.
@@ -118,13 +134,21 @@ def run(args: argparse.Namespace) -> int:
     options = _options(slices if slices and threads <= len(slices[0]) else [])
     spare = healing.SPARE if heal else 0
     out, err = _mergers(args.ranks, args.prefix, options, spare)
-    group = Group(args.ranks, out, err, grace=args.grace, timeout=args.timeout, spare=spare)
-    try:
-        end = group.run(line, env, options, loopback=args.network == "loopback")
-    except BrokenPipeError:
-        _ignore_output()
-        return READER_GONE
-    return _conclude(end, args, bool(heal))
+    grace = args.grace or (config or Config()).trainer.interrupt.grace
+    until = time.monotonic() + args.timeout if args.timeout else None
+    with private_folder() as memory:
+        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(memory))
+        while True:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            group = Group(args.ranks, out, err, grace=grace, timeout=left, spare=spare)
+            given = {**env, **restarts.environment}
+            try:
+                end = group.run(line, given, options, loopback=args.network == "loopback")
+            except BrokenPipeError:
+                _ignore_output()
+                return READER_GONE
+            if not goes_on(end, args, restarts, bool(heal)):
+                return conclude(end, args, bool(heal))
 
 
 def _count(args: argparse.Namespace) -> None:
@@ -264,39 +288,6 @@ def _mergers(
         )
     )
     return out, err
-
-
-def _conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
-    """Say what is to be said, the first failure's traceback last; returns the exit code."""
-    if end.code != 0 and sys.stdout.isatty():
-        print(_SHOW_CURSOR, end="", flush=True)  # a display that was cut short had hidden it
-    if end.stopped_by == "timeout":
-        _say(f"ended after {args.timeout:g} seconds (--timeout)")
-        return TIMED_OUT
-    if isinstance(end.stopped_by, int):
-        _say(f"ended by {signal.Signals(end.stopped_by).name}")
-        chosen = [n.code for n in end.failures.values() if n.kind == "builtins.SystemExit"]
-        return chosen[0] if chosen else SIGNAL_BASE + end.stopped_by
-    if heals and end.ended and not end.failures:
-        return 0
-    # With failure mitigation mpirun ends well whoever dies, even if that is everybody.
-    code = end.code or int(heals)
-    failure = first_failure(end.failures, end.gone, code, end.said, end.faults)
-    if failure is None:
-        return 0
-    for line in others(end.failures, failure):
-        _say(line)
-    rest = "; all others were ended" if failure.rank is not None and args.ranks > 1 else ""
-    if failure.text:
-        _say(f"{failure.headline}{rest}:")
-        print(failure.text.rstrip(), file=sys.stderr, flush=True)
-    else:
-        _say(failure.headline + rest)
-    return failure.code or 1
-
-
-def _say(text: str) -> None:
-    print(f"ktrainer launch: {text}", file=sys.stderr, flush=True)
 
 
 def _ignore_output() -> None:

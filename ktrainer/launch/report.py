@@ -74,9 +74,15 @@ def others(notes: Mapping[int, Note], first: Failure) -> list[str]:
     lines = []
     for rank, note in sorted(notes.items()):
         if rank != first.rank:
-            last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
-            lines.append(f"rank {rank} then failed too: {last[0]}")
+            lines.append(f"rank {rank} then failed too: {_message(note)}")
     return lines
+
+
+def _message(note: Note) -> str:
+    """The first line of the error's message: it may go on with the stacks of others."""
+    text = note.text.strip().splitlines()
+    named = [line for line in text if line.startswith(f"{note.kind}:")]
+    return [*named[-1:], *text[-1:], f"exit code {note.code}"][0]
 
 
 def _raised(rank: int, note: Note) -> Failure:

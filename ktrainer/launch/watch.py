@@ -24,7 +24,6 @@ from ktrainer.launch.output import LineMerger
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # what mpirun has to end the group once a rank has failed
-INTERRUPT_SECONDS = 5.0  # what ranks have to end after Ctrl-C
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
 _SHARED_MEMORY = "/dev/shm"
 _SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
@@ -38,8 +37,10 @@ class End:
 
     Attributes:
         code: mpirun's exit code.
+        started: whether any rank came to run the script.
         said: what mpirun itself printed.
         failures: rank -> what it reported.
+        interrupted: what a rank reported that was asked to end and did so, as then all do.
         gone: ranks that started and ended without a word, in that order.
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
@@ -47,8 +48,10 @@ class End:
     """
 
     code: int = 0
+    started: bool = False
     said: str = ""
     failures: dict[int, Note] = field(default_factory=dict)
+    interrupted: Note | None = None
     gone: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
@@ -167,8 +170,8 @@ class Group:
                 return
             if self._signals:
                 self._pass_on(self._signals.pop(0))
-            if self.end.failures and self._kill_at is None:
-                self._kill_at = now + FAILURE_SECONDS
+            if self.end.failures:
+                self._end_by(FAILURE_SECONDS)
             if self._kill_at is not None and now > self._kill_at:
                 return
 
@@ -199,12 +202,16 @@ class Group:
             note = decode(line)
             if note.event == "started":
                 self._started[rank] = note.pid
+                self.end.started = True
             elif note.event == "failed" and rank >= self._first:
                 last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
                 text = f"a process that was to join, or had joined, failed: {last[0]}"
                 self._mergers["err"].tell(f"ktrainer launch: {text}")
             elif note.event == "failed":
                 self.end.failures[rank] = note
+            elif note.event == "interrupted":
+                self.end.interrupted = note
+                self._end_by(self._grace)
             else:
                 self.end.ended.add(rank)
 
@@ -231,9 +238,7 @@ class Group:
             self._kill_at = 0.0
             return
         self.end.stopped_by = number
-        interrupted = number == signal.SIGINT
-        seconds = min(INTERRUPT_SECONDS, self._grace) if interrupted else self._grace
-        self._kill_at = time.monotonic() + seconds
+        self._end_by(self._grace)
         ranks = []
         for pid in self._started.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -241,6 +246,11 @@ class Group:
         processes.send(ranks, number)
         if not ranks:
             self._kill_at = 0.0
+
+    def _end_by(self, seconds: float) -> None:
+        """Kill what is left after so many seconds, unless that is due before."""
+        at = time.monotonic() + seconds
+        self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
     def _finish(self, folder: Path) -> None:
         # All writers are gone: every pipe ends, unless it never began.
@@ -262,7 +272,7 @@ class Group:
         def note(number: int, _frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         before = {number: signal.signal(number, note) for number in wanted}
         try:
             yield

@@ -33,6 +33,18 @@ _FOLLOWS = frozenset(
         "builtins.KeyboardInterrupt",
     }
 )
+# What another try would only repeat.
+_FINAL = frozenset(
+    {
+        *(f"ktrainer.errors.{kind}Error" for kind in ("Config", "Setup", "Data", "Model")),
+        "ktrainer.errors.CheckpointError",
+        "builtins.ImportError",
+        "builtins.SyntaxError",
+        "builtins.SystemExit",
+        "builtins.KeyboardInterrupt",
+    }
+)
+_ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
 
@@ -43,6 +55,7 @@ def main(argv: list[str]) -> None:
     end_with_parent()
     rank, local_rank = _place(os.environ)
     options = read_options(Path(folder))
+    os.environ["KTRAINER_LAUNCHED"] = "1"
     if options.cpus:
         os.sched_setaffinity(0, options.cpus[local_rank % len(options.cpus)])
     _redirect(Path(folder), rank, options)
@@ -57,7 +70,11 @@ def main(argv: list[str]) -> None:
     try:
         _run(script, args)
     except SystemExit as error:
-        if error.code not in (None, 0):
+        if _name(type(error)) == _ASKED_TO_END:
+            # Not a failure: mpirun would end ranks that are still on their way out.
+            code, text = int(str(error.code)), str(error)
+            _say(say, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text))
+        elif error.code not in (None, 0):
             _fail(say, error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
@@ -119,6 +136,7 @@ def _fail(say: int, error: BaseException, code: int) -> NoReturn:
         kind=_name(type(error)),
         text=_format(error),
         follows=_follows(error),
+        final=_is_one_of(type(error), _FINAL),
     )
     _say(say, note)
     for stream in (sys.stdout, sys.stderr):
@@ -155,10 +173,14 @@ def _users_frames(error: BaseException) -> TracebackType | None:
 def _follows(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, is one that a lost peer causes."""
     while error is not None:
-        if any(_name(base) in _FOLLOWS for base in type(error).__mro__):
+        if _is_one_of(type(error), _FOLLOWS):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _is_one_of(kind: type, names: frozenset[str]) -> bool:
+    return any(_name(base) in names for base in kind.__mro__)
 
 
 def _name(kind: type) -> str:

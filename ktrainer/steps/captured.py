@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ktrainer.errors import ModelError
 from ktrainer.steps.context import StepContext
+from ktrainer.steps.guard import Before
 from ktrainer.steps.model_step import ShareLike, average_statistics, is_uniform, python_step
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.options import StepOptions
@@ -47,6 +48,7 @@ class CapturedUpdate:
 
     def __call__(self, shares: Sequence[ShareLike]) -> Any:
         """One update; returns the logs of its last share."""
+        before = Before(self.model) if self.options.guard is not None else None
         examples = sum(share.global_examples for share in shares)
         weights = [np.float64(share.examples / max(examples, 1)) for share in shares]
         denominators = self._count(shares, weights)
@@ -57,7 +59,13 @@ class CapturedUpdate:
             rows.append(sparse)
         columns = [list(column) for column in zip(*rows, strict=True)]
         slices = [tf.concat(column, 0) for column in columns]
-        self._compiled("update", False)(np.float64(sum(weights)), slices)
+        weight, loss = np.float64(sum(weights)), tf.zeros([], tf.float64)
+        if before is not None:
+            loss = tf.math.multiply_no_nan(before.loss(), weight)
+        bad = self._compiled("update", False)(weight, slices, loss)
+        if before is not None and bad is not None:
+            before.put_back(bad, self._assigned)
+            logs = before.logs(bad, logs)
         return logs
 
     def _count(self, shares: Sequence[ShareLike], weights: list[np.float64]) -> Any:
@@ -150,7 +158,9 @@ class CapturedUpdate:
                 total.assign_add(weighted(gradient, context.weight))
         return sparse
 
-    def _update(self, weight: tf.Tensor, slices: list[tf.Tensor]) -> None:
+    def _update(
+        self, weight: tf.Tensor, slices: list[tf.Tensor], loss: tf.Tensor
+    ) -> tf.Tensor | None:
         size = self.plane.size if self.plane is not None and not self.options.average else 1
         context = StepContext(
             weight,
@@ -158,12 +168,16 @@ class CapturedUpdate:
             self.rank,
             hooks=self.options.all_hooks(),
             gradient_weight=tf.constant(size, tf.float64),
+            guard=self.options.guard,
+            times=size,
+            loss=(lambda: loss) if self.options.guard is not None else None,
         )
         with seams(context, [self._optimizer]):
             self._optimizer.apply(self._gradients(iter(slices)), self._variables)
         context.assigned = self._assigned
         average_statistics(context, self.model)
         self.abandon()
+        return context.bad
 
     def abandon(self) -> None:
         """Begin to add up anew."""

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
+from ktrainer.steps.guard import Guard
 from ktrainer.steps.options import GradientHook
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
 
@@ -46,6 +47,11 @@ class StepContext:
         xla: whether the step is compiled with XLA, in which nothing can be communicated.
         together: `together(update, gradients)` runs `update(gradients)` once for all replicas of
             this process, with reduced gradients; None where a process has one replica.
+        guard: leaves out updates; None: none is.
+        loss: gives this share's mean loss, float64, once the loss is computed; with a guard.
+        times: how many times the weights of gradients are those of shares.
+        loss_of_all: float64; that of the whole update, once gradients are reduced.
+        bad: whether the update is left out, once that is known.
     """
 
     weight: tf.Tensor
@@ -63,6 +69,11 @@ class StepContext:
     xla: bool = False
     together: Callable[[Callable[[list[Any]], Any], list[Any]], Any] | None = None
     order: InOrder = field(default_factory=InOrder)
+    guard: Guard | None = None
+    loss: Callable[[], tf.Tensor] | None = None
+    times: int = 1
+    loss_of_all: tf.Tensor | None = None
+    bad: tf.Tensor | None = None
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
@@ -116,15 +127,22 @@ class StepContext:
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The variables' gradients summed over ranks with their weights; None stays None."""
+        loss = [] if self.loss is None else [self.loss()]
         if self.plane is None:
+            self.loss_of_all = loss[0] if loss else None
             return gradients
         present = [i for i, g in enumerate(gradients) if g is not None]
         # Some gradients (of loops, of masked layers) have forgotten their static shape.
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         weight = self.weight if self.gradient_weight is None else self.gradient_weight
-        reduced = self.plane.reduce(shaped, weight, self.order)
+        # One number more, of the gradients' type, so that it goes in the same message.
+        wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
+        more = [tf.reshape(tf.cast(value, wire), [1]) for value in loss]
+        reduced = self.plane.reduce([*shaped, *more], weight, self.order)
         if self.plane.atomic:
             reduced = self.order.after_all(reduced)
+        if more:
+            self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients

@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.steps.guard import Guard
+
 GradientHook = Callable[[list[Any], list[Any]], Sequence[Any]]
 
 
@@ -51,6 +53,7 @@ class StepOptions:
         clip: gradient clipping, after the reduction.
         average: average over examples; False sums over ranks, which is `size` times as much.
         hooks: functions of (gradients, variables) run between reduction and clipping.
+        guard: leaves out updates that would spoil the model; None: none is.
     """
 
     accumulate: int = 1
@@ -58,6 +61,7 @@ class StepOptions:
     clip: Clip = Clip()
     average: bool = True
     hooks: tuple[GradientHook, ...] = ()
+    guard: Guard | None = None
 
     def all_hooks(self) -> tuple[GradientHook, ...]:
         """The hooks, then the clipping."""

@@ -20,6 +20,7 @@ import tensorflow as tf
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
 from ktrainer.steps.context import StepContext
+from ktrainer.steps.guard import Before, check_one_update
 from ktrainer.steps.model_step import (
     ShareLike,
     average_statistics,
@@ -172,7 +173,8 @@ class Program(Steps):
 
     def _traced(self, step: Callable[..., Any], kind: str, blank: bool) -> Callable[..., Any]:
         hooks = self.options.all_hooks()
-        if kind == "predict" or (self.plane is None and not hooks):
+        guard = self.options.guard if kind == "train" else None
+        if kind == "predict" or (self.plane is None and not hooks and guard is None):
             return lambda batch, weight: step(batch)
 
         def distributed(batch: Any, weight: tf.Tensor) -> Any:
@@ -181,7 +183,11 @@ class Program(Steps):
             )
             if not self.options.average and self.plane is not None:
                 context.gradient_weight = weight * self.plane.size
+                context.times = self.plane.size
             kept = [(v, tf.identity(v)) for v in self.model.metrics_variables] if blank else []
+            before = Before(self.model) if guard is not None else None
+            if before is not None:
+                context.guard, context.loss = guard, before.loss
             with seams(context, optimizers_of(self.model)):
                 logs = step(batch)
             if kind == "train":
@@ -189,6 +195,10 @@ class Program(Steps):
                 average_statistics(context, self.model)
             for variable, value in kept:  # a stand-in must not be counted
                 variable.assign(value)
+            if before is not None and context.bad is not None:
+                check_one_update(context.applies, self.model)
+                before.put_back(context.bad, context.assigned)
+                logs = before.logs(context.bad, logs)
             return logs
 
         return distributed

@@ -214,11 +214,26 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
                 context.captured.append((self, gradients, variables))
                 return None
             gradients = context.reduce(gradients, variables)
+            if context.guard is not None:
+                return guarded(self, gradients, variables, trainable_variables)
             if context.together is not None:
                 return context.together(
                     lambda reduced: update(self, reduced, variables, trainable_variables), gradients
                 )
         return update(self, gradients, variables, trainable_variables)
+
+    def guarded(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
+        guard, loss = context.guard, context.loss_of_all
+        assert guard is not None
+        assert loss is not None  # with a guard there is one
+        bad = context.bad = guard.is_bad(loss, gradients, self)
+
+        def once(reduced: list[Any]) -> Any:
+            *reduced, bad, loss = reduced
+            guard.unless_bad(bad, loss, self, lambda: update(self, reduced, variables, given))
+
+        every = [*gradients, bad, loss]
+        return once(every) if context.together is None else context.together(once, every)
 
     def update(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
         # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.

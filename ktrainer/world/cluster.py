@@ -22,6 +22,7 @@ import numpy as np
 from ktrainer.config.cluster import Cluster
 from ktrainer.errors import DeadlineExceeded, KtrainerError, PeerLost, WorldError
 from ktrainer.world.base import ReduceOp, World, for_reduction
+from ktrainer.world.stacks import Process, answering, where_they_are
 
 KEY = "KTRAINER_CLUSTER_KEY"
 _POLL = 0.2  # seconds
@@ -56,8 +57,10 @@ class ClusterWorld(World):
         same = [i for i, host in enumerate(hosts) if host == hosts[self.rank]]
         self.local_rank, self.local_size = same.index(self.rank), len(same)
         self._peers: dict[int, Connection] = {}
+        self._processes: dict[int, Process] = {}
         meet = self._receive_all if self.is_root else self._join
         meet(_key(cluster), start_timeout)
+        self._processes |= enumerate(self.allgather(answering(), "who is where"))
 
     def barrier(self, what: str = "barrier") -> None:
         self._exchange(None, lambda values: None, what)
@@ -206,6 +209,8 @@ class ClusterWorld(World):
     def _late(self, what: str, ranks: list[int]) -> DeadlineExceeded:
         them = ", ".join(f"rank {r} ({self.cluster.workers[r]})" for r in ranks)
         others = f"No answer from {them}: stopped, died, or busy."
+        if stacks := where_they_are(self._processes, ranks):
+            others = f"{others}\n{stacks}"
         return DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
 
     def _lost(self, rank: int, what: str) -> PeerLost:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ from mpi4py import MPI
 from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
 from ktrainer.world.blocking import in_time
 from ktrainer.world.mpi import MpiWorld
-from ktrainer.world.rollcall import RollCall
+from ktrainer.world.rollcall import RollCall, silent
+from ktrainer.world.stacks import Process, answering
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # mpirun sets it for `--with-ft ulfm`
 _FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -44,15 +44,13 @@ class Peer:
 
     Attributes:
         slot: its number for life; ranks change when others die, slots are never used again.
-        host, pid, started: its process, and when that began.
         local_rank: which of its host's devices it uses.
+        process: its process.
     """
 
     slot: int
-    host: str
-    pid: int
-    started: float
     local_rank: int
+    process: Process
 
 
 class HealingWorld(MpiWorld):
@@ -91,7 +89,8 @@ class HealingWorld(MpiWorld):
         self._silent: list[int] = []  # ranks that did not answer when asked what they do
         if slot is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", slot))
-        self.peers: list[Peer] = self.allgather(self._me(), "who is here")
+        self.peers: list[Peer] = []
+        self._meet("who is here")
 
     @property
     def is_root(self) -> bool:
@@ -136,7 +135,7 @@ class HealingWorld(MpiWorld):
             answers = self._roll_call.ask(self._doing(what), self.answer_seconds)
         except MPI.Exception:
             return ""
-        self._silent = [r for r in range(self.size) if r != self.rank and r not in answers]
+        self._silent = silent(self.size, self.rank, answers)
         return self._report(answers)
 
     def revoke(self) -> None:
@@ -218,14 +217,15 @@ class HealingWorld(MpiWorld):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._roll_call = RollCall(comm)
         self._broken = False
-        self.peers = self.allgather(self._me(), "who is left")
+        self._meet("who is left")
         self.share_data(self.rank, self.size)
         for reopen in self.on_change:
             reopen()
 
-    def _me(self) -> Peer:
-        started = psutil.Process().create_time()
-        return Peer(self.slot, socket.gethostname(), os.getpid(), started, self.local_rank)
+    def _meet(self, what: str) -> None:
+        """Learn who the ranks are."""
+        self.peers = self.allgather(Peer(self.slot, self.local_rank, answering()), what)
+        self._processes = {rank: peer.process for rank, peer in enumerate(self.peers)}
 
     def _shrunk(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         # Open MPI 5's `Ishrink` frees what is not its own.
@@ -249,13 +249,14 @@ class HealingWorld(MpiWorld):
 
     def _end_silent(self) -> bool:
         """End the processes of this host that did not answer; whether there were any."""
-        here = socket.gethostname()
-        found = [self.peers[r] for r in self._silent if self.peers[r].host == here]
-        for peer in found:
+        here = self.peers[self.rank].process.where
+        found = [self._processes[rank] for rank in self._silent]
+        found = [process for process in found if process.where == here]
+        for known in found:
             # Neither ended already, nor a new process under the same number.
             with contextlib.suppress(psutil.Error):
-                process = psutil.Process(peer.pid)
-                if abs(process.create_time() - peer.started) < 1.0:
+                process = psutil.Process(known.pid)
+                if abs(process.create_time() - known.born) < 1.0:
                     process.send_signal(signal.SIGKILL)
         return bool(found)
 

@@ -17,7 +17,8 @@ from mpi4py import MPI
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.mpi_group import MpiGroup
-from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, report
+from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, report, silent
+from ktrainer.world.stacks import Process, answering, where_they_are
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
 
@@ -34,6 +35,8 @@ class MpiWorld(MpiComm):
             )
         super().__init__(MPI.COMM_WORLD.Dup())
         self._roll_call = RollCall(self.comm)
+        self._processes: dict[int, Process] = {}
+        self._processes |= enumerate(self.allgather(answering(), "who is where"))
         _end_all_with_this_rank()
 
     def group(self, ranks: Sequence[int], name: str) -> MpiGroup:
@@ -95,7 +98,9 @@ class MpiWorld(MpiComm):
         return self._report(self._roll_call.ask(self._doing(what), self.answer_seconds))
 
     def _report(self, answers: Mapping[int, str]) -> str:
-        return report(self.size, self.rank, answers)
+        said = report(self.size, self.rank, answers)
+        stacks = where_they_are(self._processes, silent(self.size, self.rank, answers))
+        return f"{said}\n{stacks}" if stacks else said
 
     def _doing(self, what: str) -> str:
         return f"at step {self.step} in {what!r}"

@@ -179,6 +179,6 @@ class Entrance:
 
 def free_local_rank(world: HealingWorld) -> int:
     """The least number that no process of this host uses."""
-    host = world.peers[world.rank].host
-    used = {peer.local_rank for peer in world.peers if peer.host == host}
+    here = world.peers[world.rank].process.where
+    used = {peer.local_rank for peer in world.peers if peer.process.where == here}
     return next(n for n in range(len(used) + 1) if n not in used)

@@ -75,7 +75,7 @@ def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
         rank: the one that asked.
         answers: what each other rank said.
     """
-    missing = [r for r in range(size) if r != rank and r not in answers]
+    missing = silent(size, rank, answers)
     sentences = []
     if missing:
         sentences.append(
@@ -85,6 +85,11 @@ def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
         said = [r for r in sorted(answers) if answers[r] == doing]
         sentences.append(f"Waiting {doing}: {_ranks(said)}.")
     return " ".join(sentences)
+
+
+def silent(size: int, rank: int, answers: Mapping[int, str]) -> list[int]:
+    """The ranks that have not answered `rank`."""
+    return [r for r in range(size) if r != rank and r not in answers]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -31,6 +31,8 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "LearningRate, active": lambda path: callbacks.LearningRate(
         schedule=[{"start": "0ba", "multiplier": 1.0}]
     ),
+    "LossGuard": lambda path: callbacks.LossGuard(spike=100.0, window=2),
+    "LossGuard, skipping": lambda path: callbacks.LossGuard("skip", 100.0, "skip", window=2),
     "NanStop": lambda path: callbacks.NanStop(),
     "PlainProgress": lambda path: callbacks.PlainProgress(every="2ba"),
     "RichProgress": lambda path: callbacks.RichProgress(),

@@ -66,3 +66,4 @@ def test_a_rank_that_stops_is_named(
     # In the pipeline some wait in Horovod, and one for its other stage: all of them answer.
     assert "'sums over ranks through Horovod'" in done.stderr
     assert f"No answer from rank {size - 1}:" in done.stderr
+    assert re.search(rf"rank {size - 1} \(process \d+\) is stopped \(state T\)", done.stderr)

@@ -23,6 +23,7 @@ from ktrainer.config import PipelineConfig
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.guard import Guard, LossOfStep, scales_loss
 from ktrainer.steps.model_step import ShareLike, is_uniform
 from ktrainer.world.plane import GradientPlane
 
@@ -58,6 +59,8 @@ class PipelineProgram(Steps):
         self._shapes: list[tuple[int | None, ...]] = []
         self._seen: dict[bool, Any] = {}
         self._metrics_built = False
+        self._loss_of_step: LossOfStep | None = None
+        self._before: dict[int, Any] = {}  # the state, as the last step found it
 
     @property
     def counts_metrics(self) -> bool:  # type: ignore[override]
@@ -143,10 +146,34 @@ class PipelineProgram(Steps):
         self._shared(slices)
         self._guarded(self._update.reduce, self._shared.variables, slices, weight)
         dense = {id(v) for v in self._held if self._sums.has(v)}
-        self._guarded(self._update, slices, dense, weight)
-        self._guarded(self._update.average, self._moved, weight)
+        guard = self.options.guard
+        bad = guard is not None and self._is_bad(guard, slices, dense)
+        # A loss scale finds by itself what is not finite, and is halved.
+        scale = guard is not None and scales_loss(self.model.optimizer) and not guard.is_spike()
+        if not bad or scale:
+            self._guarded(self._update, slices, dense, weight)
+        if not bad:
+            self._guarded(self._update.average, self._moved, weight)
         self._equal_seeds()
-        return self._logs("train", microbatches, outcome)
+        return self._logs("train", microbatches, outcome, put_back=bad)
+
+    def _is_bad(self, guard: Guard, slices: dict[int, list[Any]], dense: set[int]) -> bool:
+        """Whether the update is to be left out: of all stages and replicas. What the forward
+        passes have moved is then put back."""
+        placement = self.planned.placement
+        total, count = self._loss_of_step.sums() if self._loss_of_step else (0.0, 0.0)
+        finite = not guard.finite or self._update.is_finite(slices, dense)
+        mine = np.array([total, count, not finite], np.float64)
+        for world in (placement.copies, placement.model):
+            mine = world.oob_allreduce(mine, "sum", "loss and gradients of the step")
+        loss = tf.math.divide_no_nan(*tf.unstack(tf.constant(mine[:2])))
+        bad = guard.is_bad(loss, [], self.model.optimizer) | (mine[2] > 0)
+        guard.note(bad, loss)
+        metrics = {id(v) for v in self.model.metrics_variables}
+        for variable in self._moved if bad else ():
+            if id(variable) in metrics or tf.as_dtype(variable.dtype).is_floating:
+                variable.assign(self._before[id(variable)])
+        return bool(bad)
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
         for share in shares:
@@ -183,7 +210,9 @@ class PipelineProgram(Steps):
             trainable={id(v): tf.convert_to_tensor(v.value) for v in self._held},
             state={id(v): tf.convert_to_tensor(v.value) for v in state},
         )
-        before = dict(values.state)
+        self._before = before = dict(values.state)
+        if mode == "train" and self.options.guard is not None and self.counts_metrics:
+            self._loss_of_step = LossOfStep(self.model)
         outcome = self._runner.run(
             self._schedule(mode, len(microbatches)),
             self.planned.partition,
@@ -240,13 +269,22 @@ class PipelineProgram(Steps):
             total = copies.oob_allreduce(total, "sum", "denominators of losses")
         return tf.constant(total, tf.float64)
 
-    def _logs(self, mode: Mode, microbatches: list[Microbatch], outcome: Outcome) -> Logs:
-        """The last stage's logs, on every partition."""
+    def _logs(
+        self,
+        mode: Mode,
+        microbatches: list[Microbatch],
+        outcome: Outcome,
+        put_back: bool = False,
+    ) -> Logs:
+        """The last stage's logs, on every partition; those of now, if metrics were put back."""
         logs = None
         if self.counts_metrics:
             structure = self._compiled.stages(mode, microbatches[-1])[-1].logs
             values = [x.numpy() for x in outcome.results[-1]]
             logs = keras.tree.pack_sequence_as(structure, values)
+            if put_back and isinstance(logs, dict):
+                again = self.model.get_metrics_result()
+                logs |= {k: float(v) for k, v in again.items() if k in logs}
         world = self.planned.placement.model
         return world.broadcast(logs, world.size - 1, "logs of the last stage")
 

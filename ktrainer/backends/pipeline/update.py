@@ -21,6 +21,7 @@ from ktrainer.backends.pipeline.sums import GradientSums
 from ktrainer.backends.pipeline.turns import InTurn
 from ktrainer.steps import StepOptions, optimizers_of
 from ktrainer.steps.context import StepContext
+from ktrainer.steps.guard import all_finite, scales_loss
 from ktrainer.steps.model_step import average_statistics
 from ktrainer.steps.seams import seams
 from ktrainer.world.plane import GradientPlane, InOrder
@@ -97,6 +98,15 @@ class StageUpdate:
         reduced = self._functions[key](parts, tf.constant(weight, tf.float64))
         for variable, pair in zip(sparse, reduced, strict=True):
             slices[id(variable)] = list(pair)
+
+    def is_finite(self, slices: dict[int, list[Any]], dense: Collection[int]) -> bool:
+        """Whether all gradients that this stage has summed are finite. A loss scale finds that
+        by itself."""
+        if scales_loss(self.model.optimizer):
+            return True
+        values = [self.sums.of(v).value() for v in self.variables if id(v) in dense]
+        values += [values for v in self.variables for values in slices.get(id(v), ())[::2]]
+        return bool(all_finite(values))
 
     def _reduce(
         self, dense: Sequence[Any], sparse: Sequence[Any], parts: Any, weight: tf.Tensor

@@ -35,6 +35,16 @@ class ReplicaPlane(GradientPlane):
         return self._all_reduce([vector], order)[0]
 
     def _all_reduce(self, tensors: list[Gradient], order: InOrder) -> list[Gradient]:
+        """Their sums. TensorFlow packs all tensors of a call, which must then be of one type."""
+        summed: list[Gradient] = list(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            sums = self._all_reduce_of_one_type([tensors[i] for i in places], order)
+            for i, total in zip(places, sums, strict=True):
+                summed[i] = total
+        return summed
+
+    def _all_reduce_of_one_type(self, tensors: list[Gradient], order: InOrder) -> list[Gradient]:
         context = tf.distribute.get_replica_context()
         return order(
             lambda: list(

@@ -13,9 +13,11 @@ from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
 from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
 from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
+from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
@@ -116,10 +118,14 @@ class ReplicatedProgram(Steps):
 
     def _traced(self, kind: str) -> Callable[..., Any]:
         training = kind == "train"
+        if training and self.options.guard is not None:
+            check_metrics(self.model)
         step = python_step(self.model.train_step if training else self.model.test_step)
 
         def on_all(batch: Any, share: tf.Tensor) -> Any:
-            settings: dict[str, Any] = {"hooks": self.options.all_hooks()} if training else {}
+            settings: dict[str, Any] = {}
+            if training:
+                settings = {"hooks": self.options.all_hooks(), "guard": self.options.guard}
             outcome = self.replicas.run(step, batch, share, applies=training, **settings)
             return self.replicas.conclude(outcome, outcome.values)
 
@@ -156,3 +162,18 @@ class ReplicatedProgram(Steps):
             self._functions.clear()
             self._accumulated = None
             self._place(True, lambda: None)
+
+
+def check_metrics(model: keras.Model) -> None:
+    """Refuse metrics that cannot be put back when an update is left out.
+
+    Raises:
+        ModelError: there are some.
+    """
+    if names := [metric.name for metric in unadded_metrics(model)]:
+        raise ModelError(
+            f"the states of {', '.join(names)} do not add up, as far as is known, so what an "
+            "update that is left out has counted cannot be taken back. Set `state_adds_up = True` "
+            "on the metric's class if they do, or health.nan and health.on_spike to stop or "
+            "rollback."
+        )

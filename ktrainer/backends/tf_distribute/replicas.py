@@ -34,6 +34,7 @@ from ktrainer.backends.tf_distribute.scopes import (
 from ktrainer.feed.datasets import graph_bounds, graph_slice
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
+from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.model_step import check_applied, is_uniform
 from ktrainer.steps.seams import seams
@@ -51,12 +52,14 @@ class Outcome:
         weights: each replica's part of the update, float64.
         statistics: new values of variables other than weights and metrics, the same on all.
         metrics: what each replica adds to the metrics' variables.
+        bad: whether the update was left out; None where none is.
     """
 
     values: list[Any]
     weights: list[tf.Tensor]
     statistics: list[tuple[Any, tf.Tensor]]
     metrics: list[tuple[Any, list[tf.Tensor]]]
+    bad: tf.Tensor | None = None
 
 
 class Replicas:
@@ -117,6 +120,8 @@ class Replicas:
                     self.contexts.entered(context),
                     ReplicaScope(counted.values(), None if xla else self._assign_weight) as scope,
                 ):
+                    if context.guard is not None:
+                        context.loss = LossOfStep(self.model)
                     values = step(rows)
                 assigned[:] = list(scope.assigned.values())
                 return values, [scope.get_current_value(v) for v in assigned]
@@ -129,11 +134,12 @@ class Replicas:
             pairs = list(zip(assigned, states, strict=True))
             statistics = _averaged(context, [s for v, s in pairs if id(v) not in counted])
             added = [_if_present(context, s) for v, s in pairs if id(v) in counted]
-            return values, context.weight, statistics, added
+            bad = tf.constant(False) if context.bad is None else context.bad
+            return values, context.weight, statistics, added, bad
 
         with self._seams(metrics and not xla):
             results = self.strategy.run(with_settings_of_this_thread(on_replica))
-        values, weights, statistics, added = results
+        values, weights, statistics, added, bad = results
         others = [v for v in assigned if id(v) not in counted]
         ours = [v for v in assigned if id(v) in counted]
         return Outcome(
@@ -141,14 +147,17 @@ class Replicas:
             list(self.local(weights)),
             [(v, self.local(s)[0]) for v, s in zip(others, statistics, strict=True)],
             [(v, self.local(a)) for v, a in zip(ours, added, strict=True)] if metrics else [],
+            self.local(bad)[0] if settings.get("guard") is not None else None,
         )
 
     def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
         """Give the model's variables their new values; returns the logs of all replicas."""
+        bad = outcome.bad
         for variable, value in outcome.statistics:
-            variable.assign(value)
+            variable.assign(value if bad is None else _unless(bad, value, variable.value))
         for variable, parts in outcome.metrics:
-            variable.assign_add(tf.add_n(parts))
+            more = tf.add_n(parts)
+            variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
         return joined_logs(self.model, logs, outcome.weights)
 
     def apply(
@@ -278,6 +287,10 @@ class Replicas:
             replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
 
         return update_state
+
+
+def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    return tf.where(bad, tf.cast(other, value.dtype), value)
 
 
 def _done(_: Any = None) -> tf.Tensor:

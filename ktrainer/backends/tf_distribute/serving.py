@@ -5,8 +5,8 @@ Trainer, and serve TensorFlow until the coordinator is done. TensorFlow itself w
 a process that is missing, and servers never learn that the coordinator has gone. So before it
 starts TensorFlow, the coordinator listens on its own address itself:
 
-    server or worker   {"job": "worker", "task": 1}  ->  coordinator, then "." every second
-    coordinator        "here"                        ->  each; then "done" at the end
+    server or worker   {"job": "worker", "task": 1, ...}  ->  coordinator, then "." every second
+    coordinator        "here"                             ->  each; then "done" at the end
 
 Then TensorFlow takes the address over; the connections stay. A worker that has been started again
 finds TensorFlow there instead: it looks from time to time whether somebody still listens.
@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import atexit
 import json
+import signal
 import socket
 import sys
+import threading
 import time
 from contextlib import suppress
+from dataclasses import asdict
+from types import FrameType
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -27,6 +31,7 @@ import tensorflow as tf
 from ktrainer.backends.tf_distribute.clusters import Cluster, resolver
 from ktrainer.errors import DeadlineExceeded, PeerLost
 from ktrainer.world.cluster import host_and_port, listen_at, not_there
+from ktrainer.world.stacks import Process, answering, where_they_are
 
 _HERE, _DONE = b"here\n", b"done\n"
 _POLL = 0.2  # seconds
@@ -73,7 +78,9 @@ def serve(cluster: Cluster, start_timeout: float) -> NoReturn:
     )
     me = f"{cluster.job} {cluster.task}"
     with _connect(cluster, start_timeout, me) as connection:
-        connection.sendall(json.dumps({"job": cluster.job, "task": cluster.task}).encode() + b"\n")
+        hello = {"job": cluster.job, "task": cluster.task, "process": asdict(answering())}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        _leave_it_to_the_coordinator()
         said = _listen(connection)
     if not said.startswith(_HERE):  # TensorFlow answers: this is not the first start
         _until_gone(cluster)
@@ -84,6 +91,21 @@ def serve(cluster: Cluster, start_timeout: float) -> NoReturn:
     raise PeerLost(
         f"{me} lost the coordinator at {cluster.jobs['chief'][0]}: it has ended without a word"
     )
+
+
+def _leave_it_to_the_coordinator() -> None:
+    """Whoever asks all processes to end asks the coordinator too. It saves, for which it needs
+    this one, and then says that it is done. Asked a second time, this one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def first(_number: int, _frame: FrameType | None) -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, first)
 
 
 def _listen(connection: socket.socket) -> bytes:
@@ -158,6 +180,7 @@ class Presence:
         self._here: dict[Task, socket.socket] = {}
         self._heard: dict[Task, float] = {}
         self._ended: set[Task] = set()
+        self._processes: dict[str, Process] = {}
 
     def wait_for_all(self, seconds: float) -> None:
         """Wait until every worker and server has said that it is there.
@@ -187,9 +210,18 @@ class Presence:
     def silent(self) -> str:
         """The tasks that have ceased to give signs of life, though they have not ended."""
         self._hear()
+        return self._describe(self._silent())
+
+    def where(self) -> str:
+        """Lines on where the processes are that have ceased to give signs of life; if none has,
+        on all that are there."""
+        self._hear()
+        tasks = self._silent() or [task for task in self._heard if task not in self._ended]
+        return where_they_are(self._processes, [f"{job} {index}" for job, index in tasks])
+
+    def _silent(self) -> list[Task]:
         late = time.monotonic() - SILENCE
-        heard = [(t, at) for t, at in self._heard.items() if t not in self._ended]
-        return self._describe([task for task, at in heard if at < late])
+        return [t for t, at in self._heard.items() if t not in self._ended and at < late]
 
     def _hear(self) -> None:
         """Take what has arrived from each task."""
@@ -215,12 +247,14 @@ class Presence:
         self._here = {}
 
     def _welcome(self, connection: socket.socket) -> None:
-        task = _hello(connection)
-        if task not in self._expected or task in self._here:
+        task, process = _hello(connection)
+        if task is None or task not in self._expected or task in self._here:
             connection.close()
             return
         connection.sendall(_HERE)
         self._here[task] = connection
+        if process is not None:
+            self._processes[f"{task[0]} {task[1]}"] = process
         self._heard[task] = time.monotonic()
 
     def _address(self, job: str, index: int) -> str:
@@ -248,11 +282,11 @@ def present(cluster: Cluster, start_timeout: float) -> Presence:
     return _presence
 
 
-def _hello(connection: socket.socket) -> Task | None:
-    """The task that has connected; None if it does not say so in a second."""
+def _hello(connection: socket.socket) -> tuple[Task | None, Process | None]:
+    """The task that has connected, and its process; None if it does not say so in a second."""
     connection.settimeout(1.0)
     try:
         values = json.loads(connection.recv(_HELLO_BYTES))
-        return str(values["job"]), int(values["task"])
+        return (str(values["job"]), int(values["task"])), Process(**values["process"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return None, None

@@ -68,6 +68,7 @@ class Workers:
                 self._look(what)
             if now - since > self._timeout:
                 others = f"Not there: {self._presence.missing() or 'nobody'}."
+                others += f"\n{self._presence.where()}"
                 raise DeadlineExceeded(0, self._world.step, what, self._timeout, others)
             time.sleep(_POLL)
         with self.guard():
@@ -104,7 +105,7 @@ class Workers:
             raise PeerLost(
                 f"the coordinator does not hear of {silent} any more, at step "
                 f"{self._world.step} in {what!r}. It has stopped; end it, and start again from the "
-                "last checkpoint."
+                f"last checkpoint.\n{self._presence.where()}"
             )
 
     def _lost(self, missing: str) -> PeerLost:

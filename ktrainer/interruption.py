@@ -1,0 +1,175 @@
+"""Being asked to end, by a person, Slurm or Kubernetes: finish the step, save, leave.
+
+    a signal, on any rank       a handler in the main thread notes it, and does nothing else
+    the end of the step         the ranks agree on it, with what they agree on anyway
+    all ranks                   save, if what is left of the grace is enough; on_train_end
+    `Interrupted`               ends the program with exit code 75: the same command goes on
+
+A second signal does what the first would have done without ktrainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ktrainer.checkpoint.callback import Checkpoint
+from ktrainer.errors import Interrupted
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.config import InterruptConfig
+    from ktrainer.trainer import Trainer
+
+# One request may come twice: from the job manager, and passed on by what it has started.
+_SAME_SECONDS = 1.0
+LAUNCHED = "KTRAINER_LAUNCHED"  # set where the launcher says it
+
+
+class Asked(Exception):
+    """All ranks know that one of them was asked to end.
+
+    Args:
+        number: of the signal.
+        seconds: how long ago the first of them was asked.
+    """
+
+    def __init__(self, number: int, seconds: float) -> None:
+        self.number, self.seconds = number, seconds
+        super().__init__(number, seconds)
+
+
+class _Woken(BaseException):
+    """Leaves a wait for data, past whatever catches every Exception."""
+
+
+class Interruption:
+    """Notes the signals that ask this process to end.
+
+    Args:
+        config: which signals, and how long there is until the process is killed.
+    """
+
+    def __init__(self, config: InterruptConfig) -> None:
+        self.config = config
+        self._number = 0
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+        self._may_wake = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """In which signals are noted. What came too late to be acted on comes again after it.
+
+        Handlers belong to the main thread; elsewhere, and for signals that are ignored or
+        handled outside of Python, nothing changes.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.Signals[name] for name in self.config.signals):
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self._restore()
+        if self._number:
+            os.kill(os.getpid(), self._number)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._number:
+            self._number, self._at = number, now
+            if self._may_wake:
+                raise _Woken
+        elif now - self._at > _SAME_SECONDS:
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def flags(self) -> tuple[int, int]:
+        """For the ranks to take the maximum of: the signal, and milliseconds since it came."""
+        return self._number, int(1000 * (time.monotonic() - self._at)) if self._number else 0
+
+    def agree(
+        self,
+        highest: Callable[[np.ndarray, str], np.ndarray],
+        flags: tuple[bool, ...],
+        what: str,
+    ) -> tuple[bool, ...]:
+        """Whether each of `flags` is true on any rank. One message.
+
+        Args:
+            highest: the maximum over ranks of each of some int32 numbers.
+            flags: this rank's.
+            what: names the operation, should its deadline pass.
+
+        Raises:
+            Asked: on every rank, if any was asked to end.
+        """
+        mine = np.array([*flags, *self.flags()], np.int32)
+        *agreed, number, milliseconds = map(int, highest(mine, what))
+        if number:
+            raise Asked(number, milliseconds / 1000)
+        return tuple(map(bool, agreed))
+
+    def awaiting(self, take: Callable[[], Any], alone: bool) -> Any:
+        """`take()`, which waits for data.
+
+        Args:
+            alone: nobody else waits for this process, so it need not wait for the data.
+
+        Raises:
+            Asked: it was asked to end meanwhile.
+        """
+        if not alone:
+            return take()
+        try:
+            self._may_wake = True
+            if self._number:
+                raise _Woken
+            return take()
+        except _Woken:
+            raise Asked(self._number, time.monotonic() - self._at) from None
+        finally:
+            self._may_wake = False
+
+
+def leave(trainer: Trainer, callbacks: keras.callbacks.CallbackList, asked: Asked) -> NoReturn:
+    """Save, end training, and end the program. All ranks call it at the same step.
+
+    Raises:
+        Interrupted: on every rank.
+        CheckpointError: on every rank, if the state could not be saved.
+    """
+    world, step = trainer.world, trainer.progress.step
+    left = trainer.config.trainer.interrupt.grace - asked.seconds
+    savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
+    for saver in savers:
+        saver.save_in_time(left)
+    callbacks.on_train_end(logs={})
+    saved = None
+    if world.is_root:
+        found = [latest for saver in savers if (latest := saver.latest()) is not None]
+        saved = (str(found[0].path), found[0].step) if found else None
+    saved = world.broadcast(saved, 0, "last checkpoint before the end")
+    path, saved_at = saved or (None, None)
+    ended = Interrupted(asked.number, step, path, saved_at)
+    if world.is_root and LAUNCHED not in os.environ:
+        print(f"ktrainer: {ended}", file=sys.stderr, flush=True)
+    raise ended

@@ -1,0 +1,85 @@
+"""Whether, and when, a group that has failed is started again from its last checkpoint.
+
+Not again: what another try would only repeat (a mistake in configuration, data or model, a
+checkpoint that does not fit or cannot be written, the script's own exit code), what somebody asked
+for (a signal, `--timeout`), and a group that failed twice without a checkpoint in between.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ktrainer import restarted
+from ktrainer.launch.channel import Note
+from ktrainer.launch.report import Failure
+from ktrainer.launch.watch import End
+
+MOST_SECONDS = 60.0  # between a failure and the next start
+
+
+@dataclass
+class Restarts:
+    """The restarts of one launch.
+
+    Args:
+        limit: how many there may be.
+        backoff: seconds before the first; twice as long before each further one, up to a minute.
+        memory: a folder that is there as long as the launch.
+    """
+
+    limit: int
+    backoff: float
+    memory: Path
+    count: int = 0
+    _saves: dict[str, int] | None = field(default=None, repr=False)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For the ranks of the next start."""
+        own = {restarted.COUNT: str(self.count)}
+        return {**own, restarted.MEMORY: str(self.memory)} if self.limit else own
+
+    @property
+    def seconds(self) -> float:
+        """How long to wait before the next start."""
+        return float(min(MOST_SECONDS, self.backoff * 2**self.count))
+
+    def why_not(self, end: End, failure: Failure) -> str | None:
+        """Why the group is not started again; None if it is. Empty: nothing need be said.
+
+        Args:
+            end: how it ended.
+            failure: who failed first.
+        """
+        if not self.limit:
+            return ""
+        note = end.failures.get(failure.rank) if failure.rank is not None else None
+        if not end.started or (note is not None and note.final):
+            return f"not started again: {_ends_alike(note)}"
+        saves = restarted.saves(self.memory)
+        before, self._saves = self._saves, saves
+        if self.count >= self.limit:
+            return f"not started again: that was restart {self.count} of {self.limit}"
+        if before is not None and not _is_further(saves, before):
+            return "not started again: there was no new checkpoint between the last two failures"
+        return None
+
+    def wait(self) -> None:
+        """Until the next start, which is then counted."""
+        time.sleep(self.seconds)
+        self.count += 1
+
+
+def _is_further(saves: dict[str, int], before: dict[str, int]) -> bool:
+    return any(step > before.get(folder, -1) for folder, step in saves.items())
+
+
+def _ends_alike(note: Note | None) -> str:
+    if note is None:
+        return "no process came to run the script"
+    name = note.kind.rpartition(".")[2]
+    if name == "SystemExit":
+        return "the script chose to end"
+    return f"after {name} another try would end alike"

@@ -1,0 +1,69 @@
+"""What the processes of a launch leave to those that the launcher starts in their place.
+
+`ktrainer launch --max-restarts` keeps a folder, named in the environment, from one start to the
+next: in it rank 0 notes each checkpoint, which is how progress is told from going in circles, and
+the run folders whose names were made of the time, so that a later start finds its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COUNT = "KTRAINER_RESTART"  # how often the group has been started again
+MEMORY = "KTRAINER_MEMORY"  # the folder
+_SAVES, _RUNS = "saves.jsonl", "runs.jsonl"
+
+_opened = 0  # run folders of this process so far
+
+
+def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
+    """How often the launcher has started this group again."""
+    value = environ.get(COUNT, "")
+    return int(value) if value.isdigit() else 0
+
+
+def note_save(directory: Path, step: int) -> None:
+    """A checkpoint of `step` stands in `directory`. By rank 0, from any thread."""
+    if memory := os.environ.get(MEMORY):
+        with (Path(memory) / _SAVES).open("a") as file:
+            file.write(json.dumps([str(directory.absolute()), step]) + "\n")
+
+
+def saves(memory: Path) -> dict[str, int]:
+    """For each folder of checkpoints, the step of the furthest that was noted."""
+    furthest: dict[str, int] = {}
+    for directory, step in _lines(memory / _SAVES):
+        furthest[directory] = max(step, furthest.get(directory, step))
+    return furthest
+
+
+def has_saved(directory: Path) -> bool:
+    """Whether an earlier start of this launch has left a checkpoint in `directory`."""
+    memory = os.environ.get(MEMORY)
+    return bool(memory and count()) and str(directory.absolute()) in saves(Path(memory or ""))
+
+
+def run_folder(make: Callable[[], Path]) -> Path:
+    """The run folder that an earlier start of this launch made at this point; else `make()`."""
+    global _opened
+    memory = os.environ.get(MEMORY)
+    if not memory:
+        return make()
+    known = [Path(path) for (path,) in _lines(Path(memory) / _RUNS)]
+    _opened += 1
+    if _opened <= len(known):
+        return known[_opened - 1]
+    path = make().absolute()
+    with (Path(memory) / _RUNS).open("a") as file:
+        file.write(json.dumps([str(path)]) + "\n")
+    return path
+
+
+def _lines(path: Path) -> list[Any]:
+    # The last line may be cut off: its writer was killed.
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]

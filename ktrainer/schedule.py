@@ -1,0 +1,54 @@
+"""When things happen in a `fit`, as the configuration says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ktrainer.durations import Duration
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When things happen.
+
+    Attributes:
+        epochs: passes over the data, in all.
+        max_steps: updates in all; None for no limit.
+        max_seconds: seconds of training in all, over restarts; None for no limit.
+        validate: how often to validate; None for never.
+        log: how often to gather the logs of all ranks.
+        accumulate: shares an update.
+        steps_per_call: updates in one compiled call.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    validate: Duration | None = None
+    log: Duration | None = None
+    accumulate: int = 1
+    steps_per_call: int = 1
+
+
+def make_schedule(config: Config) -> Schedule:
+    """When things happen, from the configuration; durations parsed."""
+    trainer = config.trainer
+    dev = bool(trainer.fast_dev_run)
+    seconds = Duration.parse(trainer.max_time) if trainer.max_time else None
+    return Schedule(
+        epochs=1 if dev else trainer.epochs,
+        max_steps=None if dev else trainer.max_steps,
+        max_seconds=seconds.seconds if seconds else None,
+        validate=_duration("1ep" if dev else trainer.validate_every),
+        log=_duration(config.logging.every),
+        accumulate=trainer.accumulate,
+        steps_per_call=trainer.steps_per_call,
+    )
+
+
+def _duration(text: str | None) -> Duration | None:
+    return None if text is None else Duration.parse(text)

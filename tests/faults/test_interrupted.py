@@ -1,0 +1,190 @@
+"""Row 8: a process that is asked to end finishes its step, saves, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from ktrainer import ConfigError, Interrupted, Trainer, interruption
+from ktrainer.checkpoint.saver import Saver
+from ktrainer.config import load_config
+from ktrainer.feed.prefetch import Prefetcher
+from tests.dist.small import ENGINES, group_mode
+from tests.faults import asking
+from tests.faults.asking import Asks, case_of, in_two, no_checkpoint, whole
+from tests.faults.runs import BATCH, CASES, STEPS, arrays, settings, train
+from tests.faults.test_resume import differences
+from tests.tf_distribute.launching import LAUNCH, QUIET, SERVERS, Start, script, start, wait_for
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
+
+__all__ = ["script", "start"]
+
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+
+
+@pytest.mark.parametrize("name", ["callbacks", "precision", "tf.data"])
+def test_row_08_at_every_step(tmp_path: Path, name: str) -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    expected, _ = whole(tmp_path, name)
+    for step in range(1, STEPS + 1) if name == "callbacks" else (1, 5):
+        number = HANDLED[step % 2]
+        ended, found, _ = in_two(tmp_path, name, Asks(step, number=number))
+        assert (ended.code, ended.step, ended.signal) == (75, step, number)
+        assert ended.checkpoint
+        assert ended.checkpoint.endswith(f"/checkpoints/step-{step:08d}")
+        assert f"interrupted by {number.name} at step {step}, checkpoint /" in str(ended)
+        assert not differences(found, expected), step
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+@pytest.mark.parametrize(
+    ("during", "step", "words"),
+    [
+        ("validation", 2, ()),  # at an epoch's end
+        ("validation", 3, ("trainer.validate_every=3ba",)),  # inside an epoch
+        ("validation", 6, ("trainer.validate_every=3ba",)),  # after an epoch's last update
+        ("epoch end", 4, ()),
+    ],
+)
+def test_row_08_in_validation(
+    tmp_path: Path, during: str, step: int, words: tuple[str, ...]
+) -> None:
+    expected, validated = whole(tmp_path, "compiled", *words)
+    ended, found, again = in_two(tmp_path, "compiled", Asks(step, during=during), *words)
+    assert (ended.code, ended.step, ended.saved_at) == (75, step, step)
+    assert not differences(found, expected)
+    assert again == validated
+
+
+def test_row_08_while_it_waits_for_data(
+    tmp_path: Path, monkeypatch: Any, within: Callable[..., None]
+) -> None:
+    trained, release = threading.Event(), threading.Event()
+    main = threading.main_thread().ident
+
+    def waits() -> bool:
+        frame = sys._current_frames()[main]  # type: ignore[index]
+        return trained.is_set() and frame.f_code.co_name == "wait"
+
+    def batches() -> Iterator[Any]:
+        x, y = arrays(16)
+        for first in range(0, 16, BATCH):
+            if first == 12:
+                within(60, waits)
+                os.kill(os.getpid(), signal.SIGTERM)
+                release.wait(60)
+            yield x[first : first + BATCH], y[first : first + BATCH]
+
+    close = Prefetcher.close
+
+    def closed(self: Prefetcher, *args: Any) -> None:
+        release.set()
+        close(self, *args)
+
+    monkeypatch.setattr(Prefetcher, "close", closed)
+    done = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: trained.set())
+    words = settings(tmp_path, CASES["compiled"], "trainer.epochs=1", "checkpoint.every=100ba")
+    with Trainer(overrides=words, callbacks=[done]) as trainer, pytest.raises(Interrupted) as ended:
+        trainer.fit(CASES["compiled"].model, batches)
+    assert 0 < ended.value.step == ended.value.saved_at < 4
+
+
+def test_row_08_when_nothing_can_be_saved(tmp_path: Path, monkeypatch: Any) -> None:
+    """Checkpointing is off, or the grace is too short: then the last checkpoint stands."""
+    ended = no_checkpoint(tmp_path / "off")
+    assert ended is not None
+    assert (ended.code, ended.step, ended.checkpoint) == (143, 2, None)
+    monkeypatch.setattr(Saver, "seconds_to_save", lambda self: 31.0)
+    asks = Asks(5)
+    with pytest.raises(Interrupted) as raised:
+        train(tmp_path / "short", case_of("compiled", asks), "checkpoint.every=3ba")
+    assert (raised.value.code, raised.value.step, raised.value.saved_at) == (75, 5, 3)
+    assert "at step 5, checkpoint of step 3 /" in str(raised.value)
+
+
+class Twice(Asks):
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        super().on_step_end(step, logs)
+        if self.step == -1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_row_08_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(Interrupted):  # one request, which came twice
+        train(tmp_path / "same", case_of("compiled", Twice(3)))
+    monkeypatch.setattr(interruption, "_SAME_SECONDS", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "second", case_of("compiled", Twice(3)))
+
+
+def test_which_signals() -> None:
+    words = "trainer.interrupt.signals"
+    assert load_config(None, [f"{words}=[SIGUSR1]"]).trainer.interrupt.signals == ["SIGUSR1"]
+    with pytest.raises(ConfigError, match="Did you mean 'SIGTERM'"):
+        load_config(None, [f"{words}=[SIGTREM]"])
+    with pytest.raises(ConfigError, match="'SIGKILL' is none of SIGTERM"):
+        load_config(None, [f"{words}=[SIGKILL]"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_row_08_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
+    """Rank 1 alone is asked."""
+    check(ranks(2, group_mode(engine)), tmp_path, 1, "data_parallel", f"backend.engine={engine}")
+
+
+def test_row_08_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    check(ranks(2), tmp_path, 1, "pipeline")
+
+
+def test_row_08_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    check(ranks(1, ONE_PROCESS), tmp_path, 0, "strategy")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-n", 2, "backend=data_parallel"),
+        ("--workers", 1, "--servers", 1, *SERVERS),
+    ],
+    ids=["data_parallel", "parameter_server"],
+)
+def test_row_08_under_the_launcher(
+    start: Start, script: Path, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    """It passes the signal on, and says where to go on; nobody has to be killed."""
+    count = 1 + max(i for i, word in enumerate(words) if isinstance(word, int))
+    settings = ("checkpoint.every=1000ba", f"run.dir={tmp_path / 'run'}", "trainer.epochs=99")
+    command = (*LAUNCH, *words[:count], script, *words[count:], *QUIET, "data.batch_size=16")
+    launcher = start(*command, *settings)
+    wait_for(launcher, "ready")
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=25)
+    assert launcher.returncode == 75, errors
+    last = errors.splitlines()[-1]
+    found = re.match(
+        r"ktrainer launch: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last
+    )
+    assert found, errors
+    assert Path(found[2]).name == f"step-{int(found[1]):08d}"
+    assert Path(found[2]).is_dir()
+
+
+def test_row_08_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    check(ranks(2, f"{CLUSTER} 1"), tmp_path, 1, "workers")
+
+
+def check(group: Any, folder: Path, rank: int, backend: str, *words: str) -> None:
+    task = (asking.on_ranks, str(folder), "compiled", rank, backend, *words)
+    for ended, saved, found, expected in group.run(*task, deadline=180):
+        assert (ended.code, ended.step) == (75, 3)
+        assert saved == [3]
+        assert not differences(found, expected)

@@ -1,0 +1,190 @@
+"""`ktrainer launch --max-restarts`: from the last checkpoint, with back-off, never in circles."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktrainer import restarted
+from ktrainer.launch.channel import Note
+from ktrainer.launch.report import Failure
+from ktrainer.launch.restarts import Restarts
+from ktrainer.launch.watch import End
+from tests.dist.small import ENGINES
+from tests.launch.conftest import launch, script
+from tests.launch.test_launch import ready, running
+from tests.tf_distribute.launching import LAUNCH, QUIET, SERVERS, Start, start
+
+__all__ = ["launch", "script", "start"]
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Script = Callable[[str], Path]
+
+# The first start ends by a signal; the second one does the rest, and then the same without it.
+TRAINS = """
+import os, signal
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+class Faults(Callback):
+    starts = int(os.environ["KTRAINER_RESTART"])
+
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        self.first = None
+
+    def on_step_begin(self, step):
+        if self.first is None:
+            self.first = step
+            print("start", self.starts, "from", step, flush=True)
+        if self.starts == 0 and step == 3 and self.world.rank == self.world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def build():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dropout(0.2),
+        keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    return model
+
+def train(callbacks, **defaults):
+    trainer = Trainer.from_cli(callbacks=callbacks, defaults={"seed": 1, **defaults})
+    x = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+    history = trainer.fit(build, (x, x[:, :3])).history
+    return history, [v.numpy().tobytes() for v in trainer.model.variables]
+
+found = train([Faults()])
+print("same", found == train([], run={"dir": "whole"}), flush=True)
+"""
+WORDS = ("trainer.epochs=2", "data.batch_size=16", "logging.progress=none", "world.deadline=20")
+ARGS = ("--max-restarts", 3, "--backoff", 0.1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_group_that_failed_goes_on_from_its_last_checkpoint(
+    start: Start, tmp_path: Path, engine: str
+) -> None:
+    """In run folders that are named after the time."""
+    words = (*WORDS, "backend=data_parallel", f"backend.engine={engine}", "checkpoint.every=2ba")
+    path = tmp_path / "script.py"
+    path.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{TRAINS}")
+    launcher = start(*LAUNCH, "-n", 2, *ARGS, path, *words)
+    out, errors = launcher.communicate(timeout=150)
+    assert launcher.returncode == 0, errors
+    said = [line for line in out.splitlines() if line.startswith("[0]")]
+    assert said == ["[0] start 0 from 0", "[0] start 1 from 2", "[0] same True"], errors
+    assert "rank 1 was ended by signal 9 (SIGKILL: Killed)" in errors
+    assert "starting again in 0.1 s, restart 1 of 3" in errors
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_cluster_is_started_again_after_the_loss_of_a_server(
+    start: Start, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        TRAINS.replace("self.world.rank == self.world.size - 1", "kill_server()")
+        .replace("os.getpid(), signal.SIGKILL", "0, 0")
+        .replace(
+            "class Faults",
+            """
+def kill_server():
+    import json, psutil
+    for p in psutil.Process().parent().children():
+        if json.loads(p.environ()["TF_CONFIG"])["task"]["type"] == "ps":
+            p.kill()
+    return False
+
+class Faults""",
+        )
+        .replace('print("same", found == train([], run={"dir": "whole"}), flush=True)', "")
+        + "print('end', flush=True)\n"
+    )
+    words = (*SERVERS, *QUIET, *WORDS[:3], "checkpoint.every=2ba", f"run.dir={tmp_path / 'run'}")
+    launcher = start(*LAUNCH, "--workers", 1, "--servers", 1, *ARGS, path, *words)
+    out, errors = launcher.communicate(timeout=150)
+    assert launcher.returncode == 0, errors
+    assert [line for line in out.splitlines() if "start" in line or "end" in line] == [
+        "[0] start 0 from 0",
+        "[0] start 1 from 2",
+        "[0] end",
+    ]
+    assert "the coordinator lost ps 0" in errors
+
+
+def test_no_progress_and_ends_that_were_chosen(launch: Launch, script: Script) -> None:
+    words = "import os\nprint('start', os.environ['KTRAINER_RESTART'], flush=True)\n"
+    done = launch("-n", 1, *ARGS, script(words + "raise ValueError('again and again')"))
+    assert (done.returncode, done.stdout) == (1, "start 0\nstart 1\n")
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "ValueError: again and again"
+    assert "not started again: there was no new checkpoint between the last two" in done.stderr
+    done = launch("-n", 1, *ARGS, script(words + "raise SystemExit(3)"))
+    assert (done.returncode, done.stdout) == (3, "start 0\n")
+    assert "not started again: the script chose to end" in done.stderr
+    done = launch("-n", 1, *ARGS, script(words + "import ktrainer\nraise ktrainer.DataError('x')"))
+    assert (done.returncode, done.stdout) == (1, "start 0\n")
+    assert "after DataError another try would end alike" in done.stderr
+
+
+def test_a_signal_to_the_launcher_ends_it(
+    script: Script, tmp_path: Path, within: Callable[..., None]
+) -> None:
+    marks = tmp_path / "pids"
+    mark = f"import os, time\nwith open({str(marks)!r}, 'a') as f: f.write(f'{{os.getpid()}}\\n')\n"
+    with running("-n", 2, *ARGS, script(mark + "time.sleep(60)")) as launcher:
+        within(30, lambda: ready(marks), "ranks to be ready")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(20) == 143
+    assert len(ready(marks)) == 2
+
+
+def saved(folder: Path, name: str, step: int) -> None:
+    with (folder / "saves.jsonl").open("a") as file:
+        file.write(json.dumps([name, step]) + "\n")
+
+
+def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
+    """One more checkpoint of the same steps is none: a run that begins afresh each time."""
+    again = Restarts(9, 2.0, tmp_path)
+    killed, end = Failure(1, 137, "rank 1 was ended"), End(started=True)
+    assert again.why_not(end, killed) is None  # the first failure
+    for name, step, goes_on in (
+        ("a", 3, True),
+        ("a", 3, False),
+        ("a", 4, True),
+        ("a-2", 1, True),  # of the script's second `fit`
+    ):
+        saved(tmp_path, name, step)
+        assert (again.why_not(end, killed) is None) is goes_on, (name, step)
+    again.count = 9
+    saved(tmp_path, "a-2", 2)
+    assert again.why_not(end, killed) == "not started again: that was restart 9 of 9"
+    assert Restarts(9, 2.0, tmp_path).seconds == 2.0
+    assert Restarts(9, 2.0, tmp_path, count=3).seconds == 16.0
+    assert Restarts(9, 2.0, tmp_path, count=8).seconds == 60.0
+    note = Note("failed", kind="ktrainer.errors.CheckpointError", final=True)
+    assert Restarts(9, 2.0, tmp_path).why_not(End(failures={1: note}, started=True), killed)
+    assert Restarts(9, 2.0, tmp_path).why_not(End(), killed)
+    assert Restarts(0, 2.0, tmp_path).why_not(end, killed) == ""
+
+
+def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(restarted.MEMORY, str(tmp_path))
+    monkeypatch.setattr(restarted, "_opened", 0)
+    restarted.note_save(tmp_path / "checkpoints", 3)
+    assert not restarted.has_saved(tmp_path / "checkpoints")  # it was this start itself
+    assert restarted.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
+    assert restarted.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
+    monkeypatch.setenv(restarted.COUNT, "1")
+    monkeypatch.setattr(restarted, "_opened", 0)
+    assert restarted.has_saved(tmp_path / "checkpoints")
+    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
+    with (tmp_path / "saves.jsonl").open("a") as file:
+        file.write('["cut off", 1')
+    assert list(restarted.saves(tmp_path).values()) == [3]

@@ -1,0 +1,148 @@
+"""Row 20: a loss that is not finite, or a spike: all ranks act at that step, before saving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from ktrainer import ConfigError, ModelError
+from ktrainer.config import load_config
+from tests.dist.small import ENGINES, group_mode
+from tests.faults import spoiling
+from tests.faults.spoiling import CASES, ROLLBACK, SPIKE, differences, on_ranks, stopped, train
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
+
+
+def test_row_20_local(tmp_path: Path) -> None:
+    names = ["nan", "inf", "spike", "rollback"]
+    assert on_ranks(str(tmp_path), "local", names) == [[]] * len(names)
+    assert on_ranks(str(tmp_path / "2"), "local", ["parts"], "trainer.accumulate=2") == [[]]
+    words = ("trainer.xla=true", "health.nan=skip")  # compiled alike
+    assert on_ranks(str(tmp_path / "3"), "local", ["nan"], *words) == [[]]
+    step, steps, said = stopped(str(tmp_path / "stop"))
+    assert (step, steps) == (4, [1, 2, 3])
+    assert len(said) == 1
+    assert "not finite at step 4" in said[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_row_20_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
+    """Only rank 1 sees the bad rows."""
+    group, more = ranks(2, group_mode(engine)), f"backend.engine={engine}"
+    words = ("data_parallel", ["nan", "rollback"] if engine == "mpi" else ["spike"], more)
+    for found in group.run(on_ranks, str(tmp_path), *words, deadline=180):
+        assert found == [[]] * len(words[1])
+    if engine == "mpi":
+        words = ("data_parallel", ["spike in parts"], "trainer.accumulate=2", "backend.op=sum")
+        assert group.run(on_ranks, str(tmp_path / "2"), *words, deadline=180) == [[[]]] * 2
+        words = (str(tmp_path / "stop"), "backend=data_parallel", more)
+        both = group.run(stopped, *words, deadline=120)
+        assert [found[:2] for found in both] == [(4, [1, 2, 3])] * 2
+        assert "on rank 1" in both[1][2][0]
+
+
+def test_row_20_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("pipeline", ["nan", "spike", "rollback"])
+    assert ranks(2).run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]] * 3] * 2
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_row_20_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
+    names = ["spike", "rollback"] if strategy == "mirrored" else ["nan"]
+    words = ("strategy", names, f"backend.strategy={strategy}", "health.nan=skip")
+    found = ranks(1, ONE_PROCESS).run(on_ranks, str(tmp_path), *words, deadline=180)
+    assert found == [[[]] * len(names)]
+
+
+def test_row_20_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    group, words = ranks(2, f"{CLUSTER} 1"), ("workers", ["nan"], "health.nan=skip")
+    assert group.run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]]] * 2
+
+
+def half() -> Any:
+    built = spoiling.model()
+    scaled = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.05), initial_scale=1024.0, dynamic_growth_steps=100
+    )
+    built.compile(scaled, "mse", metrics=["mae"])
+    return built
+
+
+@pytest.mark.parametrize("words", [("trainer.precision=mixed_float16",)])
+def test_row_20_a_loss_scale_is_halved(tmp_path: Path, words: tuple[str, ...]) -> None:
+    bad, without = {3: math.nan}, (3,)
+    found = train(tmp_path / "bad", (*words, "health.nan=skip"), bad, build=half)
+    expected = train(tmp_path / "good", words, without=without, build=half)
+    names = differences(found, expected)
+    assert [n for n in names if "dynamic_scale" not in n and "step_counter" not in n] == []
+    assert any("dynamic_scale" in n for n in names)
+
+
+def test_row_20_several_updates_in_a_call(tmp_path: Path) -> None:
+    words = ("trainer.steps_per_call=4", "health.nan=skip")
+    found = train(tmp_path / "bad", words, {3: math.nan})
+    assert not differences(found, train(tmp_path / "good", words, without=(3,)))
+
+
+def test_row_20_limits(tmp_path: Path) -> None:
+    """Not for ever: neither in a row nor back and forth."""
+    every = dict.fromkeys(range(3, 9), math.nan)
+    found = train(tmp_path / "skips", ("health.nan=skip", "health.max_skips=2"), every)
+    assert found.step == 4
+    assert "at step 4: the update was left out, as were 2 in a row" in found.said[-1]
+    found = train(tmp_path / "back", (*ROLLBACK, "health.max_rollbacks=2"), every)
+    assert found.steps == [2]
+    assert [text.partition(":")[0] for text in found.said[:2]] == [
+        "the loss is not finite at step 3"
+    ] * 2
+    assert "after 2 rollbacks (health.max_rollbacks)" in found.said[2]
+    found = train(tmp_path / "none", (*ROLLBACK, "checkpoint.every=5ba"), {2: math.nan})
+    assert found.step == 2
+    assert "there is no checkpoint to go back to" in found.said[0]
+
+
+def test_row_20_a_spike_stops(tmp_path: Path) -> None:
+    words = (*SPIKE[::2], "checkpoint.every=1ba", "trainer.epochs=2")
+    found = train(tmp_path, words, {5: 1000.0})
+    assert (found.step, found.steps) == (5, [1, 2, 3, 4])
+    assert "the median before" in found.said[0]
+
+
+def test_what_cannot_be_done() -> None:
+    servers = ("backend=tf_distribute", "backend.strategy=parameter_server")
+    for words, says in (
+        (("health.nan=rollback",), "set checkpoint.every too"),
+        (("health.on_spike=skip",), "means nothing without health.spike"),
+        ((*servers, "health.nan=skip"), "workers of parameter_server"),
+        ((*servers, "health.spike=3"), "workers of parameter_server"),
+        (
+            ("backend=tf_distribute", "health.nan=skip", "trainer.accumulate=2"),
+            "cannot take them back",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_config(None, words)
+
+
+class Own(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+def own() -> Any:
+    built = spoiling.model()
+    model = Own(built.layers)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_a_step_of_ones_own(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="in Keras' own train_step only"):
+        train(tmp_path, SPIKE, build=own)
+    found = train(tmp_path / "skip", CASES["nan"][0], CASES["nan"][1], build=own)
+    assert not differences(found, train(tmp_path / "good", (), without=(3,), build=own))
