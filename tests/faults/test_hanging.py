@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.world.stacks import answering, where_they_are
 from tests.launch.conftest import launch, script
