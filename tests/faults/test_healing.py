@@ -22,7 +22,7 @@ SCRIPT = Path(healing_script.__file__)
 
 
 def launch(tmp_path: Path, *words: str, settings: str = "") -> subprocess.CompletedProcess[str]:
-    head = [sys.executable, "-m", "ktrainer.cli", "launch", "--timeout", "150"]
+    head = [sys.executable, "-m", "ktrainer.cli", "launch", "--timeout", "240"]
     return subprocess.run(
         [*head, *words],
         cwd=ROOT,
@@ -30,7 +30,7 @@ def launch(tmp_path: Path, *words: str, settings: str = "") -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=270,
         check=False,
     )
 
@@ -69,7 +69,7 @@ def same_logs(found: dict[str, Any], expected: dict[str, Any], but: tuple[str, .
             np.testing.assert_allclose(found[name], values, rtol=1e-9, err_msg=name)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_deaths_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
     """Rank 0 in an all-reduce, one that stops, and one between an update and its end."""
     faults = ["dense,0:7:in", "mixed,1:5:before!", "words,2:9:after"]
@@ -100,7 +100,7 @@ def test_deaths_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
     assert [int(row["epoch"]) for row in rows] == [1, 2, 3, 4]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_newcomers_take_the_places_of_the_dead(tmp_path, one_process) -> None:
     """One dies in validation, another comes; then the first rank dies, and its duties pass on."""
     ended = launch(
@@ -118,7 +118,7 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path, one_process) -> None:
     assert "rank 0 died; 1 rank goes on" in ended.stderr
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_too_few_are_left(tmp_path, one_process) -> None:
     """The rest save and end; one process goes on from there."""
     ended = launch(
