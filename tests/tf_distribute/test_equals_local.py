@@ -64,12 +64,12 @@ def compare(
         ("mirrored", 4, SOME),
         ("central_storage", 2, SOME),
         ("one_device", 1, FEW),
-        ("default", 1, FEW[:2]),
+        ("default", None, FEW[:2]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_cases_in_one_process(
-    ranks: Callable[..., Any], strategy: str, devices: int, chosen: list[tuple[str, str]]
+    ranks: Callable[..., Any], strategy: str, devices: int | None, chosen: list[tuple[str, str]]
 ) -> None:
     (ours,) = ranks(1, ONE_PROCESS).run(
         cases_under, strategy, devices, chosen, "float64", deadline=280

@@ -16,7 +16,9 @@ from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 STRATEGIES = [("mirrored", 2), ("central_storage", 2)]
 
 
-def trainer(strategy: str = "mirrored", devices: int = 2, callbacks: Any = (), **more: Any) -> Any:
+def trainer(
+    strategy: str = "mirrored", devices: int | None = 2, callbacks: Any = (), **more: Any
+) -> Any:
     """A quiet Trainer; `more` are keys with `__` for dots."""
     from ktrainer import Trainer
 
@@ -26,7 +28,9 @@ def trainer(strategy: str = "mirrored", devices: int = 2, callbacks: Any = (), *
         words = ["backend=local", *words]
     else:
         words = ["backend=tf_distribute", f"backend.strategy={strategy}", *words]
-        words += [f"backend.devices={1 if strategy == 'multi_worker_mirrored' else devices}"]
+        if strategy == "multi_worker_mirrored":
+            devices = 1
+        words += [] if devices is None else [f"backend.devices={devices}"]
     quiet = {"logging": {"progress": "none", "csv": False}, "data": {"shuffle": False}}
     return Trainer(quiet, callbacks, words)
 

@@ -9,6 +9,7 @@ The parts of this package:
     moving.py       a model's variables into a strategy, and out again
     program.py      a model's steps: split, run, put together
     replicas.py     one step on all replicas of this process
+    parts.py        each replica's part of a batch, and its way there
     scopes.py       what each replica's thread has of its own meanwhile
     plane.py        sums over replicas, from inside a step
     outputs.py      one set of logs, one batch of outputs, from those of the replicas

@@ -147,7 +147,8 @@ class TfDistribute(Backend):
         return Workers(self.strategy, self._presence, self.world, self.timeout)
 
     def _replicas(self, model: keras.Model) -> Replicas:
-        total, here = self.strategy.num_replicas_in_sync, len(self.layout.devices)
+        total = self.strategy.num_replicas_in_sync
+        here = total // self.layout.processes  # of a TPU the plan does not know how many
         options = communication_options(self.settings, self.timeout)
         plane = ReplicaPlane(self.strategy, options) if total > 1 else None
         return Replicas(self.strategy, model, plane, here, self.world.rank * here)

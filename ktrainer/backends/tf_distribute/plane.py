@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.world.plane import Gradient, GradientPlane, InOrder, weighted
+from ktrainer.world.plane import Gradient, GradientPlane, InOrder, densified, weighted
 
 
 class ReplicaPlane(GradientPlane):
@@ -24,10 +24,14 @@ class ReplicaPlane(GradientPlane):
     def __init__(self, strategy: tf.distribute.Strategy, options: Any = None) -> None:
         self.size = strategy.num_replicas_in_sync
         self._options = options
+        # A TPU sums tensors of one shape on all replicas, which slices need not have.
+        self._dense = isinstance(strategy, tf.distribute.TPUStrategy)
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
     ) -> list[Gradient]:
+        if self._dense:
+            gradients = [densified(gradient) for gradient in gradients]
         ours = [_weighted(gradient, weight) for gradient in gradients]
         return self._all_reduce(ours, order) if ours else []
 
