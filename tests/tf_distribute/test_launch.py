@@ -66,6 +66,17 @@ def test_processes_with_a_tf_config_of_their_own(start: Start, script: Path) -> 
     assert ends[0][1] == pytest.approx(ends[2][1], rel=1e-5)
 
 
+def test_a_trainer_that_is_made_too_late(start: Start, tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import tensorflow as tf\nfrom ktrainer import Trainer\n"
+        "tf.data.Dataset.range(3)\nTrainer.from_cli()\n"
+    )
+    _, errors = start(sys.executable, late, *MULTI_WORKER, *QUIET).communicate(timeout=60)
+    assert "SetupError: TensorFlow was already running" in errors
+    assert "Make the Trainer first" in errors
+
+
 def _end(out: str, errors: str) -> tuple[int, list[float]]:
     """What a process said at the end: its step and weights."""
     assert "end " in out, errors

@@ -36,13 +36,16 @@ def shared_by(policy: str, folder: str) -> Outcome:
 
     words = {"backend": "tf_distribute", "backend__strategy": "multi_worker_mirrored"}
     words |= {"backend__auto_shard": policy, "trainer__epochs": 2}
-    if policy == "file":
-        data = from_files(folder)
-    else:
+
+    def by_hand() -> Any:
         x, y = vectors()
-        mine = slice(current().rank, ROWS, 2)  # sharded by hand
-        data = pipeline(x[mine], y[mine])
+        mine = slice(current().rank * BATCH, ROWS)
+        return pipeline(x[mine], y[mine]).shard(2, 0)
+
+    if policy == "off":
         words["data__batch"] = "per_worker"
+    # TensorFlow is in use once a Dataset is made: the Trainer comes first.
+    data = by_hand if policy == "off" else lambda: from_files(folder)
     try:
         return train(Case(lambda: _mlp("adamw"), data), **words)
     finally:
