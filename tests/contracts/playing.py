@@ -214,11 +214,10 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-# Those that read or set what a model or its optimizer holds; the others only watch.
-TOUCHING = [
-    *("EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "ModelCheckpoint"),
-    *("BackupAndRestore", "SwapEMAWeights", "TerminateOnNaN", "user's own"),
-]
+# Those that read or set what a model and its optimizer hold.
+HOLDING = ["EarlyStopping", "ModelCheckpoint", "BackupAndRestore", "SwapEMAWeights"]
+# With those that decide; the others only watch.
+TOUCHING = [*HOLDING, "ReduceLROnPlateau", "LearningRateScheduler", "TerminateOnNaN", "user's own"]
 
 
 def play_all(

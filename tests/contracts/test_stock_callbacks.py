@@ -14,6 +14,7 @@ import pytest
 from tests.contracts import zoo
 from tests.contracts.playing import (
     EPOCHS,
+    HOLDING,
     SCENARIOS,
     TOUCHING,
     Run,
@@ -81,23 +82,26 @@ def under_strategy(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("mirrored", 2), ("central_storage", 2), ("one_device", 1)]
+    ("strategy", "devices", "names"),
+    [("mirrored", 2, TOUCHING), ("central_storage", 2, HOLDING), ("one_device", 1, HOLDING)],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_under_strategies(
-    ranks: Callable[..., Any], strategy: str, devices: int, tmp_path: Path
+    ranks: Callable[..., Any], strategy: str, devices: int, names: list[str], tmp_path: Path
 ) -> None:
     (ours,) = ranks(1, ONE_PROCESS).run(
-        under_strategy, strategy, devices, tmp_path, TOUCHING, deadline=250
+        under_strategy, strategy, devices, tmp_path, names, deadline=250
     )
     for name, run in ours.items():
         compare(run, alone(name))
 
 
 def test_under_multi_worker_mirrored(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    names = [*TOUCHING, "TensorBoard", "user's own, on another rank"]
     by_rank = ranks(2, f"{CLUSTER} 1").run(
-        under_strategy, "multi_worker_mirrored", 1, tmp_path, list(SCENARIOS), deadline=250
+        under_strategy, "multi_worker_mirrored", 1, tmp_path, names, deadline=250
     )
-    for name in SCENARIOS:
+    for name in names:
         check_ranks(name, *(rank[name] for rank in by_rank))
 
 

@@ -30,6 +30,8 @@ def trainer(
         words = ["backend=tf_distribute", f"backend.strategy={strategy}", *words]
         if strategy == "multi_worker_mirrored":
             devices = 1
+        elif strategy == "parameter_server":
+            devices = None
         words += [] if devices is None else [f"backend.devices={devices}"]
     quiet = {"logging": {"progress": "none", "csv": False}, "data": {"shuffle": False}}
     return Trainer(quiet, callbacks, words)
@@ -45,7 +47,7 @@ def weights_of(model: Any) -> list[np.ndarray]:
     return [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
 
 
-def half_precision(strategy: str, policy: str, bad: int | None) -> Any:
+def half_precision(strategy: str, policy: str, bad: int | None, **more: Any) -> Any:
     """Train with a loss scale; row `bad` is NaN, which one replica alone sees."""
     import keras
 
@@ -54,6 +56,7 @@ def half_precision(strategy: str, policy: str, bad: int | None) -> Any:
         x[bad] = np.nan
     keras.utils.set_random_seed(0)
     settings = {"trainer__precision": policy, "data__batch_size": 16, "health__nan": "ignore"}
+    settings |= more
     with trainer(strategy, **settings) as it:
         it.fit(small_model, (x, y))
         optimizer = it.model.optimizer
