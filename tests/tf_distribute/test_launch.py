@@ -15,6 +15,7 @@ from tests.tf_distribute.launching import (
     MULTI_WORKER,
     QUIET,
     Start,
+    heard_from_outside,
     task,
     wait_for,
 )
@@ -36,6 +37,7 @@ def test_a_worker_that_stops_or_is_killed_is_named(
     command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET)
     launcher = start(*command, "data.batch_size=16", "trainer.epochs=9")
     wait_for(launcher, "ready")
+    assert heard_from_outside(launcher) == []
     task(launcher, "OMPI_COMM_WORLD_RANK", "1").send_signal(number)
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)

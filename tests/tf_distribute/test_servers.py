@@ -17,6 +17,7 @@ from tests.tf_distribute.launching import (
     QUIET,
     SERVERS,
     Start,
+    heard_from_outside,
     task,
     wait_for,
 )
@@ -64,6 +65,7 @@ def test_a_worker_that_is_killed_is_started_again(start: Start, script: Path) ->
     command = (*LAUNCH, "--workers", 2, "--servers", 1, script, *SERVERS, *QUIET)
     launcher = start(*command, "data.batch_size=16", "trainer.epochs=3")
     wait_for(launcher, "ready")
+    assert heard_from_outside(launcher) == []
     task(launcher, "TF_CONFIG", '"worker", "index": 1').kill()
     out, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, errors

@@ -5,6 +5,7 @@ The parts of this package:
     backend.py      puts the others together
     strategies.py   a strategy from the configuration
     clusters.py     which processes are a cluster: TF_CONFIG, Slurm, or the ranks of MPI
+    loopback.py     TensorFlow's server, kept off other interfaces where all is on one host
     lost.py         what TensorFlow says when a process has gone, as errors that name it
     moving.py       a model's variables into a strategy, and out again
     program.py      a model's steps: split, run, put together
