@@ -128,8 +128,9 @@ def _exchange(descriptor: int, watched: _Watched, port: int) -> None:
         for level, option in (
             (socket.SOL_SOCKET, socket.SO_REUSEADDR),
             (socket.SOL_SOCKET, socket.SO_REUSEPORT),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE),  # this and the next go to each connection
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE),  # this and the rest go to each connection
             (socket.IPPROTO_TCP, socket.TCP_NODELAY),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
         ):
             new.setsockopt(level, option, old.getsockopt(level, option))
         if old.family == socket.AF_INET6:  # it takes IPv4 too
