@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -39,12 +40,20 @@ class ReplicaPlane(GradientPlane):
         return self._all_reduce([vector], order)[0]
 
     def _all_reduce(self, tensors: list[Gradient], order: InOrder) -> list[Gradient]:
-        context = tf.distribute.get_replica_context()
-        return order(
-            lambda: list(
-                context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, options=self._options)
+        """Sums, one collective for each dtype: between processes TensorFlow packs them together."""
+        context, reduced = tf.distribute.get_replica_context(), list(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            sum_them = partial(
+                context.all_reduce,
+                tf.distribute.ReduceOp.SUM,
+                [tensors[i] for i in places],
+                options=self._options,
             )
-        )
+            sums = order(sum_them)
+            for i, total in zip(places, sums, strict=True):
+                reduced[i] = total
+        return reduced
 
 
 def _weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:

@@ -304,7 +304,8 @@ def _averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if context.plane is None or not floats:
         return values
     # The weights of the shares of one update add up to 1, those of one share alone need not.
-    each = [*(values[i] for i in floats), tf.ones([], tf.float64)]
+    widest = max((values[i].dtype for i in floats), key=lambda dtype: dtype.size)
+    each = [*(values[i] for i in floats), tf.ones([], widest)]
     *sums, weight = context.plane.reduce(each, context.weight, context.order)
     for i, total in zip(floats, sums, strict=True):
         values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
