@@ -97,7 +97,7 @@ def test_under_strategies(
 
 
 def test_under_multi_worker_mirrored(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    names = [*TOUCHING, "TensorBoard", "user's own, on another rank"]
+    names = [*HOLDING, "TerminateOnNaN", "user's own, on another rank"]
     by_rank = ranks(2, f"{CLUSTER} 1").run(
         under_strategy, "multi_worker_mirrored", 1, tmp_path, names, deadline=250
     )
