@@ -136,9 +136,9 @@ class TfDistributeConfig(BackendConfig):
         timeout: seconds that a sum over processes, or an update of a worker, may take. null:
             world.deadline.
         start_timeout: seconds to wait for all processes of a cluster at the start.
-        auto_shard: how `trainer.distribute` shares a tf.data pipeline between processes: data:
-            each takes its part of every batch. file: of the files. off: each gets everything.
-            `fit` goes by data.shard and data.batch, as under every backend.
+        auto_shard: how a tf.data pipeline is shared between processes. data: each takes its part
+            of every batch. file: of the files; in `fit` that is data.shard=file. off: each gets
+            all of its own pipeline; `fit` wants data.batch=per_worker for that.
         join: when the coordinator of parameter servers waits for its workers. step: after each
             update, which gives the numbers of one process. epoch: workers go on by themselves,
             each with the newest weights it finds (asynchronous).

@@ -21,8 +21,9 @@ from ktrainer.config.backends import ALIASES, BACKENDS
 from ktrainer.config.check import check
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import Config
-from ktrainer.config.schematree import alternatives, lookup
+from ktrainer.config.schematree import alternatives, choices, lookup
 from ktrainer.config.sources import read_overrides, read_source
+from ktrainer.config.strategies import with_sharding
 from ktrainer.config.strict import check_keys, translate
 from ktrainer.errors import ConfigError
 
@@ -62,7 +63,7 @@ def load_config(
     layers = [read_source(defaults), read_source(source), _tree(read_overrides(overrides))]
     secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
     try:
-        config = _make(layers)
+        config = with_sharding(_make(layers))
         object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
         check(config, on_unknown_callback)
     except ConfigError as error:
@@ -87,7 +88,17 @@ def _make(layers: list[dict[str, Any]]) -> Config:
     check_keys({"backend": keys}, name)
     raw = _merge_plain(*[{k: v for k, v in layer.items() if k != "backend"} for layer in layers])
     raw["backend"] = {**keys, "name": name}
-    return _build(raw, name)
+    return _build(_with_off(raw, name), name)
+
+
+def _with_off(raw: Any, backend: str, path: str = "") -> Any:
+    """`raw` with `off` where that is a choice: YAML reads it as false."""
+    if isinstance(raw, dict):
+        items = {key: (f"{path}.{key}" if path else str(key), raw[key]) for key in raw}
+        return {key: _with_off(value, backend, inner) for key, (inner, value) in items.items()}
+    if raw is False and (found := lookup(path, backend)) and "off" in choices(found[1]):
+        return "off"
+    return raw
 
 
 def _tree(words: list[tuple[str, Any, str]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import ConfigError
@@ -24,6 +25,7 @@ _USED_BY = {
     "join": ("parameter_server",),
     "min_shard_bytes": ("parameter_server",),
     "bytes_per_pack": ("multi_worker_mirrored",),
+    "auto_shard": ("multi_worker_mirrored", "tpu"),
     "tpu": ("tpu",),
 }
 
@@ -44,6 +46,7 @@ def check_strategy(config: Config, backend: TfDistributeConfig) -> None:
                 path=f"backend.{key}",
                 value=value,
             )
+    _check_sharding(config, backend)
     devices = asked_devices(backend.devices)
     count = len(devices) if isinstance(devices, list) else devices or 1
     if backend.strategy == "one_device" and count > 1:
@@ -62,6 +65,41 @@ def check_strategy(config: Config, backend: TfDistributeConfig) -> None:
             path="trainer.xla",
             value=True,
         )
+
+
+def with_sharding(config: Config) -> Config:
+    """The configuration with `data.shard` as `backend.auto_shard` has it, for `fit`."""
+    if getattr(config.backend, "auto_shard", None) != "file" or config.data.shard != "batch":
+        return config
+    return replace(config, data=replace(config.data, shard="file"))
+
+
+def _check_sharding(config: Config, backend: TfDistributeConfig) -> None:
+    """What `fit` reads by `data` must be what `trainer.distribute` reads by `auto_shard`."""
+    data = config.data
+    if backend.auto_shard == "file" and data.shard == "element":
+        _refuse_sharding(
+            "file",
+            "contradicts data.shard=element, by which `fit` deals out batches: leave one of them "
+            "out. file implies data.shard=file.",
+        )
+    if backend.auto_shard == "off" and data.shard != "batch":
+        _refuse_sharding(
+            "off",
+            f"contradicts data.shard={data.shard}, by which each process gets a part: leave one of "
+            "them out.",
+        )
+    if backend.auto_shard == "off" and data.batch == "global":
+        _refuse_sharding(
+            "off",
+            "gives each process all of its pipeline, but with data.batch=global a batch is what "
+            "all processes share. Set data.batch=per_worker, and each trains on the batches of its "
+            "own pipeline; or leave auto_shard out.",
+        )
+
+
+def _refuse_sharding(value: str, why: str) -> None:
+    raise ConfigError(why, path="backend.auto_shard", value=value)
 
 
 def asked_devices(value: Any) -> int | list[str] | None:

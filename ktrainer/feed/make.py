@@ -172,8 +172,8 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
     if config.shard != "batch" and settings.several:
         raise ConfigError(
             f"a {type(data).__name__} cannot be dealt out to ranks; only tf.data pipelines can. "
-            "Set data.shard=batch, or give each rank data of its own and set "
-            "data.batch=per_worker",
+            "Set data.shard=batch (and no backend.auto_shard), or give each rank data of its own "
+            "and set data.batch=per_worker",
             path="data.shard",
             value=config.shard,
         )

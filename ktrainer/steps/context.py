@@ -33,7 +33,8 @@ class StepContext:
     Attributes:
         weight: float64 scalar; this share's part of the update's examples, 0 for a stand-in.
         plane: sums over ranks; None in one process.
-        rank: this process's number; other ranks than 0 draw other random numbers.
+        rank: this process's number; other ranks than 0 draw other random numbers. An int32 scalar
+            where replicas learn their numbers only when the step runs.
         uniform: whether all batch dimensions but the first are static, so that every
             denominator that counts elements is proportional to the number of examples.
         hooks: functions of (gradients, variables), applied once gradients are reduced.
@@ -56,7 +57,7 @@ class StepContext:
 
     weight: tf.Tensor
     plane: GradientPlane | None = None
-    rank: int = 0
+    rank: int | tf.Tensor = 0
     uniform: bool = True
     hooks: tuple[GradientHook, ...] = ()
     gradient_weight: tf.Tensor | None = None

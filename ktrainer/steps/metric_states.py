@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from ktrainer.errors import ModelError
+
 # Names of states, in Keras' own metrics, that are sums over examples.
 _ADDITIVE = {
     *("total", "count", "sum", "squared_sum", "residual", "num_samples"),
@@ -55,3 +57,22 @@ def leaf_metrics(model: keras.Model) -> Iterator[Any]:
 def unadded_metrics(model: keras.Model) -> list[Any]:
     """The metrics of which the state of all data is not the sum of the parts' states."""
     return [metric for metric in leaf_metrics(model) if not adds_up(metric)]
+
+
+def require_sums(model: keras.Model, why: str, instead: str) -> None:
+    """Refuse metrics whose states do not add up.
+
+    Args:
+        model: whose metrics are looked at.
+        why: what cannot be done with them.
+        instead: what to set.
+
+    Raises:
+        ModelError: naming them.
+    """
+    names = [metric.name for metric in unadded_metrics(model)]
+    if names:
+        raise ModelError(
+            f"the states of {', '.join(names)} do not add up, as far as is known, so {why}. Set "
+            f"`state_adds_up = True` on the metric's class if they do, or {instead}."
+        )

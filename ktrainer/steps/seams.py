@@ -173,11 +173,11 @@ def _masked_moments(context: StepContext, original: Callable[..., Any]) -> Any:
 def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
     def next_seed(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
-        if context.rank == 0:
+        if isinstance(context.rank, int) and context.rank == 0:
             return seed
-        offset = context.rank * _RANK_STRIDE % 2**32
-        offset = offset - 2**32 if offset >= 2**31 else offset
-        return seed + tf.cast(tf.constant([offset, 0], tf.int32), seed.dtype)
+        # int32 products are those modulo 2**32, for a rank that is a tensor too.
+        offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
+        return seed + tf.cast(tf.stack([offset, 0]), seed.dtype)
 
     return next_seed
 

@@ -1,5 +1,5 @@
-"""Every model of the zoo under `data_parallel` gives the numbers of `local`, on 2 ranks; every other
-one on 3."""
+"""Every model of the zoo under `data_parallel` gives the numbers of `local`: on 2 ranks, and every
+other one on 3."""
 
 from __future__ import annotations
 

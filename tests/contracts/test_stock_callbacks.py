@@ -1,218 +1,34 @@
-"""Keras' callbacks, and a user's own, work unchanged: alone as under `Model.fit`, and on ranks."""
+"""Keras' callbacks, and a user's own, work unchanged: alone as under `Model.fit`, on ranks, and
+under strategies (parameter servers: in `tests/tf_distribute/test_servers.py`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
-from keras import callbacks as stock
 
-from ktrainer import Trainer
-from ktrainer.world import current
 from tests.contracts import zoo
-from tests.contracts.running import (
-    BATCH,
-    ROWS,
-    SEED,
-    VALIDATION_ROWS,
-    Outcome,
-    assert_same,
-    config,
-    digest,
-    outcome_of,
+from tests.contracts.playing import (
+    EPOCHS,
+    HOLDING,
+    SCENARIOS,
+    TOUCHING,
+    Run,
+    alone,
+    compare,
+    play,
+    play_all,
 )
+from tests.contracts.running import BATCH, ROWS, assert_same, digest
+from tests.dist.harness import leaks
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 
-EPOCHS = 4
 # Of Keras' variables, each time one of its callbacks makes a NumPy array of one.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-class Recorder(stock.Callback):
-    """A user's callback: writes down every event, and the logs of epochs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[Any] = []
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.events.append(("epoch_end", epoch, {key: float(logs[key]) for key in logs}))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        rate = float(self.model.optimizer.learning_rate)
-        self.events.append(("train_batch_end", batch, sorted(logs), rate, self.params["steps"]))
-
-
-def _note(event: str, numbered: bool) -> Callable[..., None]:
-    def with_number(self: Any, number: int, logs: Any = None) -> None:
-        self.events.append((event, number, sorted(logs or {})))
-
-    def without(self: Any, logs: Any = None) -> None:
-        self.events.append((event, sorted(logs or {})))
-
-    return with_number if numbered else without
-
-
-for _event in ("epoch_begin", "train_batch_begin", "test_batch_begin", "test_batch_end"):
-    setattr(Recorder, f"on_{_event}", _note(_event, numbered=True))
-for _event in ("train_begin", "train_end", "test_begin", "test_end"):
-    setattr(Recorder, f"on_{_event}", _note(_event, numbered=False))
-
-
-class Crash(stock.Callback):
-    """Ends the first run in the middle of its third epoch."""
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epoch = epoch
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == (2, 1):
-            raise InterruptedError
-
-
-class StopOn(stock.Callback):
-    """Stops after a batch, on one rank only."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if current().rank == self.rank and batch == 1:
-            self.model.stop_training = True
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Callbacks that may write below a folder, and what else a run with them needs."""
-
-    make: Callable[[Path], list[stock.Callback]]
-    optimizer: Callable[[], keras.optimizers.Optimizer] = lambda: keras.optimizers.SGD(0.05)
-    crash: bool = False
-    bad_row: int | None = None
-    cut: bool = False  # stops in the middle of an epoch
-
-
-def averaging() -> keras.optimizers.Optimizer:
-    return keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.5)
-
-
-# The loss falls from epoch to epoch; `mode="max"` takes that for getting worse.
-SCENARIOS = {
-    "EarlyStopping": Scenario(
-        lambda to: [stock.EarlyStopping("loss", mode="max", patience=2, restore_best_weights=True)]
-    ),
-    "ReduceLROnPlateau": Scenario(
-        lambda to: [stock.ReduceLROnPlateau("val_loss", mode="max", factor=0.5, patience=1)]
-    ),
-    "LearningRateScheduler": Scenario(
-        lambda to: [stock.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
-    ),
-    "ModelCheckpoint": Scenario(
-        lambda to: [
-            stock.ModelCheckpoint(to / "{epoch:02d}.keras"),
-            stock.ModelCheckpoint(to / "best.weights.h5", "val_loss", 0, True, True),
-            stock.ModelCheckpoint(to / "{batch}.weights.h5", save_weights_only=True, save_freq=2),
-        ]
-    ),
-    "CSVLogger": Scenario(lambda to: [stock.CSVLogger(to / "log.csv")]),
-    "TensorBoard": Scenario(lambda to: [stock.TensorBoard(to / "tb", update_freq=1)]),
-    "BackupAndRestore": Scenario(lambda to: [stock.BackupAndRestore(to / "backup")], crash=True),
-    "LambdaCallback": Scenario(
-        lambda to: [
-            stock.LambdaCallback(
-                on_epoch_end=lambda epoch, logs: (
-                    (to / f"{epoch}.txt").write_text("") if current().is_root else None
-                )
-            )
-        ]
-    ),
-    "SwapEMAWeights": Scenario(lambda to: [stock.SwapEMAWeights(True)], averaging),
-    "TerminateOnNaN": Scenario(lambda to: [stock.TerminateOnNaN()], bad_row=28, cut=True),
-    "user's own": Scenario(lambda to: [StopOn(rank=0)], cut=True),
-    "user's own, on another rank": Scenario(lambda to: [StopOn(rank=1)]),
-}
-
-
-@dataclass
-class Run:
-    """What a scenario left behind."""
-
-    outcome: Outcome
-    events: list[Any]
-    files: list[str]
-    scalars: dict[str, list[float]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
-
-
-def play(name: str, folder: Path, how: str, eager: bool = False) -> Run:
-    """Run a scenario with `how`: "keras", or the name of a backend."""
-    folder.mkdir(parents=True)
-    scenario = SCENARIOS[name]
-    recorders = [Recorder(), Recorder()]
-    if scenario.crash:
-        with pytest.raises(InterruptedError):
-            _fit(scenario, [*scenario.make(folder), Crash(), recorders[0]], how, eager)
-    outcome = _fit(scenario, [*scenario.make(folder), recorders[1]], how, eager)
-    return Run(
-        outcome,
-        recorders[0].events + recorders[1].events,
-        sorted(p.relative_to(folder).parts[0] for p in folder.rglob("*") if p.is_file()),
-        _scalars(folder),
-        {p.name: p.read_text() for p in folder.glob("*.csv")},
-    )
-
-
-def _fit(scenario: Scenario, callbacks: list[Any], how: str, eager: bool) -> Outcome:
-    keras.utils.clear_session()
-    x, y = zoo.features_and_labels(ROWS)
-    if scenario.bad_row is not None:
-        x[scenario.bad_row] = math.nan
-    validation = zoo.features_and_labels(VALIDATION_ROWS)
-
-    def build() -> keras.Model:
-        keras.utils.set_random_seed(SEED)
-        model = zoo.small_mlp(scenario.optimizer())
-        model.run_eagerly = eager
-        return model
-
-    if how == "keras":
-        history = build().fit(
-            x,
-            y,
-            batch_size=BATCH,
-            epochs=EPOCHS,
-            shuffle=False,
-            validation_data=validation,
-            callbacks=callbacks,
-            verbose=0,
-        )
-        return outcome_of(history.model, history)
-    settings = config(backend=how, trainer={"epochs": EPOCHS}, health={"nan": "ignore"})
-    with Trainer(settings) as trainer:
-        history = trainer.fit(build, (x, y), validation, callbacks=callbacks)
-        return outcome_of(trainer.model, history)
-
-
-def _scalars(folder: Path) -> dict[str, list[float]]:
-    """What TensorBoard would show, by file and tag; speeds differ from run to run."""
-    found: dict[str, list[float]] = {}
-    for path in sorted(folder.rglob("*.tfevents.*")):
-        for record in tf.data.TFRecordDataset(str(path)):
-            for value in tf.compat.v1.Event.FromString(record.numpy()).summary.value:
-                if value.HasField("tensor") and "per_second" not in value.tag:
-                    number = tf.make_ndarray(value.tensor)
-                    if number.dtype == np.float32:
-                        found.setdefault(f"{path.parent.name}/{value.tag}", []).append(
-                            number.item()
-                        )
-    return found
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -230,19 +46,13 @@ def test_alone_as_under_keras(name: str, tmp_path: Path) -> None:
     assert ours.texts == theirs.texts
 
 
-def play_all(folder: Path) -> dict[str, Run]:
-    mine = folder / f"rank{current().rank}"
-    return {name: play(name, mine / str(i), "data_parallel") for i, name in enumerate(SCENARIOS)}
-
-
 @pytest.fixture(scope="module")
 def on_two_ranks(pool: Any, tmp_path_factory: Any) -> list[dict[str, Run]]:
     return pool.ranks(2).run(play_all, tmp_path_factory.mktemp("ranks"), deadline=250)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_on_ranks(name: str, on_two_ranks: list[dict[str, Run]], tmp_path: Path) -> None:
-    first, second = (rank[name] for rank in on_two_ranks)
+def check_ranks(name: str, first: Run, second: Run) -> None:
+    """Two ranks did the same, and one wrote; as one process does."""
     assert str(first.outcome.history) == str(second.outcome.history)
     assert str(first.events) == str(second.events)
     assert digest(first.outcome) == digest(second.outcome)
@@ -251,14 +61,48 @@ def test_on_ranks(name: str, on_two_ranks: list[dict[str, Run]], tmp_path: Path)
         assert first.outcome.epochs == [0]
         assert sum(event[0] == "train_batch_end" for event in first.events) == 2
         return
-    alone = play(name, tmp_path / "alone", "local", eager=True)
-    assert first.files == alone.files
-    assert len(first.events) == len(alone.events)
-    assert first.outcome.epochs == alone.outcome.epochs
-    for key, values in alone.outcome.history.items():
-        np.testing.assert_allclose(first.outcome.history[key], values, rtol=1e-4, err_msg=key)
-    for (_, ours), (path, theirs) in zip(first.outcome.weights, alone.outcome.weights, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6, err_msg=path)
+    compare(first, alone(name))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_on_ranks(name: str, on_two_ranks: list[dict[str, Run]]) -> None:
+    check_ranks(name, *(rank[name] for rank in on_two_ranks))
+
+
+def under_strategy(
+    strategy: str, devices: int, folder: Path, names: Iterable[str]
+) -> dict[str, Run]:
+    make_devices()
+    keys = {"name": "tf_distribute", "strategy": strategy, "devices": devices}
+    try:
+        return play_all(folder, tuple(keys.items()), names)
+    finally:
+        if strategy == "multi_worker_mirrored":
+            leaks.expect_ports()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "names"),
+    [("mirrored", 2, TOUCHING), ("central_storage", 2, HOLDING), ("one_device", 1, HOLDING)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_under_strategies(
+    ranks: Callable[..., Any], strategy: str, devices: int, names: list[str], tmp_path: Path
+) -> None:
+    (ours,) = ranks(1, ONE_PROCESS).run(
+        under_strategy, strategy, devices, tmp_path, names, deadline=250
+    )
+    for name, run in ours.items():
+        compare(run, alone(name))
+
+
+def test_under_multi_worker_mirrored(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    names = [*HOLDING, "TerminateOnNaN", "user's own, on another rank"]
+    by_rank = ranks(2, f"{CLUSTER} 1").run(
+        under_strategy, "multi_worker_mirrored", 1, tmp_path, names, deadline=250
+    )
+    for name in names:
+        check_ranks(name, *(rank[name] for rank in by_rank))
 
 
 def test_a_checkpoint_of_keras_loads(tmp_path: Path) -> None:

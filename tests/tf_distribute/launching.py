@@ -89,6 +89,17 @@ def task(launcher: subprocess.Popen[str], variable: str, value: str) -> psutil.P
     raise AssertionError(f"no process with {value} in {variable}")
 
 
+def heard_from_outside(launcher: subprocess.Popen[str]) -> list[str]:
+    """The addresses other than loopback where processes under the launcher listen."""
+    return [
+        f"{process.name()} {connection.laddr}"
+        for process in psutil.Process(launcher.pid).children(recursive=True)
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+    ]
+
+
 def wait_for(launcher: subprocess.Popen[str], text: str) -> None:
     for line in launcher.stdout or ():
         if text in line:

@@ -24,12 +24,12 @@ def make_devices(count: int = DEVICES) -> None:
 
 
 def cases_under(
-    strategy: str, devices: int, chosen: list[tuple[str, str]], floatx: str, **more: Any
+    strategy: str, devices: int | None, chosen: list[tuple[str, str]], floatx: str, **more: Any
 ) -> list[Outcome]:
     """Run cases of `tests.dist.cases` under a strategy."""
     make_devices()
     words = {"backend__strategy": strategy, **more}
-    if strategy != "default":
+    if devices is not None:
         words["backend__devices"] = devices
     try:
         return several(chosen, floatx, backend="tf_distribute", **words)

@@ -1,6 +1,6 @@
-"""What the coordinator of a cluster with parameter servers does in `test_launch`.
+"""What the coordinator of a cluster with parameter servers does in `test_servers`.
 
-`ktrainer launch --workers 2 --servers 2 servers_script.py FOLDER` writes what it found to
+`ktrainer launch --workers 2 --servers 2 servers_script.py FOLDER PART` writes what it found to
 FOLDER/found.json. Workers and servers come as far as the first Trainer.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +21,93 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-from tests.contracts import running
-from tests.dist.cases import difference, several
+from tests.contracts import playing, running
+from tests.contracts.test_backends import compare as compare_zoo
+from tests.dist.cases import CASES, difference, several
+from tests.dist.harness import keras_state
+from tests.tf_distribute.running import make_devices
+from tests.tf_distribute.test_features import half_precision
 
 FOLDER = Path(sys.argv[1])
 QUIET = {"logging": {"progress": "none", "csv": False}}
 SERVERS = ["backend=tf_distribute", "backend.strategy=parameter_server"]
-CASES = [("plain", "adamw"), ("sample_weights", "sgd"), ("regularised", "adamw")]
-CASES += [("accumulated", "sgd"), ("several_outputs", "sgd")]
+MODELS = ["batch_norm_cnn", "transformer", "gan", "many_metrics", "averaged_weights"]
+MODELS += ["own_loss_and_metrics"]  # noise, too, is that of one process
+LIKE_OTHERS = ("class_weights", "clipped_by_config", "masked_accumulated")  # and slow
+IN_STEP = {"name": "tf_distribute", "strategy": "parameter_server", "join": "step"}
 
 
 def main() -> None:
     os.chdir(FOLDER)
+    make_devices()  # as tests of other strategies have them
     trainer(join="step").close()  # a worker or server does not return from here
+    found = {"joined": joined, "contracts": contracts}[sys.argv[2]]()
+    (FOLDER / "found.json").write_text(json.dumps(found))
+
+
+def joined() -> dict[str, Any]:
+    """Trainings that must equal one process, and one that goes on by itself."""
     found: dict[str, Any] = {"cases": {}, "logs": {}}
-    for case, optimizer in CASES:
+    for i, case in enumerate(case for case in CASES if case not in LIKE_OTHERS):
+        optimizer = "sgd" if i % 2 else "adamw"
         words = {"backend__strategy": "parameter_server", "backend__join": "step"}
-        (ours,) = several([(case, optimizer)], backend="tf_distribute", **words)
-        (reference,) = several([(case, optimizer)], backend="local")
+        few = {} if case == "plain" else {"trainer__epochs": 2}
+        (ours,) = several([(case, optimizer)], backend="tf_distribute", **words, **few)
+        (reference,) = several([(case, optimizer)], backend="local", **few)
         found["cases"][case] = difference(reference, ours)
         found["logs"][case] = [ours.history, reference.history]
-    found["many metrics"] = many_metrics()
     found["asynchronous"] = asynchronous()
     found["cut"] = cut_variables()
     found["resumed"] = resumed()
-    (FOLDER / "found.json").write_text(json.dumps(found))
+    return found
+
+
+def contracts() -> dict[str, str]:
+    """What is wrong with each model of the zoo, each precision and each stock callback."""
+    checks: dict[str, Callable[[], Any]] = {}
+    for name in MODELS:
+        checks[name] = lambda name=name: model_of_the_zoo(name)
+    for policy in ("mixed_float16", "mixed_bfloat16"):
+        for bad in (None, 18):
+            checks[f"{policy} {bad}"] = lambda p=policy, b=bad: half_precision_equals(p, b)
+    for name in playing.TOUCHING:
+        checks[f"callback {name}"] = lambda name=name: stock_callback(name)
+    return {name: said(check) for name, check in checks.items()}
+
+
+def said(check: Callable[[], Any]) -> str:
+    """The error of a check; nothing if it holds."""
+    keras_state.reset()
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def model_of_the_zoo(name: str) -> None:
+    runs = [running.train([name], **words)[name][0] for words in (IN_STEP, {"name": "local"})]
+    compare_zoo(name, runs[1], runs[0])
+    slots, variable = running.largest_difference(runs[0].slots, runs[1].slots)
+    assert slots <= 1e-10, f"{variable} differs by {slots:.1e}"
+
+
+def half_precision_equals(policy: str, bad: int | None) -> None:
+    ours = half_precision("parameter_server", policy, bad, backend__join="step")
+    reference = half_precision("local", policy, bad)
+    assert ours[1:] == reference[1:], (ours[1:], reference[1:])
+    for mine, value in zip(ours[0], reference[0], strict=True):
+        np.testing.assert_allclose(mine, value, rtol=0, atol=1e-6)
+
+
+def stock_callback(name: str) -> None:
+    place = FOLDER / "callbacks" / str(list(playing.SCENARIOS).index(name))
+    playing.compare(playing.play(name, place, tuple(IN_STEP.items())), playing.alone(name))
 
 
 def trainer(*more: str, **words: Any) -> Trainer:
     settings = [f"backend.{key}={value}" for key, value in words.items()]
     return Trainer(QUIET, overrides=[*SERVERS, *settings, *more])
-
-
-def many_metrics() -> list[dict[str, list[float]]]:
-    """AUC, precision, F1, R2 and more; the History of the servers and of one process."""
-    server = {"name": "tf_distribute", "strategy": "parameter_server", "join": "step"}
-    runs = (server, {"name": "local"})
-    return [running.train(["many_metrics"], **words)["many_metrics"][0].history for words in runs]
 
 
 def digits_model() -> keras.Model:

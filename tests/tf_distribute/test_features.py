@@ -16,7 +16,9 @@ from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 STRATEGIES = [("mirrored", 2), ("central_storage", 2)]
 
 
-def trainer(strategy: str = "mirrored", devices: int = 2, callbacks: Any = (), **more: Any) -> Any:
+def trainer(
+    strategy: str = "mirrored", devices: int | None = 2, callbacks: Any = (), **more: Any
+) -> Any:
     """A quiet Trainer; `more` are keys with `__` for dots."""
     from ktrainer import Trainer
 
@@ -26,7 +28,11 @@ def trainer(strategy: str = "mirrored", devices: int = 2, callbacks: Any = (), *
         words = ["backend=local", *words]
     else:
         words = ["backend=tf_distribute", f"backend.strategy={strategy}", *words]
-        words += [f"backend.devices={1 if strategy == 'multi_worker_mirrored' else devices}"]
+        if strategy == "multi_worker_mirrored":
+            devices = 1
+        elif strategy == "parameter_server":
+            devices = None
+        words += [] if devices is None else [f"backend.devices={devices}"]
     quiet = {"logging": {"progress": "none", "csv": False}, "data": {"shuffle": False}}
     return Trainer(quiet, callbacks, words)
 
@@ -41,7 +47,7 @@ def weights_of(model: Any) -> list[np.ndarray]:
     return [np.array(v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
 
 
-def half_precision(strategy: str, policy: str, bad: int | None) -> Any:
+def half_precision(strategy: str, policy: str, bad: int | None, **more: Any) -> Any:
     """Train with a loss scale; row `bad` is NaN, which one replica alone sees."""
     import keras
 
@@ -50,6 +56,7 @@ def half_precision(strategy: str, policy: str, bad: int | None) -> Any:
         x[bad] = np.nan
     keras.utils.set_random_seed(0)
     settings = {"trainer__precision": policy, "data__batch_size": 16, "health__nan": "ignore"}
+    settings |= more
     with trainer(strategy, **settings) as it:
         it.fit(small_model, (x, y))
         optimizer = it.model.optimizer

@@ -15,6 +15,7 @@ from tests.tf_distribute.launching import (
     MULTI_WORKER,
     QUIET,
     Start,
+    heard_from_outside,
     task,
     wait_for,
 )
@@ -36,6 +37,7 @@ def test_a_worker_that_stops_or_is_killed_is_named(
     command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET)
     launcher = start(*command, "data.batch_size=16", "trainer.epochs=9")
     wait_for(launcher, "ready")
+    assert heard_from_outside(launcher) == []
     task(launcher, "OMPI_COMM_WORLD_RANK", "1").send_signal(number)
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
@@ -64,6 +66,17 @@ def test_processes_with_a_tf_config_of_their_own(start: Start, script: Path) -> 
     assert ends[0] == ends[1]
     assert ends[0][0] == ends[2][0] == 60
     assert ends[0][1] == pytest.approx(ends[2][1], rel=1e-5)
+
+
+def test_a_trainer_that_is_made_too_late(start: Start, tmp_path: Path) -> None:
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import tensorflow as tf\nfrom ktrainer import Trainer\n"
+        "tf.data.Dataset.range(3)\nTrainer.from_cli()\n"
+    )
+    _, errors = start(sys.executable, late, *MULTI_WORKER, *QUIET).communicate(timeout=60)
+    assert "SetupError: TensorFlow was already running" in errors
+    assert "Make the Trainer first" in errors
 
 
 def _end(out: str, errors: str) -> tuple[int, list[float]]:

@@ -9,6 +9,8 @@ from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
 
+SEVERAL = ["strategy=multi_worker_mirrored"]
+
 
 def plan(*words: str, **facts: object) -> Plan:
     config = load_config(None, ["backend=tf_distribute", *words])
@@ -35,6 +37,8 @@ def plan(*words: str, **facts: object) -> Plan:
         (["join=step"], {}, "join", "parameter_server"),
         (["strategy=mirored"], {}, "strategy", "mirrored"),
         (["strategy=mirrored", "bytes_per_pack=-1"], {}, "bytes_per_pack", "at least 0"),
+        (["auto_shard=file"], {}, "auto_shard", "multi_worker_mirrored"),
+        ([*SEVERAL, "auto_shard=off"], {"size": 2}, "auto_shard", "data.batch=per_worker"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -52,6 +56,8 @@ def test_refused(
     [
         (["backend.strategy=central_storage", "trainer.xla=true"], "trainer.xla"),
         (["backend.strategy=parameter_server", "trainer.steps_per_call=2"], "steps_per_call"),
+        ([f"backend.{SEVERAL[0]}", "backend.auto_shard=file", "data.shard=element"], "auto_shard"),
+        ([f"backend.{SEVERAL[0]}", "backend.auto_shard=off", "data.shard=file"], "auto_shard"),
     ],
 )
 def test_settings_that_contradict_the_strategy(words: list[str], path: str) -> None:
@@ -76,6 +82,12 @@ def test_devices(words: list[str], facts: dict, devices: tuple[str, ...], logica
     layout = plan(*(f"backend.{word}" for word in words), **facts).strategy
     assert layout is not None
     assert (layout.devices, layout.logical) == (devices, logical)
+
+
+@pytest.mark.parametrize(("auto_shard", "shard"), [("data", "batch"), ("file", "file")])
+def test_fit_reads_data_as_trainer_distribute_does(auto_shard: str, shard: str) -> None:
+    words = ["backend.strategy=multi_worker_mirrored", f"backend.auto_shard={auto_shard}"]
+    assert load_config(None, ["backend=tf_distribute", *words]).data.shard == shard
 
 
 def test_two_processes_share_the_gpus_of_a_node() -> None:

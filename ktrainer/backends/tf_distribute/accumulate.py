@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas import Replicas
-from ktrainer.errors import ModelError
 from ktrainer.steps.captured import one_capture
-from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike, is_uniform, python_step
 from ktrainer.steps.options import StepOptions
 from ktrainer.world.plane import weighted
@@ -58,13 +57,9 @@ class Accumulated:
         for name in ("_count", "_compute", "_add", "_update") if compiled else ():
             part = tf.function(getattr(self, name), reduce_retracing=True, autograph=False)
             setattr(self, name, part)
-        names = [metric.name for metric in unadded_metrics(model)]
-        if options.xla and names:
-            raise ModelError(
-                f"the states of {', '.join(names)} do not add up, as far as is known, so each "
-                "replica's outputs must go through them in turn, which XLA cannot compile. Set "
-                "`state_adds_up = True` on the metric's class if they do, or trainer.xla=false."
-            )
+        if options.xla:
+            why = "each replica's outputs must go through them in turn, which XLA cannot compile"
+            require_sums(model, why, "trainer.xla=false")
 
     def __call__(self, shares: Sequence[ShareLike]) -> Any:
         """One update; returns the logs of its last share."""
@@ -125,19 +120,19 @@ class Accumulated:
         return logs, [v[1] for v in outcome.values]
 
     def _add(self, total: list[Gradients], more: list[Gradients]) -> list[Gradients]:
-        def add() -> Gradients:
-            number = self.replicas.number()
-            return [_sum(a, b) for a, b in zip(total[number], more[number], strict=True)]
+        def add(a: Gradients, b: Gradients) -> Gradients:
+            return [_sum(x, y) for x, y in zip(a, b, strict=True)]
 
-        return self.replicas.each(self.replicas.strategy.run(add))
+        return self.replicas.add(add, total, more)
 
     def _update(self, total: list[Gradients]) -> None:
-        def gradients(number: int) -> list[Any]:
-            parts = iter(total[number])
+        def gradients(part: Gradients) -> list[Any]:
+            parts = iter(part)
             pairs = zip(self._kinds, self._variables, strict=True)
             return [None if kind is None else _whole(next(parts), v) for kind, v in pairs]
 
-        self.replicas.apply(self._optimizer, gradients, self._variables, self.options.all_hooks())
+        hooks = self.options.all_hooks()
+        self.replicas.apply(self._optimizer, total, gradients, self._variables, hooks)
 
     def _settings(self, batch: Any) -> dict[str, Any]:
         uniform = is_uniform(batch) if self._uniform is None else self._uniform

@@ -12,6 +12,7 @@ import tensorflow as tf
 from ktrainer.backends.base import Backend
 from ktrainer.backends.devices import claim_device
 from ktrainer.backends.tf_distribute.clusters import cluster_of, forget
+from ktrainer.backends.tf_distribute.loopback import kept_on_loopback
 from ktrainer.backends.tf_distribute.lost import ending_in_time, naming_lost_workers
 from ktrainer.backends.tf_distribute.moving import move_out, scope_of
 from ktrainer.backends.tf_distribute.plane import ReplicaPlane
@@ -57,7 +58,7 @@ class TfDistribute(Backend):
         super().__init__(config, plan, world)
         self.timeout = self.settings.timeout or config.world.deadline
         self.cluster = self._find_cluster()
-        with self._starting_in_time():
+        with self._starting_in_time(), self._on_loopback():
             self.strategy = open_strategy(self.settings, self.layout, self.cluster, self.timeout)
         self._moved: WeakSet[keras.Model] = WeakSet()
 
@@ -126,6 +127,9 @@ class TfDistribute(Backend):
             ),
         )
 
+    def _on_loopback(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.cluster is None else kept_on_loopback(self.cluster)
+
     def _agree(self, flag: bool) -> bool:
         return self.world.any(flag, "steps in one call")
 
@@ -147,7 +151,8 @@ class TfDistribute(Backend):
         return Workers(self.strategy, self._presence, self.world, self.timeout)
 
     def _replicas(self, model: keras.Model) -> Replicas:
-        total, here = self.strategy.num_replicas_in_sync, len(self.layout.devices)
+        total = self.strategy.num_replicas_in_sync
+        here = total // self.layout.processes  # of a TPU the plan does not know how many
         options = communication_options(self.settings, self.timeout)
         plane = ReplicaPlane(self.strategy, options) if total > 1 else None
         return Replicas(self.strategy, model, plane, here, self.world.rank * here)

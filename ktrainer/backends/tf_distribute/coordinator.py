@@ -24,10 +24,9 @@ from ktrainer.backends.tf_distribute.replicas import Outcome, Replicas
 from ktrainer.backends.tf_distribute.scopes import adding_at_once
 from ktrainer.backends.tf_distribute.sharded import sharded_variables
 from ktrainer.backends.tf_distribute.workers import Workers
-from ktrainer.errors import ModelError
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs
-from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike
 
 _AHEAD = 4  # updates a worker that may wait
@@ -98,13 +97,8 @@ class CoordinatedProgram(ReplicatedProgram):
 
     def build(self, spec: Any, training: bool = True) -> None:
         super().build(spec, training)
-        names = [metric.name for metric in unadded_metrics(self.model)]
-        if names:
-            raise ModelError(
-                f"the states of {', '.join(names)} do not add up, as far as is known, so they "
-                "cannot be counted on workers. Set `state_adds_up = True` on the metric's class "
-                "if they do, or choose another strategy."
-            )
+        why = "they cannot be counted on workers"
+        require_sums(self.model, why, "choose another strategy")
         self._remote.make_sums()
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
 
 from ktrainer.steps import optimizers_of
 
@@ -32,6 +33,20 @@ def scope_of(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """
     with strategy.scope(), tf.variable_creator_scope(_aggregated):
         yield
+
+
+def _let_python_read() -> None:
+    """Give TensorFlow's distributed variables `float()` and `int()`, which its others have.
+
+    Callbacks read `float(self.model.optimizer.learning_rate)`.
+    """
+    for kind in (float, int):
+        name = f"__{kind.__name__}__"
+        if not hasattr(DistributedVariable, name):
+            setattr(DistributedVariable, name, lambda self, kind=kind: kind(self.numpy()))
+
+
+_let_python_read()
 
 
 def _aggregated(create: Any, **settings: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.world.plane import Gradient, GradientPlane, InOrder, weighted
+from ktrainer.world.plane import Gradient, GradientPlane, InOrder, densified, weighted
 
 
 class ReplicaPlane(GradientPlane):
@@ -24,10 +25,14 @@ class ReplicaPlane(GradientPlane):
     def __init__(self, strategy: tf.distribute.Strategy, options: Any = None) -> None:
         self.size = strategy.num_replicas_in_sync
         self._options = options
+        # A TPU sums tensors of one shape on all replicas, which slices need not have.
+        self._dense = isinstance(strategy, tf.distribute.TPUStrategy)
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
     ) -> list[Gradient]:
+        if self._dense:
+            gradients = [densified(gradient) for gradient in gradients]
         ours = [_weighted(gradient, weight) for gradient in gradients]
         return self._all_reduce(ours, order) if ours else []
 
@@ -35,22 +40,20 @@ class ReplicaPlane(GradientPlane):
         return self._all_reduce([vector], order)[0]
 
     def _all_reduce(self, tensors: list[Gradient], order: InOrder) -> list[Gradient]:
-        """Their sums. TensorFlow packs all tensors of a call, which must then be of one type."""
-        summed: list[Gradient] = list(tensors)
+        """Sums, one collective for each dtype: between processes TensorFlow packs them together."""
+        context, reduced = tf.distribute.get_replica_context(), list(tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            sums = self._all_reduce_of_one_type([tensors[i] for i in places], order)
-            for i, total in zip(places, sums, strict=True):
-                summed[i] = total
-        return summed
-
-    def _all_reduce_of_one_type(self, tensors: list[Gradient], order: InOrder) -> list[Gradient]:
-        context = tf.distribute.get_replica_context()
-        return order(
-            lambda: list(
-                context.all_reduce(tf.distribute.ReduceOp.SUM, tensors, options=self._options)
+            sum_them = partial(
+                context.all_reduce,
+                tf.distribute.ReduceOp.SUM,
+                [tensors[i] for i in places],
+                options=self._options,
             )
-        )
+            sums = order(sum_them)
+            for i, total in zip(places, sums, strict=True):
+                reduced[i] = total
+        return reduced
 
 
 def _weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:

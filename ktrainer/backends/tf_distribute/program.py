@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
-from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
@@ -44,6 +45,8 @@ class ReplicatedProgram(Steps):
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
+        if replicas.one_trace:  # and with XLA, as ever on a TPU
+            options = replace(options, xla=False)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
         self._generation = generation(model)
@@ -62,6 +65,8 @@ class ReplicatedProgram(Steps):
         if training:
             self._accumulated = None
         self._place(self._maker.is_built(training), lambda: self._maker.build(spec, training))
+        if self.replicas.one_trace:
+            self._check_traceable()
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         self._renew()
@@ -155,6 +160,20 @@ class ReplicatedProgram(Steps):
             build()
         move_in(self.model, strategy)
         self._generation = generation(self.model)
+
+    def _check_traceable(self) -> None:
+        """Refuse what a TPU cannot do, whose replicas are one program.
+
+        Raises:
+            ModelError: a metric must see the replicas' outputs in turn, or steps are not compiled.
+        """
+        why = "each replica's outputs must go through them in turn, which a TPU cannot compile"
+        require_sums(self.model, why, "choose another strategy")
+        if self.model.run_eagerly:
+            raise ModelError(
+                "a TPU runs compiled steps only: compile the model with run_eagerly=False, or "
+                "choose another strategy."
+            )
 
     def _renew(self) -> None:
         """Compile anew after somebody else, such as another Trainer, has moved the model."""

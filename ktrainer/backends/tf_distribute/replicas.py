@@ -1,7 +1,9 @@
 """One step of a model on all replicas of this process.
 
-`strategy.run` calls the step once for each replica, in threads that take turns. What a replica
-does to the model's variables must not happen at once, for they are shared:
+`strategy.run` calls the step once for each replica, in threads that take turns; a TPU's calls it
+once for all, and its replicas learn their numbers when they run. So each is handed its number, a
+tensor there, with its part of the batch. What a replica does to the model's variables must not
+happen at once, for they are shared:
 
     weights      `optimizer.apply` meets the other replicas', and is run once for all of them,
                  with gradients already summed
@@ -23,6 +25,7 @@ import keras
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.outputs import joined_logs
+from ktrainer.backends.tf_distribute.parts import parts_of, spread
 from ktrainer.backends.tf_distribute.scopes import (
     Contexts,
     ReplicaScope,
@@ -31,7 +34,6 @@ from ktrainer.backends.tf_distribute.scopes import (
     outside_of_scopes,
     with_settings_of_this_thread,
 )
-from ktrainer.feed.datasets import graph_bounds, graph_slice
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
@@ -71,6 +73,9 @@ class Replicas:
         plane: sums over the replicas of all processes; None where there is one.
         count: replicas in this process.
         first: number of the first of them among those of all processes.
+
+    Attributes:
+        one_trace: whether all replicas run one program, traced once and compiled with XLA.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Replicas:
     ) -> None:
         self.strategy, self.model, self.plane = strategy, model, plane
         self.count, self.first = count, first
+        self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
         self.contexts = Contexts()
         self._entered: dict[int, StepContext] = {}
 
@@ -111,9 +117,11 @@ class Replicas:
         """
         counted = {id(v): v for v in self._added_metrics()}
         assigned: list[Any] = []
+        settings.setdefault("uniform", is_uniform(batch))
 
-        def on_replica() -> Any:
-            context, rows = self._enter(batch, share, xla=xla, **settings)
+        def on_replica(number: Any, part: Any) -> Any:
+            rows, weight = part
+            context = self._context(number, weight, xla=xla, **settings)
 
             def compute() -> Any:
                 with (
@@ -138,7 +146,7 @@ class Replicas:
             return values, context.weight, statistics, added, bad
 
         with self._seams(metrics and not xla):
-            results = self.strategy.run(with_settings_of_this_thread(on_replica))
+            results = self._on_each(on_replica, parts_of(batch, share, self.count))
         values, weights, statistics, added, bad = results
         others = [v for v in assigned if id(v) not in counted]
         ours = [v for v in assigned if id(v) in counted]
@@ -163,7 +171,8 @@ class Replicas:
     def apply(
         self,
         optimizer: Any,
-        gradients: Callable[[int], list[Any]],
+        parts: list[Any],
+        gradients: Callable[[Any], list[Any]],
         variables: list[Any],
         hooks: tuple[Any, ...],
     ) -> None:
@@ -171,21 +180,26 @@ class Replicas:
 
         Args:
             optimizer: what is applied.
-            gradients: those of a replica of this process, by its number.
+            parts: of each replica of this process, what `gradients` makes its gradients of.
+            gradients: those of a replica, from its part.
             variables: what they are of.
             hooks: functions of (gradients, variables) to run on the sums.
         """
         one = tf.constant(1.0, tf.float64)
 
-        def on_replica() -> None:
-            number = self.number()
-            context = StepContext(one, self.plane, self.first + number, hooks=hooks)
-            context.together = self._together(context)
+        def on_replica(number: Any, part: Any) -> None:
+            context = self._context(number, one, hooks=hooks)
             with self.contexts.entered(context):
-                optimizer.apply(gradients(number), variables)
+                optimizer.apply(gradients(part), variables)
 
         with self._seams(metrics=False):
-            self.strategy.run(with_settings_of_this_thread(on_replica))
+            self._on_each(on_replica, parts)
+
+    def add(self, function: Callable[[Any, Any], Any], a: list[Any], b: list[Any]) -> list[Any]:
+        """What `function` makes of each replica's parts of `a` and `b`, there where they are."""
+        return self.each(
+            self._on_each(lambda _, part: function(*part), list(zip(a, b, strict=True)))
+        )
 
     def local(self, value: Any) -> list[Any]:
         """A value on each replica of this process."""
@@ -199,39 +213,38 @@ class Replicas:
             for i in range(self.count)
         ]
 
-    def number(self) -> int:
-        """Which replica of this process the present thread runs."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        return int(tf.get_static_value(replica)) - self.first
+    def _on_each(self, function: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
+        """What `function` returns on each replica for its number in this process and its part."""
+        args, unpack = spread(self.strategy, parts, self.first)
 
-    def _enter(
+        def on_replica(number: Any, *leaves: Any) -> Any:
+            return function(number, unpack(leaves))
+
+        return self.strategy.run(with_settings_of_this_thread(on_replica), args=args)
+
+    def _context(
         self,
-        batch: Any,
-        share: tf.Tensor,
+        number: Any,
+        weight: tf.Tensor,
         make_denominators: Callable[[], list[tf.Tensor]] | None = None,
         **settings: Any,
-    ) -> tuple[StepContext, Any]:
-        """This replica's context and its rows."""
-        number = self.number()
-        rows = tf.cast(share[0], tf.int64)
-        _, mine = graph_bounds(rows, number, self.count)
-        weight = tf.cast(mine, tf.float64) / tf.maximum(share[1], 1.0)
-        settings.setdefault("uniform", is_uniform(batch))
+    ) -> StepContext:
+        """The context of a replica.
+
+        Args:
+            number: which of this process it is; a tensor where all replicas are traced as one.
+            weight: its part of the update.
+            make_denominators, settings: as for `run`.
+        """
         # Each replica takes its losses' denominators one after another, from a list of its own.
         denominators = None if make_denominators is None else make_denominators()
-        settings["denominators"] = denominators
-        context = StepContext(weight, self.plane, self.first + number, **settings)
+        context = StepContext(
+            weight, self.plane, self.first + number, denominators=denominators, **settings
+        )
         context.together = self._together(context)
-        self._entered[number] = context
-        return context, self._rows(batch, rows, number)
-
-    def _rows(self, batch: Any, rows: tf.Tensor, number: int) -> Any:
-        if self.count == 1:
-            return batch
-        with tf.device("CPU:0"):  # whole batches stay off the devices
-            return tf.nest.map_structure(
-                lambda x: None if x is None else graph_slice(x, rows, number, self.count), batch
-            )
+        if not self.one_trace:
+            self._entered[number] = context
+        return context
 
     def _together(self, context: StepContext) -> Callable[..., None]:
         def together(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
@@ -247,9 +260,10 @@ class Replicas:
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
 
+        context = self.contexts.here
+
         @tf.autograph.experimental.do_not_convert
         def once(_: Any, values: Any) -> None:
-            context = next(iter(self._entered.values()))
             with self.contexts.entered(context), outside_of_scopes():
                 variable.assign(self.local(values)[0])
 
@@ -303,7 +317,8 @@ def _averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
     if context.plane is None or not floats:
         return values
     # The weights of the shares of one update add up to 1, those of one share alone need not.
-    each = [*(values[i] for i in floats), tf.ones([], tf.float64)]
+    widest = max((values[i].dtype for i in floats), key=lambda dtype: dtype.size)
+    each = [*(values[i] for i in floats), tf.ones([], widest)]
     *sums, weight = context.plane.reduce(each, context.weight, context.order)
     for i, total in zip(floats, sums, strict=True):
         values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))

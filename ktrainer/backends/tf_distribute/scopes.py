@@ -164,15 +164,15 @@ def outside_of_scopes() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", before)
 
 
-def with_settings_of_this_thread(function: Callable[[], Any]) -> Callable[[], Any]:
+def with_settings_of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, for another thread: it finds the Keras settings that this one has."""
     settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
 
-    def called_elsewhere() -> Any:
+    def called_elsewhere(*args: Any) -> Any:
         for name, value in settings.items():
             if value is not None and global_state.get_global_attribute(name) is None:
                 global_state.set_global_attribute(name, value)
-        return function()
+        return function(*args)
 
     return called_elsewhere
 

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.clusters import Cluster, resolver
+from ktrainer.backends.tf_distribute.loopback import kept_on_loopback
 from ktrainer.errors import DeadlineExceeded, PeerLost
 from ktrainer.world.cluster import host_and_port, listen_at, not_there
 from ktrainer.world.stacks import Process, answering, where_they_are
@@ -70,12 +71,13 @@ def serve(cluster: Cluster, start_timeout: float) -> NoReturn:
         DeadlineExceeded: it was not there in time.
         PeerLost: it has gone.
     """
-    server = tf.distribute.Server(
-        resolver(cluster).cluster_spec(),
-        job_name=cluster.job,
-        task_index=cluster.task,
-        protocol="grpc",
-    )
+    with kept_on_loopback(cluster):
+        server = tf.distribute.Server(
+            resolver(cluster).cluster_spec(),
+            job_name=cluster.job,
+            task_index=cluster.task,
+            protocol="grpc",
+        )
     me = f"{cluster.job} {cluster.task}"
     with _connect(cluster, start_timeout, me) as connection:
         hello = {"job": cluster.job, "task": cluster.task, "process": asdict(answering())}

@@ -128,8 +128,15 @@ def _multi_worker(plan: StrategyPlan, cluster: Cluster, options: Any) -> tf.dist
         return tuple(f"{worker}/device:{name}" for name in plan.devices), kind
 
     extended = implementation.CollectiveAllReduceExtended
-    with patch.object(extended, "_initialize_local_devices", local_devices):
-        return tf.distribute.MultiWorkerMirroredStrategy(resolver(cluster), options)
+    try:
+        with patch.object(extended, "_initialize_local_devices", local_devices):
+            return tf.distribute.MultiWorkerMirroredStrategy(resolver(cluster), options)
+    except RuntimeError as error:
+        raise SetupError(
+            f"TensorFlow was already running when the Trainer was made ({error}), and can no "
+            "longer be connected to the other processes. Make the Trainer first, then the model "
+            "and the data."
+        ) from error
 
 
 def _watch_heartbeats(cluster: Cluster) -> None:

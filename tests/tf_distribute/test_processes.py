@@ -1,0 +1,79 @@
+"""What the Trainer offers, under `multi_worker_mirrored` on two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.contracts import running
+from tests.contracts.running import local
+from tests.contracts.test_backends import compare as compare_zoo
+from tests.dist.harness import leaks
+from tests.dist.small import small_model
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, zoo_under
+from tests.tf_distribute.test_features import half_precision, trainer, vectors, weights_of
+
+EXACT = ["many_metrics", "gan", "averaged_weights", "masked_lstm", "own_loss_and_metrics"]
+NOISY = ["batch_norm_cnn", "vae"]
+
+
+def on_a_rank(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    finally:
+        leaks.expect_ports()
+
+
+def test_models_of_the_zoo(ranks: Callable[..., Any]) -> None:
+    """Noise is that of two replicas in one process, each with its own."""
+    by_rank = ranks(2, f"{CLUSTER} 1").run(
+        on_a_rank, zoo_under, "multi_worker_mirrored", 1, [*EXACT, *NOISY], deadline=250
+    )
+    (mirrored,) = ranks(1, ONE_PROCESS).run(zoo_under, "mirrored", 2, NOISY, deadline=200)
+    for name in [*EXACT, *NOISY]:
+        first, second = (rank[name][0] for rank in by_rank)
+        assert running.digest(first) == running.digest(second), name
+        compare_zoo(name, mirrored[name][0] if name in NOISY else local(name), first)
+
+
+def test_mixed_bfloat16(ranks: Callable[..., Any]) -> None:
+    words = ("multi_worker_mirrored", "mixed_bfloat16", None)
+    by_rank = ranks(2, f"{CLUSTER} 1").run(on_a_rank, half_precision, *words, deadline=120)
+    (reference,) = ranks(1, ONE_PROCESS).run(half_precision, "local", *words[1:])
+    for ours in by_rank:
+        for mine, value in zip(ours[0], reference[0], strict=True):
+            np.testing.assert_allclose(mine, value, rtol=0, atol=4e-3)  # 8 bits
+
+
+def further(folder: str, strategy: str, epochs: int) -> Any:
+    """Train up to so many epochs, from the checkpoint in `folder` on if there is one."""
+    import keras
+
+    x, y = vectors(41)
+    words = {"checkpoint__every": "1ep", "checkpoint__dir": folder, "trainer__epochs": epochs}
+    with trainer(strategy, None, data__batch_size=16, **words) as it:
+        keras.utils.set_random_seed(epochs)
+        model = small_model(extra=(keras.layers.BatchNormalization(synchronized=True),))
+        model.compile(keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
+        it.fit(model, (x, y))
+        return it.progress.step, weights_of(model)
+
+
+def test_checkpoints_go_between_processes_and_one(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Written once, read by all."""
+    several, one = ranks(2, f"{CLUSTER} 1"), ranks(1, ONE_PROCESS)
+    there, reference = str(tmp_path / "ours"), str(tmp_path / "reference")
+    several.run(on_a_rank, further, there, "multi_worker_mirrored", 1, deadline=120)
+    one.run(further, there, "local", 2)
+    by_rank = several.run(on_a_rank, further, there, "multi_worker_mirrored", 3, deadline=120)
+    for epochs in (1, 2, 3):
+        ((steps, expected),) = one.run(further, reference, "local", epochs)
+    for ours in by_rank:
+        assert ours[0] == steps == 9
+        for mine, value in zip(ours[1], expected, strict=True):
+            np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
