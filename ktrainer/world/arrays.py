@@ -9,13 +9,13 @@ import numpy as np
 
 from ktrainer.world.base import World
 
-BUCKET_BYTES = 64 * 2**20  # bounds the extra host memory; one message carries up to this much
+BUCKET_BYTES = 16 * 2**20  # bounds the extra host memory; one message carries up to this much
 
 
 def broadcast_arrays(
     arrays: Sequence[np.ndarray], world: World, root: int = 0, what: str = "arrays"
 ) -> list[np.ndarray]:
-    """The arrays of rank `root`, bitwise, on every rank.
+    """The arrays of rank `root`, bitwise, on every rank; on `root` they are those given.
 
     Args:
         arrays: of the same shapes and dtypes on every rank, which nobody checks here.
@@ -23,15 +23,8 @@ def broadcast_arrays(
         root: whose values are sent.
         what: names the operation, should its deadline pass.
     """
-    received = list(arrays)
-    for bucket in buckets([array.nbytes for array in arrays]):
-        flat = np.concatenate([_bytes(arrays[i]) for i in bucket])
-        flat = world.broadcast(flat, root, what)
-        ends = np.cumsum([arrays[i].nbytes for i in bucket])
-        for i, part in zip(bucket, np.split(flat, ends[:-1]), strict=True):
-            # The copy is aligned, as a view into the middle of the message need not be.
-            received[i] = part.copy().view(arrays[i].dtype).reshape(arrays[i].shape)
-    return received
+    named = {str(k): array for k, array in enumerate(arrays)}
+    return list(broadcast_chosen(named, named.keys(), world, root, what).values())
 
 
 def stand_in(shape: Sequence[int], dtype: Any) -> np.ndarray:

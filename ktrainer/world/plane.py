@@ -9,6 +9,9 @@ operations are enough for data parallelism:
 Both are called while a step is traced, by every rank in the same order. `InOrder` chains them
 by control dependencies, so that every rank also *executes* them in that order; without it two
 ranks could each wait in a different collective.
+
+A pipeline has its gradients in arrays between the compiled passes, and memory for no others: there
+`reduce_in_place(arrays, weight)` is called at once.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+from ktrainer.world.in_place import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
 
@@ -86,6 +92,26 @@ class GradientPlane(ABC):
         Returns:
             Reduced gradients of the same kinds, shapes and dtypes, bitwise equal on all ranks.
         """
+
+    def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
+        """Replace each array by the sum over ranks of `weight * array`, at once.
+
+        It takes little memory, however large the arrays are. Of two ranks the sums have the bits
+        that `reduce` gives; of more these depend on the order in which the engine adds. They are
+        equal on all ranks.
+
+        Args:
+            arrays: contiguous dense gradients in host memory; the same shapes and dtypes on every
+                rank.
+            weight: as in `reduce`.
+        """
+        order, factor = InOrder(), tf.constant(weight, tf.float64)
+
+        def start(array: np.ndarray) -> None:
+            (total,) = self.reduce([tf.convert_to_tensor(array)], factor, order)
+            array[:] = total.numpy()
+
+        reduce_in_pieces(arrays, start, lambda done: None)
 
     @abstractmethod
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:

@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from ktrainer.world.buffers import BufferPool, offsets
 from ktrainer.world.healing import HealingWorld
+from ktrainer.world.in_place import reduce_in_pieces
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.plane import Gradient, GradientPlane, InOrder
 
@@ -88,7 +89,22 @@ class MpiPlane(GradientPlane):
         total = tf.ensure_shape(total, vector.shape)
         return tf.cast(total, narrow) if narrow else total
 
+    def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
+        whole = [array for array in arrays if self._wire_of(array.dtype) is None]
+        halves = [array for array in arrays if self._wire_of(array.dtype) is not None]
+        for array in whole:
+            if weight == 0:
+                array.fill(0)
+            elif weight != 1:
+                np.multiply(array, array.dtype.type(weight), out=array)
+        wait = partial(self._wait, what="all-reduce of gradients")
+        self._timed(reduce_in_pieces)(whole, self._start_in_place, wait)
+        halve = partial(self._halves_in_place, np.array(weight))
+        self._timed(reduce_in_pieces)(halves, halve, lambda done: None)
+
     def close(self) -> None:
+        if isinstance(self.world, HealingWorld) and self.open in self.world.on_change:
+            self.world.on_change.remove(self.open)
         if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self._comm.Free()
 
@@ -113,9 +129,9 @@ class MpiPlane(GradientPlane):
     def _bucket_function(self, parts: Sequence[tf.Tensor]) -> Callable[..., list[np.ndarray]]:
         """The host function that reduces one bucket; it owns the bucket's buffers."""
         dtype = parts[0].dtype
-        if dtype in _HALVES or (self._fp16 and dtype.is_floating):
-            wire = dtype if dtype in _HALVES else tf.float16
-            return self._timed(partial(self._reduce_halves, np.dtype(wire.as_numpy_dtype)))
+        wire = self._wire_of(dtype)
+        if wire is not None:
+            return self._timed(partial(self._reduce_halves, wire))
         sizes = [part.shape.num_elements() for part in parts]
         if None in sizes:
             raise ValueError(f"gradients must have static shapes, got {[p.shape for p in parts]}")
@@ -125,6 +141,21 @@ class MpiPlane(GradientPlane):
         send = BufferPool(starts[-1], numpy_dtype)
         receive = BufferPool(starts[-1], numpy_dtype)
         return self._timed(partial(self._reduce_bucket, send, receive, starts))
+
+    def _wire_of(self, dtype: Any) -> np.dtype | None:
+        """The 16-bit type in which gradients of `dtype` travel; None if they do as they are."""
+        dtype = tf.as_dtype(dtype)
+        if dtype in _HALVES or (self._fp16 and dtype.is_floating):
+            return np.dtype((dtype if dtype in _HALVES else tf.float16).as_numpy_dtype)
+        return None
+
+    def _start_in_place(self, array: np.ndarray) -> Any:
+        return self._comm.Iallreduce(MPI.IN_PLACE, array)
+
+    def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
+        wire = self._wire_of(array.dtype)
+        assert wire is not None
+        (array[:],) = self._reduce_halves(wire, weight, array)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, with its time added up and its exception kept for the loop."""

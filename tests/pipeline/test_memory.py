@@ -16,13 +16,14 @@ SCRIPT = Path(__file__).with_name("memory_script.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layers", "width"), [(24, 1448), (12, 2048)])
+@pytest.mark.parametrize(("processes", "layers", "width"), [(2, 12, 2048), (4, 24, 1448)])
 def test_a_process_takes_its_share_of_a_model_of_200_mb(
-    tmp_path: Path, layers: int, width: int
+    tmp_path: Path, processes: int, layers: int, width: int
 ) -> None:
     """Weights, gradients, Adam's slots and activations in flight, within 15 per cent, above what
-    the process had taken after training tiny layers. Both processes hold half of the model."""
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", str(SCRIPT)]
+    the process had taken after training tiny layers. Each process holds half of the model; four
+    hold two copies of it, and sum their gradients where they are."""
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", str(processes), str(SCRIPT)]
     done = subprocess.run(
         [*command, str(layers), str(width)],
         cwd=tmp_path,
@@ -33,7 +34,7 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
+    for rank in range(processes):
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())
         assert facts["model"] > 200e6
         print(f"rank {rank} took {facts['grown'] / facts['share']:.3f} of its share")

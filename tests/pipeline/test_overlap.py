@@ -61,7 +61,7 @@ def _reducing(case: Case, words: tuple[str, ...], folder: str) -> Outcome:
     from ktrainer.world.plane_mpi import MpiPlane
 
     if world.current().rank in (1, 3):  # the last stage of each copy
-        with marking(MpiPlane, "_reduce_bucket", Path(folder)):
+        with marking(MpiPlane, "reduce_in_place", Path(folder)):
             return train(case, words)
     with last_backward_waits_for((1, 3), Path(folder)):
         return train(case, words)

@@ -12,6 +12,9 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import ConfigError, DataError, ModelError, Trainer
+from ktrainer.feed.share import Share
+from ktrainer.feed.specs import spec_of
+from ktrainer.steps import StepOptions
 from tests.small import data, weights
 
 PIPELINE = {"backend": {"name": "pipeline", "partitions": 1, "microbatches": 2}}
@@ -222,3 +225,30 @@ def test_models_are_let_go(trainer: Trainer) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+def test_a_stand_in_leaves_no_trace_whatever_is_in_it(schedule: str, precision: str) -> None:
+    """What a replica without examples computes on may be anything: here it gives NaN."""
+
+    def train(*stand_ins: Share) -> list[np.ndarray]:
+        keras.config.set_dtype_policy(precision)
+        with make({"backend": {**PIPELINE["backend"], "schedule": schedule}}) as trainer:
+            model = build("adam")
+            program = trainer.backend.prepare(model, StepOptions())
+            program.build(spec_of(batch))
+            for _ in range(2):
+                program.train([Share(batch, 8, 8), *stand_ins])
+            return weights(model)
+
+    x, y = data(8)
+    batch = (tf.constant(x), tf.constant(y))
+    try:
+        alone = train()
+        together = train(Share((batch[0] * np.inf, batch[1]), 0, 0))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for one, other in zip(alone, together, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)

@@ -24,6 +24,9 @@ class StageSettings:
         replica: which copy of the model this is; other copies draw other random numbers.
         recompute: keep a stage's inputs only, and run it again before its backward pass.
         xla: compile with XLA.
+        weighs_losses: a microbatch's weight is in its loss, which is for nothing, and not put to
+            each gradient. In 16 bits a small factor could lose, or hide, what a loss scale looks
+            for. All partitions must do the same.
     """
 
     model: keras.Model
@@ -32,6 +35,7 @@ class StageSettings:
     replica: int = 0
     recompute: bool = False
     xla: bool = False
+    weighs_losses: bool = False
 
 
 @dataclass(frozen=True)

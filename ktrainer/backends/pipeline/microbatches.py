@@ -52,10 +52,11 @@ def cut_batches(shares: Sequence[ShareLike], count: int) -> list[Microbatch]:
     for share in shares:
         rows = _rows(share.batch)
         parts = min(count, rows)
+        batch = keras.tree.map_structure(_sliceable, share.batch)
         for part in range(parts):
             start, stop = bounds(rows, part, parts)
             data = keras.tree.map_structure(
-                lambda x, a=start, b=stop: None if x is None else x[a:b], share.batch
+                lambda x, a=start, b=stop: None if x is None else x[a:b], batch
             )
             weight = (stop - start) / examples if share.examples else 0.0
             result.append(Microbatch(data, stop - start, weight))
@@ -95,6 +96,14 @@ def _rows(batch: Any) -> int:
                 "with tf.sparse.to_dense or `.to_tensor()`, in the input pipeline"
             )
     return int(leaves(batch)[0].shape[0])
+
+
+def _sliceable(x: Any) -> Any:
+    """A tensor of numbers as an array, where that is no copy: slices of arrays are views, and take
+    a hundredth of the time."""
+    if tf.is_tensor(x) and "CPU" in x.backing_device and x.dtype != tf.string:
+        return np.asarray(x)
+    return x
 
 
 def _dtype(x: Any) -> Any:

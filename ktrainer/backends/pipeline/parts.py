@@ -139,8 +139,14 @@ class Parts:
             return list(results), Kept(list(values), [], complete=False)
         return list(results[:count]), Kept([values[k] for k in self._keep], results[count:])
 
-    def backward(self, kept: Kept, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Gradients of inputs, and slices; dense gradients of variables are added up."""
+    def backward(
+        self, kept: Kept, cotangents: Sequence[Any], counts: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of inputs, and slices; dense gradients of variables are added up.
+
+        Args:
+            counts: False for a stand-in: its gradients are not looked at, and taken as 0.
+        """
         self._complete(kept)
         gradients = self._gradients
         weights, inputs = gradients.weights, gradients.of_inputs
@@ -148,9 +154,10 @@ class Parts:
             return [], []
 
         def finish(made: list[Any], first: bool) -> Any:
-            return self._add_up(made[: len(weights)], first), made[len(weights) :]
+            return self._add_up(made[: len(weights)], first, counts), made[len(weights) :]
 
-        function = self._adding("backward", self._feeds, [*weights, *inputs], finish, self._ran)
+        name = f"backward, {counts}"
+        function = self._adding(name, self._feeds, [*weights, *inputs], finish, self._ran)
         slices, made = function(*kept.arguments, *kept.saved, *cotangents)
         return list(made), list(slices)
 
@@ -169,14 +176,18 @@ class Parts:
         kept.more += made[len(inputs) :]
         return list(made[: len(inputs)])
 
-    def weight_gradient(self, kept: Kept) -> list[Any]:
+    def weight_gradient(self, kept: Kept, counts: bool) -> list[Any]:
         """Add up the dense gradients of variables; returns slices."""
         weights = self._gradients.weights
         if not weights:
             return []
         feeds = [*self._feeds, *self._handed_on]
         done = {*self._ran, *self._first}
-        function = self._adding("weight", feeds, weights, self._add_up, done)
+
+        def finish(made: list[Any], first: bool) -> list[Any]:
+            return self._add_up(made, first, counts)
+
+        function = self._adding(f"weight, {counts}", feeds, weights, finish, done)
         return list(function(*kept.arguments, *kept.saved, *kept.more))
 
     def _complete(self, kept: Kept) -> None:
@@ -241,15 +252,17 @@ class Parts:
             )
         return self._functions[name, first]
 
-    def _add_up(self, made: list[Any], first: bool) -> list[Any]:
+    def _add_up(self, made: list[Any], first: bool, counts: bool) -> list[Any]:
         """Add up dense gradients; returns slices."""
         values, slices = iter(made), []
         dense: list[tuple[Any, tf.Tensor]] = []
         for variable, gradient in self._gradients.of_variables:
             if isinstance(gradient, tf.IndexedSlices):
-                slices += [next(values), next(values)]
+                pair = [next(values), next(values)]
+                slices += pair if counts else [x[:0] for x in pair]
             elif gradient is not None:
-                dense.append((variable, next(values)))
+                value = next(values)
+                dense.append((variable, value if counts else tf.zeros_like(value)))
         turns = Turns([gradient for _, gradient in dense])
         for place in turns.order:
             variable, gradient = dense[place]

@@ -91,6 +91,13 @@ class PlannedModel:
         """All stages of that graph."""
         return self._stages[training]
 
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether no layer computes in 16 bits."""
+        dtypes = {layer.compute_dtype for layer in self.model._flatten_layers()}
+        dtypes |= {tensor.dtype for tensor in self.graph(True).tensors}
+        return not dtypes & {"float16", "bfloat16"}
+
     def check_inputs(self, spec: Any) -> None:
         """Refuse inputs of another kind than the model was cut for.
 

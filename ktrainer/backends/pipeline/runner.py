@@ -83,9 +83,7 @@ class Runner:
         check_order(row, step.stage)
         last = {id(v): place for place, a in enumerate(row) for v in step.added_by(a)}
         for place, action in enumerate(row):
-            for soon in row[place : place + 1 + _AHEAD]:
-                for transfer in step.transfers.receives(soon):
-                    self.post.expect(transfer, step.specs_of(soon))
+            step.expect(row[place + _AHEAD if place else 0 : place + _AHEAD + 1])
             getattr(step, _METHODS[action.kind])(action)
             for variable in self.shared.variables:
                 if last.get(id(variable)) == place:
@@ -114,7 +112,8 @@ class _Step:
         self.post, self._compiled, self._ranks = post, compiled, schedule.ranks
         self.transfers = Transfers(schedule)
         self.microbatches, self.values = microbatches, values
-        self.scale, self.denominators = scale, denominators
+        self._scale = tf.constant(scale, tf.float64)
+        self.denominators = denominators
         self.outcome = Outcome()
         self._kept: dict[tuple[int, int], Kept] = {}
 
@@ -126,6 +125,12 @@ class _Step:
         stage = self.stage(action)
         return stage.receives if action.kind == "F" else stage.gradient_specs
 
+    def expect(self, actions: Sequence[Action]) -> None:
+        """Post the receives of some actions."""
+        for action in actions:
+            for transfer in self.transfers.receives(action):
+                self.post.expect(transfer, self.specs_of(action))
+
     def added_by(self, action: Action) -> Sequence[Any]:
         """The variables whose gradients an action may add to."""
         return self.stage(action).stage.trainable if action.kind in "BW" else ()
@@ -133,7 +138,7 @@ class _Step:
     def forward(self, action: Action) -> None:
         stage = self.stage(action)
         sent, state, results, kept = stage.forward(self._arguments(action, stage))
-        if self.microbatches[action.microbatch].weight:  # a stand-in leaves no trace
+        if self._counts(action):
             self.values.state |= {id(v): x for v, x in zip(stage.changes, state, strict=True)}
         for transfer in self.transfers.sends(action):
             self.post.send(transfer, sent)
@@ -145,7 +150,8 @@ class _Step:
     def backward(self, action: Action) -> None:
         stage = self.stage(action)
         kept = self._kept.pop((action.stage, action.microbatch))
-        gradients, slices = stage.backward(kept, self._received(action, stage.gradient_specs))
+        cotangents = self._received(action, stage.gradient_specs)
+        gradients, slices = stage.backward(kept, cotangents, self._counts(action))
         self._send(action, gradients)
         self._keep_slices(stage, slices)
 
@@ -158,22 +164,23 @@ class _Step:
     def weight_gradient(self, action: Action) -> None:
         stage = self.stage(action)
         kept = self._kept.pop((action.stage, action.microbatch))
-        self._keep_slices(stage, stage.weight_gradient(kept))
+        self._keep_slices(stage, stage.weight_gradient(kept, self._counts(action)))
+
+    def _counts(self, action: Action) -> bool:
+        """False for a stand-in, which leaves no trace."""
+        return self.microbatches[action.microbatch].weight != 0
 
     def _arguments(self, action: Action, stage: CompiledStage) -> Arguments:
         microbatch = self.microbatches[action.microbatch]
         received = self._received(action, stage.receives)
-        if not action.stage:
-            received = [tf.zeros((), stage.receives[-1].dtype)]
+        if not action.stage:  # no losses so far
+            received = [tf.constant(0, stage.receives[-1].dtype)]
         return Arguments(
             trainable=[self.values.trainable[id(v)] for v in stage.stage.trainable],
             state=[self.values.state[id(v)] for v in stage.state],
             received=received,
             data=stage.data_of(microbatch),
-            scalars=[
-                tf.constant(microbatch.weight, tf.float64),
-                tf.constant(self.scale, tf.float64),
-            ],
+            scalars=[tf.constant(microbatch.weight, tf.float64), self._scale],
             denominators=[self.denominators] if stage.specs.denominators else [],
         )
 

@@ -125,17 +125,23 @@ class CompiledStage:
         sent, state, results = take(made, (len(self._sent), len(self.changes), len(self._results)))
         return sent, state, results, kept
 
-    def backward(self, kept: Kept, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Gradients of what was received, and slices of gradients; the rest is added up."""
-        return self._parts.backward(kept, cotangents)
+    def backward(
+        self, kept: Kept, cotangents: Sequence[Any], counts: bool = True
+    ) -> tuple[list[Any], list[Any]]:
+        """Gradients of what was received, and slices of gradients; the rest is added up.
+
+        Args:
+            counts: False for a stand-in, whose gradients are taken as 0.
+        """
+        return self._parts.backward(kept, cotangents, counts)
 
     def input_gradient(self, kept: Kept, cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of what was received; the rest waits for `weight_gradient`."""
         return self._parts.input_gradient(kept, cotangents)
 
-    def weight_gradient(self, kept: Kept) -> list[Any]:
+    def weight_gradient(self, kept: Kept, counts: bool = True) -> list[Any]:
         """Add up the gradients of variables; returns slices."""
-        return self._parts.weight_gradient(kept)
+        return self._parts.weight_gradient(kept, counts)
 
     # -- tracing
 
@@ -205,7 +211,9 @@ class CompiledStage:
         sent = [t for t in self._sent[:-1] if is_differentiable(t)]
         placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
         targets = [*sent, self._own]
-        cotangents = [*placeholders, tf.cast(scale, self._own.dtype)]
+        # Gradients that come from the stage after are weighted then, too.
+        seed = scale * weight if self.settings.weighs_losses else scale
+        cotangents = [*placeholders, tf.cast(seed, self._own.dtype)]
         found = tape.gradient(targets, sources, output_gradients=cotangents)
         trainable = self.stage.trainable
         of_inputs = [
@@ -213,17 +221,18 @@ class CompiledStage:
             tf.zeros(s.shape, s.dtype) if g is None else tf.convert_to_tensor(g)
             for g, s in zip(found[len(trainable) :], sources[len(trainable) :], strict=True)
         ]
-        weighted = [_weighted(g, weight) for g in found[: len(trainable)]]
-        of_variables = list(zip(trainable, weighted, strict=True))
+        gradients = found[: len(trainable)]
+        if not self.settings.weighs_losses:
+            gradients = [_weighted(g, weight) for g in gradients]
+        of_variables = list(zip(trainable, gradients, strict=True))
         self._gradients = Gradients(of_inputs, of_variables, placeholders, cotangents[-1])
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
-    """A microbatch's gradient by its part of the update, 0 for a stand-in; in the type of the
-    weights: in 16 bits a small factor could lose, or hide, what a loss scale looks for."""
+    """A microbatch's gradient by its part of the update, in the type of the weights."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
         values = _weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+    return gradient * tf.cast(weight, gradient.dtype)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+from ktrainer.backends.pipeline.wire import address_of
 
 
 class GradientSums:
@@ -71,3 +75,33 @@ class GradientSums:
         """Set the sum of `variable`."""
         self._filled.add(id(variable))
         self.of(variable).assign(value)
+
+    def memory(self, variables: Iterable[Any]) -> list[np.ndarray] | None:
+        """The memory of some filled sums, flat; what is written there is in the sums.
+
+        It may be used until a sum is next taken, added to or put.
+
+        Returns:
+            An array for each; None unless all are in the host's memory.
+        """
+        arrays: list[np.ndarray] = []
+        seen: set[int] = set()
+        for variable in variables:
+            value = self.of(variable).read_value()
+            if "CPU" not in value.backing_device:
+                return None
+            if address_of(value) in seen:
+                # TensorFlow computes what is equal once, and lets both have that.
+                self.of(variable).assign(tf.raw_ops.DeepCopy(x=value))
+                value = self.of(variable).read_value()
+            seen.add(address_of(value))
+            arrays.append(_array_at(address_of(value), value))
+        return arrays
+
+
+def _array_at(address: int, tensor: tf.Tensor) -> np.ndarray:
+    dtype = np.dtype(tensor.dtype.as_numpy_dtype)
+    size = int(np.prod(tensor.shape))
+    if not size:
+        return np.empty(0, dtype)
+    return np.frombuffer((ctypes.c_byte * (size * dtype.itemsize)).from_address(address), dtype)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 
@@ -25,6 +26,8 @@ from ktrainer.steps.guard import all_finite, scales_loss
 from ktrainer.steps.model_step import average_statistics
 from ktrainer.steps.seams import seams
 from ktrainer.world.plane import GradientPlane, InOrder
+
+_GROUP_BYTES = 4 * 2**20
 
 
 class StageUpdate:
@@ -85,7 +88,14 @@ class StageUpdate:
         """
         dense = [v for v in variables if self.sums.has(v)]
         sparse = [v for v in variables if id(v) in slices and not self.sums.has(v)]
-        if self.replicas is None or not (dense or sparse):
+        if self.replicas is None:
+            return
+        arrays = self.sums.memory(dense)
+        if arrays is not None:
+            # They are weighted already; those of a stand-in are not looked at.
+            self.replicas.reduce_in_place(arrays, float(weight > 0))
+            dense = []
+        if not (dense or sparse):
             return
         key = ("reduce", tuple(map(id, dense)), tuple(map(id, sparse)))
         if key not in self._functions:
@@ -112,14 +122,17 @@ class StageUpdate:
         self, dense: Sequence[Any], sparse: Sequence[Any], parts: Any, weight: tf.Tensor
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
         assert self.replicas is not None
-        gradients = [self.sums.take(v) for v in dense]
-        gradients += [_slices(v, part) for v, part in zip(sparse, parts, strict=True)]
         # They are weighted already; those of a stand-in are not looked at.
-        present = tf.cast(weight > 0, tf.float64)
-        reduced = self.replicas.reduce(gradients, present, InOrder())
-        for variable, total in zip(dense, reduced, strict=False):
-            self.sums.of(variable).assign(total)
-        return [(total.values, total.indices) for total in reduced[len(dense) :]]
+        present, order = tf.cast(weight > 0, tf.float64), InOrder()
+        last: list[tf.Operation] = []
+        for group in _groups(dense):
+            with tf.control_dependencies(last):
+                gradients = [self.sums.take(v) for v in group]
+            reduced = self.replicas.reduce(gradients, present, order)
+            for variable, total in zip(group, reduced, strict=True):
+                last = [self.sums.of(variable).assign(total).op]
+        found = [_slices(v, part) for v, part in zip(sparse, parts, strict=True)]
+        return [(x.values, x.indices) for x in self.replicas.reduce(found, present, order)]
 
     def average(self, moved: Sequence[Any], weight: float) -> None:
         """Average statistics that a step has changed, such as BatchNorm's, over replicas.
@@ -229,6 +242,23 @@ class StageUpdate:
             for owner, name, replacement in replaced:
                 stack.enter_context(patch.object(owner, name, replacement))
             yield
+
+
+def _groups(variables: Sequence[Any]) -> list[list[Any]]:
+    """The variables in order, in groups of one, or of several that are small together.
+
+    A group's gradients are in memory twice while they are summed over replicas.
+    """
+    groups: list[list[Any]] = []
+    filled = 0
+    for variable in variables:
+        nbytes = int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+        if not groups or filled + nbytes > _GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(variable)
+        filled += nbytes
+    return groups
 
 
 @contextmanager

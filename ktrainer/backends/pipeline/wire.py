@@ -1,4 +1,4 @@
-"""The memory that tensors travel from and into: copies on the host, or the tensors' own.
+"""The memory that tensors travel from and into: the host's, or that of the tensors themselves.
 
 An MPI that is CUDA-aware takes addresses of GPU memory and moves it without the host. TensorFlow
 tells such an address through DLPack, and waits for the device before it does, so what is sent has
@@ -48,7 +48,9 @@ class HostWire:
     """Through arrays in host memory."""
 
     def pack(self, tensor: tf.Tensor) -> Parcel:
-        return self._parcel(np.ascontiguousarray(tensor.numpy()))
+        # No copy of what is in host memory: the parcel keeps it, and TensorFlow writes nothing to
+        # memory that somebody else has.
+        return self._parcel(np.ascontiguousarray(tensor if tensor.ndim else tensor.numpy()))
 
     def make(self, spec: tf.TensorSpec) -> Parcel:
         return self._parcel(np.empty(tuple(spec.shape), spec.dtype.as_numpy_dtype))
