@@ -41,6 +41,27 @@ def test_another_model_is_found_before_step_1(ranks: Callable[..., Any]) -> None
         assert "[8, 10]" in str(outcome.error)
 
 
+def _other_versions() -> None:
+    from ktrainer import fit
+    from ktrainer.world import current
+
+    keras = "3.15.1" if current().is_root else "3.14.0"
+    original = fit.versions_that_compute
+    fit.versions_that_compute = lambda: {**original(), "keras": keras}
+    try:
+        with make_trainer() as trainer:
+            trainer.fit(small_model, vectors())
+    finally:
+        fit.versions_that_compute = original
+
+
+def test_other_library_versions_are_found(ranks: Callable[..., Any]) -> None:
+    for outcome in ranks(2).outcomes(_other_versions):
+        assert isinstance(outcome.error, DivergenceError), outcome
+        assert "keras" in str(outcome.error)
+        assert "3.14.0" in str(outcome.error)
+
+
 def _another_config() -> None:
     from ktrainer.world import current
 
