@@ -149,6 +149,10 @@ class Every:
         self._fired_step = None
         self._fired_at = progress.elapsed
 
+    def heal(self, progress: Progress) -> None:
+        """Count on from `progress`, what came after it being done again; time goes on."""
+        self._seen_step, self._fired_step = progress.step, None
+
     def due(self, progress: Progress, *, epoch_end: bool = False) -> bool:
         """Whether it is due now; true at most once for one global step.
 

@@ -49,7 +49,7 @@ class Fit:
         callbacks: list[Any],
     ) -> None:
         self.trainer = trainer
-        self._given = data, validation_data, class_weight
+        self.given = data, validation_data, class_weight
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
@@ -109,7 +109,7 @@ class Fit:
         for feed in self._feeds:
             feed.close()
         self._feeds = []
-        self._open_feeds(seed, check=False)
+        self._open_feeds(seed, check=trainer.config.health.check_data)
         for feed, spec in zip(self._feeds, known, strict=False):
             if feed.spec == spec:
                 feed.spec = spec  # the very one that the steps were compiled for
@@ -130,6 +130,8 @@ class Fit:
             callback.set_model(self.model)
             if isinstance(callback, Callback):
                 callback.set_trainer(self.trainer)
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # to what the first rank before this one has written
         if self.trainer.joining:
             self.callbacks.on_train_begin()
         else:
@@ -138,7 +140,7 @@ class Fit:
 
     def _open_feeds(self, seed: int | None, check: bool) -> None:
         limits = self.trainer.config.trainer
-        data, validation_data, class_weight = self._given
+        data, validation_data, class_weight = self.given
         self.feed = self._feed(
             data,
             training=True,

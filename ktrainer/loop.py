@@ -98,6 +98,7 @@ class Loop:
         self.validated: tuple[int, dict[str, Any]] = (-1, {})
         self.late = False
         self._started = 0.0
+        self._owed = False  # an epoch's end, though training is over
         self._untold: Any = None  # logs of an update that callbacks have not heard of
         self._waited = trainer.communication_seconds or 0.0  # in calls of `fit` before this one
 
@@ -122,7 +123,8 @@ class Loop:
         """Train from where the run stands to the end; returns Keras' History."""
         logs: dict[str, Any] | None = None
         try:
-            while not self._finished():
+            while self._owed or not self._finished():
+                self._owed = False
                 logs = self._epoch()
         except Asked as asked:
             leave(self.trainer, self.callbacks, asked)
@@ -140,22 +142,28 @@ class Loop:
         *,
         late: bool,
         validated: tuple[int, dict[str, Any]],
-        untold: Any,
+        phase: Phase,
+        logs: Any,
+        told: tuple[int, int],
     ) -> Progress:
         """Stand where `trainer.progress` says; returns up to where callbacks have heard of it.
 
         Args:
             feed, validation, late, validated: as the attributes.
-            untold: logs of the last update, if callbacks have yet to hear of it.
+            phase, logs: of the last update.
+            told: step and batch up to which callbacks have heard.
         """
         self.feed, self.validation = feed, validation
-        self.late, self.validated, self._untold = late, validated, untold
-        self._start_clock()
-        told, less = self.trainer.progress, untold is not None
-        told = replace(told, step=told.step - less, batch=told.batch - less)
+        self.late, self.validated = late, validated
+        self._untold = logs if phase == Phase.UPDATED else None
+        progress = self.trainer.progress
+        # What follows an update, or the last one of an epoch, is due even if nothing else is.
+        self._owed = phase == Phase.UPDATED or (phase == Phase.TOLD and progress.batch > 0)
+        self._started = time.monotonic() - progress.elapsed
+        before = replace(progress, step=told[0], batch=told[1])
         for every in (self._validate, self._log):
-            every.start(told)
-        return told
+            every.heal(before)
+        return before
 
     def _start_clock(self) -> None:
         """Count time and intervals from where a restore left them."""
@@ -214,6 +222,8 @@ class Loop:
             logs, self._untold = self._untold, None
             if self._tell(logs):
                 return logs, self._is_cut()
+        if self._finished():  # and only the epoch's end was owed
+            return logs, self._is_cut()
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
             if self.trainer.progress.validation_due:

@@ -155,7 +155,8 @@ class Callback(keras.callbacks.Callback):
 
     def on_heal(self, progress: Progress) -> None:
         """After ranks have died or joined, on all that are there now; `progress` is where they go
-        on. States are those of that moment, as after a restore."""
+        on. States are those of that moment, as after a restore. A rank that has joined, or become
+        the first, has run `on_train_begin` just before, alone: it must not communicate there."""
         self.on_restore(progress)
 
     def state_dict(self) -> dict[str, Any]:

@@ -180,6 +180,7 @@ class LossGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.trainer is not None and self.trainer.unsound:
             return  # a rollback: what was seen since stays seen
+        self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
         if self.guard is not None:

@@ -97,7 +97,7 @@ class LearningRate(Callback):
 
     def factor(self, step: int) -> float:
         """What the base rate is multiplied by in the update that follows `step` updates."""
-        size, steps = self.world.replicas, self._given_steps or self.steps_per_epoch
+        size, steps = self.world.nominal_replicas, self._given_steps or self.steps_per_epoch
         factor = scale_factor(self.scale, size)
         if self.warmup is not None and size > 1:
             factor *= warmup_factor(step, self.warmup.steps(steps), size)

@@ -109,7 +109,8 @@ class Checkpoint(Callback):
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
         self.best_value, self._at_cut, self._saved = None, None, None
-        self._run = secrets.token_hex(8)
+        if not getattr(self.trainer, "joining", False):  # else it is told with the state
+            self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
         self._saver = Saver(
@@ -305,7 +306,7 @@ class Checkpoint(Callback):
         self.every.start(progress)
 
     def on_heal(self, progress: Progress) -> None:
-        self.every.start(progress)
+        self.every.heal(progress)
         if self._saver is not None:
             self._saver.ranks_changed()
 

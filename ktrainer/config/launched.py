@@ -15,6 +15,7 @@ from ktrainer.config.healing import check_healing
 from ktrainer.config.schema import Config
 
 VARIABLE = "KTRAINER_WORLD"
+SPARE = 64  # processes that may join one launch, in all: each has pipes of its own
 
 
 def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Config:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from ktrainer.config.launched import SPARE
 from ktrainer.world.healing import HealingWorld
 from ktrainer.world.newcomers import Recruit, admit, free_local_rank
 
@@ -20,40 +22,54 @@ class Recruiting:
     Args:
         world: the ranks.
         config: the `world` section.
-        fits: which `fit` of the script this is; newcomers join the first alone.
 
     Attributes:
         started: ranks at the start.
     """
 
-    def __init__(self, world: HealingWorld, config: WorldConfig, fits: int) -> None:
+    def __init__(self, world: HealingWorld, config: WorldConfig) -> None:
         self.world = world
         self._wanted = config.max_size or 0
         self._replace = config.replace
-        self._first = fits == 1  # a newcomer begins at the beginning of the script
-        self.started = world.size
+        # A newcomer begins at the beginning of the script.
+        self._first, world.trained = not world.trained, True
+        self.started = world.nominal_size
         self._recruit: Recruit | None = None
         self._next_slot = world.size
         self._failures = 0
 
     def look(self) -> bool:
         """Between two updates: start a newcomer if one is wanted; whether one is ready."""
+        self._next_slot = max(self._next_slot, *(p.slot + 1 for p in self.world.peers))
         if not self.world.is_root:
             return False
         if self._recruit is not None and self._recruit.failed:
             self._recruit, self._failures = None, self._failures + 1
+            if self._failures == _FAILURES:
+                _say(f"{_FAILURES} processes that were to join have failed: no more are started")
         if self._recruit is None and self._is_wanted():
-            self._next_slot = max(self._next_slot, *(p.slot + 1 for p in self.world.peers))
+            if self._next_slot == self.started + SPARE:
+                self._failures = _FAILURES
+                _say(f"{SPARE} processes have joined: no more are started")
+                return False
             self._recruit = Recruit(self._next_slot, free_local_rank(self.world))
             self._next_slot += 1
         return self._recruit is not None and self._recruit.ready()
 
-    def admit(self) -> bool:
-        """Let the newcomer in that is ready; all ranks call it. Whether it is in."""
+    def admit(self) -> None:
+        """Let the newcomer in that is ready; all ranks call it.
+
+        Raises:
+            PeerLost: on all ranks, if it, or one of them, died on the way.
+        """
         recruit, self._recruit = self._recruit, None
-        admitted = admit(self.world, recruit)
-        self._failures = 0 if admitted else self._failures + 1
-        return admitted
+        self._failures += 1
+        admit(self.world, recruit)
+        self._failures = 0
+
+    def learn(self, started: int) -> None:
+        """What newcomers must know: with how many ranks training began."""
+        self.started = self.world.nominal_size = started
 
     def enter(self) -> bool:
         """As a newcomer: wait to be let in."""
@@ -69,3 +85,7 @@ class Recruiting:
     def _is_wanted(self) -> bool:
         size = max(self._wanted, self.started if self._replace else 0)
         return self._first and self.world.size < size and self._failures < _FAILURES
+
+
+def _say(text: str) -> None:
+    print(f"ktrainer: {text}", file=sys.stderr, flush=True)

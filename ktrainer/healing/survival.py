@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import sys
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,17 @@ from ktrainer.callbacks.base import as_floats, emit
 from ktrainer.callbacks.broadcast import broadcast_variables
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.state import history_of, variables_of
-from ktrainer.errors import DataError, PeerLost
+from ktrainer.errors import PeerLost, WorldError
+from ktrainer.feed.share import Share
+from ktrainer.feed.source import take_slice
+from ktrainer.healing.checks import changes_in_parts, check_callbacks, check_data
 from ktrainer.healing.counts import Counts
 from ktrainer.healing.point import Point
 from ktrainer.healing.recruiting import Recruiting
 from ktrainer.healing.rollback import Rollback
 from ktrainer.progress import Phase, Progress
-from ktrainer.world.healing import HealingWorld, is_loss
+from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.world.healing import HealingWorld, Peer, is_loss
 
 if TYPE_CHECKING:
     from ktrainer.fit import Fit
@@ -47,6 +53,9 @@ class Healed:
     seconds: float
 
 
+_WARM_UP_ROWS = 8
+
+
 class _Joined(Exception):
     """A newcomer is in: all ranks go back to the last point, which it is given."""
 
@@ -60,36 +69,45 @@ class Survival:
         world: the ranks.
 
     Raises:
-        DataError: data that is gone once it was read.
+        DataError: data that is gone once it was read, or cannot be read again in the same order.
+        ConfigError: a callback that cannot move to another rank.
     """
 
     def __init__(self, fit: Fit, loop: Loop, world: HealingWorld) -> None:
-        _check_data(fit)
+        check_data(fit)
+        check_callbacks(fit.every)
         self.fit, self.loop, self.world = fit, loop, world
         self.model = fit.model
         self._point = Point()
-        self._rollback = Rollback(self.model, _several(fit))
+        self._rollback = Rollback(self.model, changes_in_parts(fit))
         self._counts = Counts(self.model)
+        self._adds_up = not unadded_metrics(self.model)
         self._mine = np.zeros(0)  # this rank's counts at the point
-        self._table = np.zeros((world.size, 0))  # those of all ranks, as last told
-        self._recruiting = Recruiting(world, fit.trainer.config.world, fit.trainer.fits)
+        self._table: dict[int, np.ndarray] = {}  # those of all slots, as last told
+        self._recruiting = Recruiting(world, fit.trainer.config.world)
 
     def run(self) -> keras.callbacks.History:
         """Train to the end; as a newcomer, from where the others are."""
         if self.world.alone:
-            self._enter()
+            self._warm_up()
+            if not self._recruiting.enter():
+                os._exit(0)  # nobody waits for it, and it has nothing to say
+            self._mend(None)
         else:
             self.loop.begin()
             self.mark(Phase.TOLD)
+            self._tell_counts()
         while True:
             try:
-                return self.loop.go_on()
+                history = self.loop.go_on()
+                self.world.agree("end of training")
+                return history
             except _Joined:
-                self._resume(lost=(), began=time.perf_counter())
-            except BaseException as error:
-                if not (is_loss(error) or (self.world.broken and isinstance(error, PeerLost))):
+                self._mend(None)
+            except Exception as error:
+                if not self._is_death(error):
                     raise
-                self._heal(error)
+                self._mend(error)
 
     # -- what the loop tells
 
@@ -97,19 +115,29 @@ class Survival:
         """An update is about to be computed."""
         self._rollback.step_begins()
 
-    def mark(self, phase: Phase, logs: Any = None) -> None:
-        """The present is a moment to go back to."""
-        trainer = self.fit.trainer
-        states, arrays = callback_states(self._stateful(), self.model)
+    def mark(self, phase: Phase, logs: Any = None, told: tuple[int, int] | None = None) -> None:
+        """The present is a moment to go back to.
+
+        Args:
+            phase: what is over of the last update.
+            logs: its logs, if callbacks have yet to hear of it.
+            told: step and batch up to which callbacks have heard; default: as it follows.
+        """
+        trainer, progress = self.fit.trainer, self.fit.trainer.progress
+        if told is None:
+            told = self._point.told if phase == Phase.UPDATED else (progress.step, progress.batch)
+        states, arrays = callback_states(self.fit.callbacks.callbacks, self.model)
         self._point = Point(
             phase=phase,
-            progress=trainer.progress.to_dict(),
+            progress=progress.to_dict(),
+            told=told,
             logs=as_floats(logs),
             history=history_of(self.model),
-            states=states,
+            states=copy.deepcopy(states),
             arrays=arrays,
             stop=bool(self.model.stop_training),
             late=self.loop.late,
+            unsound=trainer.unsound,
             validated=self.loop.validated,
             started=self._recruiting.started,
             run_dir=None if trainer.config.trainer.fast_dev_run else str(trainer.run_dir),
@@ -128,9 +156,10 @@ class Survival:
         ready = self._point.phase == Phase.UPDATED and self._recruiting.look()
         row = np.concatenate([flags.astype(np.float64), [float(ready)], self._mine])
         table = self.world.gather_rows(row, what)
-        self._table = table[:, flags.size + 1 :]
+        self._keep_counts(table[:, flags.size + 1 :])
         agreed = table[:, : flags.size].max(axis=0).astype(np.int32)
-        if table[:, flags.size].any() and self._recruiting.admit():
+        if table[:, flags.size].any():
+            self._recruiting.admit()
             raise _Joined
         return agreed
 
@@ -140,90 +169,119 @@ class Survival:
 
     # -- changes of the ranks
 
-    def _enter(self) -> None:
-        """Become a rank; without one to become, end this process quietly."""
-        self._warm_up()
-        if not self._recruiting.enter():
-            raise SystemExit(0)
-        self._resume(lost=(), began=time.perf_counter())
-
     def _warm_up(self) -> None:
         """Compile the step by running it, while the others train; the weights are replaced."""
         with closing(self.fit.feed.epoch(0)) as shares:  # type: ignore[type-var]
             first = list(islice(shares, self.fit.trainer.config.trainer.accumulate))
-        if first:
-            self.fit.program.train(first)
+        if first:  # of the whole batch, as this process is alone: a few rows will do
+            few = [min(share.examples, _WARM_UP_ROWS) for share in first]
+            rows = [take_slice(share.batch, n, 0, 1) for share, n in zip(first, few, strict=True)]
+            self.fit.program.train([Share(b, n, n) for b, n in zip(rows, few, strict=True)])
 
-    def _heal(self, error: BaseException) -> None:
-        began = time.perf_counter()
-        lost: tuple[int, ...] = ()
+    def _is_death(self, error: BaseException) -> bool:
+        """Whether an error says that a rank died, and not that it failed or did not answer."""
+        return is_loss(error) or (self.world.broken and isinstance(error, PeerLost))
+
+    def _mend(self, error: Exception | None) -> None:
+        """Go on with the ranks of now.
+
+        Args:
+            error: what a death has caused here; None where a newcomer has come.
+        """
+        began, lost = time.perf_counter(), list[Peer]()
+        before, cause = self.world.peers, error
         while True:
             try:
-                lost += tuple(self.world.heal())
-                self._resume(lost, began)
+                if cause is not None:
+                    lost += self.world.heal()
+                self._resume(began, [p.slot for p in lost], [_rank_in(before, p) for p in lost])
                 break
-            except BaseException as another:  # one more died meanwhile
-                if not (is_loss(another) or self.world.broken):
+            except Exception as another:  # one more died meanwhile
+                if not self._is_death(another):
                     raise
+                cause = another
         least = self.fit.trainer.config.world.min_size
-        if self.world.size < least:
-            self._save_and_end(least, error)
+        if cause is not None and self.world.size < least:
+            self._save_and_end(least, cause)
 
-    def _resume(self, lost: tuple[int, ...], began: float) -> None:
-        """Bring all ranks to the furthest point of any, and cut the work anew."""
+    def _resume(self, began: float, slots: list[int], ranks: list[int]) -> None:
+        """Bring all ranks to the furthest point of any, and cut the work anew.
+
+        Args:
+            began: when this rank noticed.
+            slots, ranks: of those that died; ranks as they were.
+        """
         orders = self.world.allgather(self._point.order, "who is furthest")
-        furthest = max(orders)
+        furthest, mine = max(orders), self._point.order
+        if furthest[0] < 0:
+            raise WorldError("no rank is left that has the state of the training")
         donor = orders.index(furthest)
         point: Point = self.world.broadcast(self._point, donor, "the furthest point")
+        if mine == furthest:
+            point = replace(point, logs=self._point.logs)
         self._rollback.undo()
         self.fit.program.abandon()
-        if any(order[0] < furthest[0] for order in orders):
-            named = variables_of(self.model)
-            broadcast_variables(named, self.world, donor)
-        self._take_counts(lost, behind=self._point.order[0] < furthest[0])
+        self._rollback.keep()  # a hand-over that fails is undone too
+        if any(order < furthest for order in orders):
+            broadcast_variables(variables_of(self.model), self.world, donor)
+        self._take_counts(slots, new=mine[0] < 0)
         self._take(point)
-        self._table = np.zeros((self.world.size, 0))
-        self.mark(point.phase, point.logs)
+        self.mark(point.phase, point.logs, told=point.told)
+        self._tell_counts()
         seconds = time.perf_counter() - began
-        healed = Healed(point.order[0], lost, self.world.size, seconds)
+        healed = Healed(point.order[0], tuple(ranks), self.world.size, seconds)
         self.fit.trainer.healed.append(healed)
         if self.world.is_root:
             _say(healed)
 
-    def _take_counts(self, lost: tuple[int, ...], behind: bool) -> None:
+    def _tell_counts(self) -> None:
+        """What each rank has counted, for the others to take over."""
+        self._keep_counts(self.world.gather_rows(self._mine, "what each rank has counted"))
+
+    def _keep_counts(self, table: np.ndarray) -> None:
+        self._table = {peer.slot: row for peer, row in zip(self.world.peers, table, strict=True)}
+
+    def _take_counts(self, lost: list[int], new: bool) -> None:
         """This rank's own counts; the first rank takes over those of the dead.
 
         What a rank had counted in an update that it, or its message, did not live to complete is
-        not known to anybody.
+        not known to anybody; so are states that do not add up.
+
+        Args:
+            lost: slots of the dead.
+            new: this rank has counted nothing yet.
         """
-        mine = self._mine if self._mine.size else np.zeros(1)
-        dead = [self._table[r] for r in lost if r < len(self._table) and self._table[r].size]
-        if self.world.is_root and dead:
+        if new:
+            self.model.reset_metrics()
+            self._mine = np.concatenate([[0.0], self._counts.row()])
+        mine = self._mine
+        dead = [self._table[slot] for slot in lost if slot in self._table]
+        if self.world.is_root and dead and self._adds_up:
             mine = mine + np.sum(dead, axis=0)
         self.loop.examples = int(mine[0])
-        if self._counts.told and mine.size > 1:
+        if self._counts.told:
             self._counts.assign(mine[1:])
-        elif behind:
-            self.model.reset_metrics()
 
     def _take(self, point: Point) -> None:
         """Make the callbacks, the data and the loop those of `point`, for the ranks of now."""
         trainer = self.fit.trainer
         trainer.progress = Progress.from_dict(point.progress)
-        self._recruiting.started = point.started
+        self._recruiting.learn(point.started)
         self.fit.follow(point.run_dir, point.seed)
-        load_callback_states(self._stateful(), point.states, point.arrays, self.model)
+        load_callback_states(self.fit.callbacks.callbacks, point.states, point.arrays, self.model)
         history = getattr(self.model, "history", None)
         if history is not None:
             history.epoch = list(point.history["epoch"])
             history.history = {k: list(v) for k, v in point.history["history"].items()}
-        self.model.stop_training = point.stop
+        self.model.stop_training, trainer.unsound = point.stop, point.unsound
         told = self.loop.take_up(
             self.fit.feed,
             self.fit.validation,
             late=point.late,
             validated=point.validated,
-            untold=point.logs if point.phase == Phase.UPDATED else None,
+            phase=point.phase,
+            logs=point.logs,
+            told=point.told,
         )
         trainer.joining = False
         emit(self.fit.callbacks.callbacks, "on_heal", told)
@@ -232,39 +290,19 @@ class Survival:
         saved = None
         for callback in self.fit.callbacks.callbacks:
             if isinstance(callback, Checkpoint):
-                callback.save(self._point.logs)
+                if callback.save(self._point.logs):
+                    saved = callback.directory
                 callback.wait()
-                saved = callback.directory
-        where = f"their state is saved in {saved}" if saved else "checkpoints are off"
+        where = f"their state is saved in {saved}" if saved else "no checkpoint was saved"
         raise PeerLost(
             f"{self.world.size} ranks are left after step {self._point.order[0]}, fewer than "
             f"world.min_size={least}; {where}"
         ) from error
 
-    def _stateful(self) -> list[Any]:
-        """All callbacks of the run, those of other ranks too: the first rank may be another
-        later."""
-        return self.fit.every
 
-
-def _check_data(fit: Fit) -> None:
-    """An interrupted epoch is read again up to where it stood."""
-    for feed in (fit.feed, fit.validation):
-        source = getattr(feed, "source", None)
-        if source is not None and not source.reopens:
-            raise DataError(
-                "world.heal=true needs data that can be read again, which a generator cannot: pass "
-                "the function that makes it, arrays, a PyDataset or a tf.data.Dataset"
-            )
-
-
-def _several(fit: Fit) -> bool:
-    """Whether one call may change weights in parts: more than one update, or more than one
-    optimizer; or statistics, which ranks average once the weights are updated."""
-    config, model = fit.trainer.config.trainer, fit.model
-    stock = type(model).train_step is keras.Model.train_step
-    statistics = [v for v in model.non_trainable_variables if "seed" not in v.name]
-    return not stock or config.steps_per_call > 1 or config.accumulate > 1 or bool(statistics)
+def _rank_in(peers: list[Peer], peer: Peer) -> int:
+    """The rank that a process had, or its slot if it came later."""
+    return peers.index(peer) if peer in peers else peer.slot
 
 
 def _say(healed: Healed) -> None:

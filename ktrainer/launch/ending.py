@@ -56,9 +56,10 @@ def _failure(end: End, heals: bool) -> Failure | None:
     """What went wrong; where ranks may die, nothing if one came to the end."""
     if heals and end.ended and not end.failures:
         return None
-    # With failure mitigation mpirun ends well whoever dies, even if that is everybody.
-    code = end.code or int(heals)
-    return first_failure(end.failures, end.gone, code, end.said, end.faults)
+    if heals and not end.failures and end.code == 0:
+        # With failure mitigation mpirun ends well whoever dies, even if that is everybody.
+        return Failure(None, 1, "all processes have died")
+    return first_failure(end.failures, end.gone, end.code, end.said, end.faults)
 
 
 def _tell(end: End, failure: Failure, ranks: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from ktrainer.config import Config
 from ktrainer.errors import ConfigError
 
-SPARE = 32  # pipes for processes that join later
 # What MPI prints when a collective meets a dead rank; we say it better.
 NOISE = (b"NBC_Progress: an error",)
 _MPIRUN = ("--with-ft", "ulfm")

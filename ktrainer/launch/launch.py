@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ktrainer.config import Config, load_config, parse_known_cli
 from ktrainer.config.backends import BACKENDS
-from ktrainer.config.launched import to_environment
+from ktrainer.config.launched import SPARE, to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.launch import command, healing
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
     options = _options(slices if slices and threads <= len(slices[0]) else [])
-    spare = healing.SPARE if heal else 0
+    spare = SPARE if heal else 0
     out, err = _mergers(args.ranks, args.prefix, options, spare)
     grace = args.grace or (config or Config()).trainer.interrupt.grace
     until = time.monotonic() + args.timeout if args.timeout else None

@@ -45,6 +45,11 @@ class World(ABC):
         return self.rank
 
     @property
+    def nominal_replicas(self) -> int:
+        """How many shares the data is cut into, but for ranks that have died or joined since."""
+        return self.replicas
+
+    @property
     def replica(self) -> int:
         """Which share of the data this process trains on."""
         return self._share_of_data[0] if self._share_of_data else self.rank

@@ -64,6 +64,8 @@ class HealingWorld(MpiWorld):
         peers: all ranks, by rank.
         alone: whether this newcomer still waits to be admitted. It is then a world of one, but not
             the rank that writes.
+        nominal_size: ranks when training began, which what is set by their number goes by.
+        trained: whether a `fit` has begun.
         on_change: called on all ranks, in order, whenever there are new communicators to make.
 
     Raises:
@@ -85,10 +87,12 @@ class HealingWorld(MpiWorld):
         self.entrance: Any = None  # of a newcomer: see `ktrainer.world.newcomers`
         self.on_change: list[Callable[[], None]] = []
         self._copies: list[MPI.Intracomm] = []
-        self._broken = False
+        self._broken = self._called = False
+        self.trained = False
         self._silent: list[int] = []  # ranks that did not answer when asked what they do
         if slot is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", slot))
+        self.nominal_size = self.size
         self.peers: list[Peer] = []
         self._meet("who is here")
 
@@ -106,6 +110,10 @@ class HealingWorld(MpiWorld):
     @property
     def slot(self) -> int:
         return self._slot
+
+    @property
+    def nominal_replicas(self) -> int:
+        return self.nominal_size
 
     # -- failures
 
@@ -146,24 +154,37 @@ class HealingWorld(MpiWorld):
                 cast(Any, comm).Revoke()
 
     def duplicate(self) -> MPI.Intracomm:
-        copy = super().duplicate()
+        copy = in_time(self, self.comm.Dup, "open a communicator")
         self._copies.append(copy)
         return copy
 
-    def heal(self) -> list[int]:
+    def agree(self, what: str) -> None:
+        """Go on together; all ranks call it, at the same place.
+
+        Raises:
+            PeerLost: on all ranks that are left, if one has died or wants to heal.
+        """
+        if not self._all_agree(self.comm, not self._broken):
+            self._called = True
+            self.revoke()
+            raise PeerLost(f"rank {self.rank} lost a peer at step {self.step} in {what!r}")
+
+    def heal(self) -> list[Peer]:
         """Go on without those that died. All who are left call it, nobody else.
 
         Returns:
-            The ranks, as they were, of those that died.
+            Those that died.
 
         Raises:
             DeadlineExceeded: somebody neither died nor came.
         """
         self.revoke()
         before = self.peers
+        if not self._called:  # those that are just about to agree on something hear of it so
+            self._all_agree(self.comm, False)
         self._go_on_without_the_dead(self.comm)
         left = {peer.slot for peer in self.peers}
-        return [rank for rank, peer in enumerate(before) if peer.slot not in left]
+        return [peer for peer in before if peer.slot not in left]
 
     def _go_on_without_the_dead(self, comm: MPI.Intracomm) -> None:
         while True:
@@ -173,7 +194,7 @@ class HealingWorld(MpiWorld):
 
     def admit(
         self, merged: MPI.Intracomm | None, tell: Callable[[bool], None] = lambda _: None
-    ) -> bool:
+    ) -> None:
         """Go on over `merged`, in which a newcomer is the last rank. All ranks call it; the
         newcomer calls `enter`.
 
@@ -181,18 +202,22 @@ class HealingWorld(MpiWorld):
             merged: None where it could not be made.
             tell: called once it is known whether all ranks have it.
 
-        Returns:
-            Whether all ranks have it; if not, nothing has changed.
+        Raises:
+            PeerLost: on all ranks, if one does not have it: they heal, though perhaps it is the
+                newcomer alone that died.
         """
         everywhere = self._all_agree(self.comm, merged is not None)
         tell(everywhere)
         if not everywhere:
+            self._called = True
+            self.revoke()
             if merged is not None:
                 cast(Any, merged).Revoke()
-            return False
+            raise PeerLost(
+                f"rank {self.rank} lost a peer at step {self.step}: one that was to join"
+            )
         assert merged is not None
         self.enter(merged)
-        return True
 
     def enter(self, merged: MPI.Intracomm) -> None:
         """Go on over `merged`, that all of its ranks have; without those that die meanwhile."""
@@ -215,8 +240,8 @@ class HealingWorld(MpiWorld):
     def _open(self, comm: MPI.Intracomm) -> None:
         self._copies = []
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._roll_call = RollCall(comm)
-        self._broken = False
+        self._roll_call = in_time(self, lambda: RollCall(comm), "open the world anew")
+        self._broken = self._called = False
         self._meet("who is left")
         self.share_data(self.rank, self.size)
         for reopen in self.on_change:

@@ -32,6 +32,7 @@ SLOT = "KTRAINER_SLOT"  # set in newcomers
 LOCAL_RANK = "KTRAINER_LOCAL_RANK"
 _READY, _JOIN, _VERDICT, _MEET, _PROCESS = 1, 2, 3, 4, 5
 _LOOK_SECONDS = 0.02
+_DISMISS_SECONDS = 2.0
 
 
 class Recruit:
@@ -47,7 +48,7 @@ class Recruit:
     """
 
     def __init__(self, slot: int, local_rank: int, command: list[str] | None = None) -> None:
-        self.slot, self.failed = slot, False
+        self.slot, self.failed, self._unwanted = slot, False, False
         self.bridge: MPI.Intracomm | None = None
         self._ready = False
         words = [f"{SLOT}={slot}", f"{LOCAL_RANK}={local_rank}"]
@@ -62,13 +63,19 @@ class Recruit:
             self.bridge = both.Merge(high=False)
         except MPI.Exception:
             self.failed = True
+        if self._unwanted:
+            self.dismiss()
 
     def dismiss(self) -> None:
         """It is not wanted any more, wherever it is in its preparations."""
+        self._unwanted = True
         if self.bridge is None or self.failed:
             return
-        with contextlib.suppress(MPI.Exception):
+        with contextlib.suppress(MPI.Exception, OSError):
             self.bridge.isend(False, 1, _JOIN)
+            end = time.monotonic() + _DISMISS_SECONDS
+            while not self.bridge.iprobe(source=1, tag=_PROCESS) and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS)
             host, pid = self.bridge.recv(source=1, tag=_PROCESS)
             if host == socket.gethostname():
                 os.kill(pid, signal.SIGKILL)
@@ -96,16 +103,16 @@ class Recruit:
         self.bridge.send(admitted, 1, _VERDICT)
 
 
-def admit(world: HealingWorld, recruit: Recruit | None) -> bool:
+def admit(world: HealingWorld, recruit: Recruit | None) -> None:
     """Make a newcomer a rank of `world`. All ranks call it together.
 
     Args:
         recruit: on rank 0, the newcomer, which is ready; None elsewhere.
 
-    Returns:
-        Whether it is in.
+    Raises:
+        PeerLost: on all ranks, if it, or one of them, died on the way.
     """
-    merged = None
+    both = merged = None
     try:
         if recruit is not None:
             recruit.call()
@@ -114,22 +121,19 @@ def admit(world: HealingWorld, recruit: Recruit | None) -> bool:
         what = "admit a newcomer"
         both = in_time(world, lambda: comm.Create_intercomm(0, peer, 1, _MEET), what)
         merged = in_time(world, lambda: both.Merge(high=False), what)
-    except MPI.Exception:
-        pass  # it has died, or one of us: the others learn of it below
-    if recruit is None:
-        return world.admit(merged)
-    return _admit_and_tell(world, merged, recruit)
+    except MPI.Exception:  # it has died, or one of us; let the others out of these calls too
+        world.revoke()
+        if both is not None:
+            with contextlib.suppress(MPI.Exception):
+                both.Revoke()
 
-
-def _admit_and_tell(world: HealingWorld, merged: Any, recruit: Recruit) -> bool:
     # The newcomer takes part in what follows the agreement, so it is told in between.
     def tell(admitted: bool) -> None:
-        try:
-            recruit.tell(admitted)
-        except MPI.Exception:
-            recruit.failed = True
+        with contextlib.suppress(MPI.Exception):
+            if recruit is not None:
+                recruit.tell(admitted)
 
-    return world.admit(merged, tell)
+    world.admit(merged, tell)
 
 
 def open_healing_world() -> HealingWorld:
@@ -158,8 +162,9 @@ class Entrance:
             self._bridge.send(None, 0, _READY)
             if not self._receive(_JOIN, None, world):
                 return False
-            both = MPI.COMM_SELF.Create_intercomm(0, self._bridge, 0, _MEET)
-            merged = both.Merge(high=True)
+            what, bridge = "be admitted", self._bridge
+            both = in_time(world, lambda: MPI.COMM_SELF.Create_intercomm(0, bridge, 0, _MEET), what)
+            merged = in_time(world, lambda: both.Merge(high=True), what)
             if not self._receive(_VERDICT, world.deadline, world):
                 return False
         except MPI.Exception:
