@@ -6,6 +6,7 @@ The variables below must be set before TensorFlow is first imported.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from tests.dist.harness.group import ROOT, one_thread
 
 os.environ.update(one_thread())
 adopt_orphans()
+# A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
