@@ -93,6 +93,7 @@ def test_configs_holds_each_way_to_run():
         "central_storage",
         "data_parallel",
         "data_parallel_horovod",
+        "default_strategy",
         "local",
         "mirrored",
         "multi_worker_mirrored",

@@ -14,6 +14,7 @@ from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, difference
 from tests.dist.harness import leaks
+from tests.dist.small import make_trainer, small_model
 from tests.dist.test_same_numbers import _train_uneven
 from tests.tf_distribute.running import (
     CLUSTER,
@@ -101,7 +102,7 @@ def test_models_of_the_zoo(
     ("size", "devices", "chosen"),
     [
         (2, 1, [*FEW, ("several_outputs", "sgd"), ("accumulated", "adamw")]),
-        (3, 1, FEW[1:2]),
+        (3, 1, [*FEW[1:2], ("plain", "sgd")]),
         (2, 2, [("plain", "adamw"), ("synchronized_batch_norm", "sgd")]),
     ],
 )
@@ -172,7 +173,45 @@ def test_options_do_not_change_the_numbers(ranks: Callable[..., Any], settings: 
     compare(ours, chosen)
 
 
-def test_float32_to_round_off(ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [("mirrored", 1), ("central_storage", 1), ("multi_worker_mirrored", 2)],
+)
+def test_float32_to_round_off(ranks: Callable[..., Any], strategy: str, size: int) -> None:
     chosen = [("plain", "sgd"), ("clipped_by_config", "adamw")]
-    (ours,) = ranks(1, ONE_PROCESS).run(cases_under, "mirrored", 2, chosen, "float32")
-    compare(ours, chosen, "float32")
+    group = ranks(size, ONE_PROCESS if size == 1 else f"{CLUSTER} 1")
+    devices = 2 if size == 1 else 1
+    for ours in group.run(cases_under, strategy, devices, chosen, "float32", deadline=150):
+        compare(ours, chosen, "float32")
+
+
+def test_a_ring_with_small_packs(ranks: Callable[..., Any]) -> None:
+    chosen = [("plain", "adamw")]
+    words = {"backend__communication": "ring", "backend__bytes_per_pack": 256}
+    by_rank = ranks(2, f"{CLUSTER} 1").run(
+        cases_under, "multi_worker_mirrored", 1, chosen, "float64", deadline=150, **words
+    )
+    for ours in by_rank:
+        compare(ours, chosen)
+
+
+def outputs_of(backend: str, **settings: Any) -> Any:
+    """What a model gives for rows that no number of processes divides."""
+    import keras
+
+    try:
+        keras.utils.set_random_seed(1)
+        words = {"backend": backend, "data__batch_size": 32, **settings}
+        with make_trainer(**words) as trainer:
+            return trainer.predict(small_model(), cases.vectors()[0])
+    finally:
+        if backend != "local":
+            leaks.expect_ports()
+
+
+def test_predictions_of_several_processes(ranks: Callable[..., Any]) -> None:
+    reference = outputs_of("local")
+    words = {"backend__strategy": "multi_worker_mirrored", "backend__devices": 1}
+    for ours in ranks(2, f"{CLUSTER} 1").run(outputs_of, "tf_distribute", deadline=100, **words):
+        assert ours.shape == (cases.EXAMPLES, 3)
+        np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
