@@ -44,7 +44,16 @@ def train(out: str, words: list[str]) -> None:
     keras.utils.set_random_seed(0)
     folder, _ = data.data_folder()
     x, y = shakespeare.windows(data.shakespeare(folder)[:200_000])
-    trainer.fit(shakespeare.build_model, (x, y))
+
+    def build() -> keras.Model:
+        # Not Adam: it divides by the gradient's size, so that where that is zero but for rounding
+        # (the bias of attention's keys), rounding moves a weight as far as anything else does.
+        model = shakespeare.build_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
+        return model
+
+    trainer.fit(build, (x, y))
     if trainer.world.is_root:
         arrays = [v.numpy() for v in trainer.model.weights]
         np.savez(out, **{str(k): v for k, v in enumerate(arrays)})
@@ -118,7 +127,7 @@ def launch(args: argparse.Namespace, folder: Path, name: str, every: float) -> D
 def report(folder: Path, disturbed: Disturber, before: set[str]) -> None:
     """How far the two runs are apart, and what is left of them."""
     with np.load(folder / "calm.npz") as one, np.load(folder / "disturbed.npz") as other:
-        gaps = [float(np.max(np.abs(one[k] - other[k]) / np.max(np.abs(one[k])))) for k in one]
+        gaps = [float(np.max(np.abs(one[k] - other[k]) / _scale(one[k]))) for k in one]
     equal = all(gap == 0 for gap in gaps)
     print(f"weights: largest difference {max(gaps):.1e} of a variable's largest value")
     print("         bitwise equal" if equal else "         not bitwise equal")
@@ -131,6 +140,11 @@ def report(folder: Path, disturbed: Disturber, before: set[str]) -> None:
     print(f"left:    {len(psutil.Process().children(recursive=True))} processes, ", end="")
     temporary = [p for p in (folder / "disturbed").rglob("*") if ".tmp" in p.name]
     print(f"{len(left_behind() - before)} shared or private folders, {len(temporary)} half-written")
+
+
+def _scale(array: np.ndarray) -> float:
+    """The largest value; at least 1e-3, for a weight may be nothing but rounding itself."""
+    return max(float(np.max(np.abs(array))), 1e-3)
 
 
 def left_behind() -> set[str]:
