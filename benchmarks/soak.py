@@ -104,7 +104,7 @@ def launch(args: argparse.Namespace, folder: Path, name: str, every: float) -> D
     how = {"heal": ["--replace"], "restart": ["--max-restarts", "1000"]}[args.how] if every else []
     words = [
         *(f"trainer.max_steps={args.steps}", "trainer.epochs=100000", f"run.dir={folder / name}"),
-        *("checkpoint.every=100ba", "backend=data_parallel", "logging.progress=none"),
+        *("checkpoint.every=10ba", "backend=data_parallel", "logging.progress=none"),
         *("data.batch_size=16", "world.deadline=60"),
     ]
     more = ["--data-dir", args.data_dir] if args.data_dir else []
