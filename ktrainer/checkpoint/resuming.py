@@ -63,7 +63,7 @@ def resume(
     keep = needed(model, pairs, saved, state)
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
     progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks)
-    _fill_history(history if history is not None else getattr(model, "history", None), state)
+    fill_history(history if history is not None else getattr(model, "history", None), state)
     from ktrainer.callbacks.base import emit
 
     emit(callbacks, "on_restore", progress)
@@ -125,7 +125,8 @@ def _specs(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]
     return {name: stand_in(shape, dtype_named(dtype)) for name, shape, dtype in specs}
 
 
-def _fill_history(history: Any, state: dict[str, Any]) -> None:
+def fill_history(history: Any, state: dict[str, Any]) -> None:
+    """Give a `keras.callbacks.History` what `state["history"]` says; anything else is left."""
     saved = state.get("history") or {}
     if history is None or not hasattr(history, "history"):
         return

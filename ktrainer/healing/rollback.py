@@ -27,9 +27,10 @@ class Rollback:
         named = [variable for _, variable in variables_of(model)]
         every = {id(v): v for v in [*named, *model.metrics_variables]}
         updated = set() if several else _updated(model)
-        late = [v for key, v in every.items() if key in updated]
-        self._always = [v for key, v in every.items() if key not in updated]
-        self._groups = {"always": self._always, "outside of steps": late}
+        self._groups = {
+            "always": [v for key, v in every.items() if key not in updated],
+            "outside of steps": [v for key, v in every.items() if key in updated],
+        }
         self._values: dict[str, list[tf.Tensor]] = {}
         self._read = {name: _reader(group) for name, group in self._groups.items()}
 

@@ -18,6 +18,7 @@ from ktrainer.callbacks import Checkpoint
 from ktrainer.callbacks.base import as_floats, emit
 from ktrainer.callbacks.broadcast import broadcast_variables
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.resuming import fill_history
 from ktrainer.checkpoint.state import history_of, variables_of
 from ktrainer.errors import PeerLost, WorldError
 from ktrainer.feed.share import Share
@@ -269,10 +270,7 @@ class Survival:
         self._recruiting.learn(point.started)
         self.fit.follow(point.run_dir, point.seed)
         load_callback_states(self.fit.callbacks.callbacks, point.states, point.arrays, self.model)
-        history = getattr(self.model, "history", None)
-        if history is not None:
-            history.epoch = list(point.history["epoch"])
-            history.history = {k: list(v) for k, v in point.history["history"].items()}
+        fill_history(getattr(self.model, "history", None), {"history": point.history})
         self.model.stop_training, trainer.unsound = point.stop, point.unsound
         told = self.loop.take_up(
             self.fit.feed,

@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import psutil
 from mpi4py import MPI
 
 from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
 from ktrainer.world.blocking import in_time
 from ktrainer.world.mpi import MpiWorld
 from ktrainer.world.rollcall import RollCall, silent
-from ktrainer.world.stacks import Process, answering
+from ktrainer.world.stacks import Process, answering, end
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # mpirun sets it for `--with-ft ulfm`
 _FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
@@ -274,16 +272,8 @@ class HealingWorld(MpiWorld):
 
     def _end_silent(self) -> bool:
         """End the processes of this host that did not answer; whether there were any."""
-        here = self.peers[self.rank].process.where
-        found = [self._processes[rank] for rank in self._silent]
-        found = [process for process in found if process.where == here]
-        for known in found:
-            # Neither ended already, nor a new process under the same number.
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(known.pid)
-                if abs(process.create_time() - known.born) < 1.0:
-                    process.send_signal(signal.SIGKILL)
-        return bool(found)
+        here = [end(self._processes[rank]) for rank in self._silent]
+        return any(here)
 
     def _hear_of_death(self, request: MPI.Request, what: str) -> None:
         end = time.monotonic() + _NEWS_SECONDS

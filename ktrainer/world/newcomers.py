@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -27,6 +25,7 @@ from mpi4py import MPI
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.world.blocking import in_time
 from ktrainer.world.healing import HealingWorld
+from ktrainer.world.stacks import answering, end
 
 SLOT = "KTRAINER_SLOT"  # set in newcomers
 LOCAL_RANK = "KTRAINER_LOCAL_RANK"
@@ -71,14 +70,14 @@ class Recruit:
         self._unwanted = True
         if self.bridge is None or self.failed:
             return
-        with contextlib.suppress(MPI.Exception, OSError):
+        with contextlib.suppress(MPI.Exception):
             self.bridge.isend(False, 1, _JOIN)
-            end = time.monotonic() + _DISMISS_SECONDS
-            while not self.bridge.iprobe(source=1, tag=_PROCESS) and time.monotonic() < end:
+            until = time.monotonic() + _DISMISS_SECONDS
+            while not self.bridge.iprobe(source=1, tag=_PROCESS):
+                if time.monotonic() > until:
+                    return
                 time.sleep(_LOOK_SECONDS)
-            host, pid = self.bridge.recv(source=1, tag=_PROCESS)
-            if host == socket.gethostname():
-                os.kill(pid, signal.SIGKILL)
+            end(self.bridge.recv(source=1, tag=_PROCESS))
 
     def ready(self) -> bool:
         """Whether it has built everything and waits to be admitted."""
@@ -150,7 +149,7 @@ class Entrance:
 
     def __init__(self) -> None:
         self._bridge = MPI.Comm.Get_parent().Merge(high=True)
-        self._bridge.send((socket.gethostname(), os.getpid()), 0, _PROCESS)
+        self._bridge.send(answering(), 0, _PROCESS)
 
     def wait(self, world: HealingWorld) -> bool:
         """Say that this process is ready, and become a rank of the world when it is called.
@@ -174,9 +173,9 @@ class Entrance:
 
     def _receive(self, tag: int, seconds: float | None, world: HealingWorld) -> Any:
         """The message of rank 0; it may be long in coming, but then rank 0 must be alive."""
-        end = None if seconds is None else time.monotonic() + seconds
+        until = None if seconds is None else time.monotonic() + seconds
         while not self._bridge.iprobe(source=0, tag=tag):
-            if end is not None and time.monotonic() > end:
+            if until is not None and time.monotonic() > until:
                 raise DeadlineExceeded(world.slot, world.step, "be admitted", world.deadline)
             time.sleep(_LOOK_SECONDS)
         return self._bridge.recv(source=0, tag=tag)

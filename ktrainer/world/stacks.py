@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -55,6 +56,18 @@ def answering() -> Process:
         faulthandler.register(ASK, _file, all_threads=True, chain=False)
     pid = os.getpid()
     return Process(pid, psutil.Process().create_time(), _where(), _file)
+
+
+def end(process: Process) -> bool:
+    """Kill a process, if it is of this host; whether it is. One that has ended, or whose number
+    another has by now, is left alone."""
+    if process.where != _where():
+        return False
+    with suppress(psutil.Error):
+        found = psutil.Process(process.pid)
+        if abs(found.create_time() - process.born) < 1.0:
+            found.send_signal(signal.SIGKILL)
+    return True
 
 
 def where_they_are(processes: Mapping[Name, Process], names: Sequence[Name]) -> str:
