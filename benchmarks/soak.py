@@ -1,13 +1,14 @@
 """Training that is disturbed all the time, and ends with the weights of one that is not.
 
-    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 heal
-    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 restart
+    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 heal restart
 
 Two processes train a small transformer on Shakespeare's plays (`DIR/input.txt`, else downloaded),
-first undisturbed, then with a rank, drawn at random, killed every so many seconds: `heal` lets the
-others go on and replaces it (`ktrainer launch --replace`), `restart` starts both again from the
-last checkpoint (`--max-restarts`). Prints how far the weights are apart, how often a rank was
-killed, memory over time, and what is left behind. In float64, so that a difference is not rounding.
+first undisturbed, then, in each of the ways named, with a rank, drawn at random, killed every so
+many seconds: `heal` lets the others go on and replaces it (`ktrainer launch --replace`), `restart`
+starts both again from the last checkpoint (`--max-restarts`). Prints how far the weights are apart,
+how often a rank was killed, memory over time, and what is left behind. In float64, so that a
+difference is not rounding. `--pause` stretches a run over its time on a machine that has other
+work: so many seconds of sleep after each disturbed update.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SETTLE_SECONDS = 5.0  # a process younger than this is left alone
 
 
-def train(out: str, words: list[str]) -> None:
+def train(out: str, pause: float, words: list[str]) -> None:
     """One process of a training; the first writes the weights."""
     sys.path.insert(0, str(EXAMPLES))
     import keras
 
     from ktrainer import Trainer
+
+    class Pause(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            time.sleep(pause)
 
     trainer = Trainer(overrides=words)
     keras.config.set_floatx("float64")
@@ -53,7 +58,7 @@ def train(out: str, words: list[str]) -> None:
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss, metrics=["accuracy"])
         return model
 
-    trainer.fit(build, (x, y))
+    trainer.fit(build, (x, y), callbacks=[Pause()])
     if trainer.world.is_root:
         arrays = [v.numpy() for v in trainer.model.weights]
         np.savez(out, **{str(k): v for k, v in enumerate(arrays)})
@@ -99,20 +104,24 @@ class Disturber(threading.Thread):
                 continue
 
 
-def launch(args: argparse.Namespace, folder: Path, name: str, every: float) -> Disturber:
-    """Run a training to its end, disturbed `every` so many seconds (0: never)."""
-    how = {"heal": ["--replace"], "restart": ["--max-restarts", "1000"]}[args.how] if every else []
+WAYS = {"calm": [], "heal": ["--replace"], "restart": ["--max-restarts", "1000"]}
+
+
+def launch(args: argparse.Namespace, folder: Path, name: str) -> Disturber:
+    """Run a training to its end; a `calm` one is not disturbed."""
     words = [
         *(f"trainer.max_steps={args.steps}", "trainer.epochs=100000", f"run.dir={folder / name}"),
         *("checkpoint.every=10ba", "backend=data_parallel", "logging.progress=none"),
         *("data.batch_size=16", "world.deadline=60"),
     ]
     more = ["--data-dir", args.data_dir] if args.data_dir else []
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "--no-check", *how]
-    command += [__file__, "--train", str(folder / f"{name}.npz"), *more, *words]
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "--no-check"]
+    command += WAYS[name]
+    pause = 0.0 if name == "calm" else args.pause
+    command += [__file__, "--train", str(folder / f"{name}.npz"), str(pause), *more, *words]
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
-        disturber = Disturber(process.pid, every)
+        disturber = Disturber(process.pid, 0.0 if name == "calm" else args.every)
         disturber.start()
         code = process.wait()
     disturber.over.set()
@@ -124,9 +133,9 @@ def launch(args: argparse.Namespace, folder: Path, name: str, every: float) -> D
     return disturber
 
 
-def report(folder: Path, disturbed: Disturber, before: set[str]) -> None:
+def report(folder: Path, name: str, disturbed: Disturber, before: set[str]) -> None:
     """How far the two runs are apart, and what is left of them."""
-    with np.load(folder / "calm.npz") as one, np.load(folder / "disturbed.npz") as other:
+    with np.load(folder / "calm.npz") as one, np.load(folder / f"{name}.npz") as other:
         gaps = [float(np.max(np.abs(one[k] - other[k]) / _scale(one[k]))) for k in one]
     equal = all(gap == 0 for gap in gaps)
     print(f"weights: largest difference {max(gaps):.1e} of a variable's largest value")
@@ -138,7 +147,7 @@ def report(folder: Path, disturbed: Disturber, before: set[str]) -> None:
     )
     print(f"         {max(memory[-quarter:]):.0f} MB in the last")
     print(f"left:    {len(psutil.Process().children(recursive=True))} processes, ", end="")
-    temporary = [p for p in (folder / "disturbed").rglob("*") if ".tmp" in p.name]
+    temporary = [p for p in (folder / name).rglob("*") if ".tmp" in p.name]
     print(f"{len(left_behind() - before)} shared or private folders, {len(temporary)} half-written")
 
 
@@ -154,23 +163,25 @@ def left_behind() -> set[str]:
 
 
 def main() -> None:
-    """Train twice, and compare."""
+    """Train undisturbed and disturbed, and compare."""
     if "--train" in sys.argv:
         at = sys.argv.index("--train")
-        train(sys.argv[at + 1], [word for word in sys.argv[at + 2 :] if "=" in word])
+        out, pause, *words = sys.argv[at + 1 :]
+        train(out, float(pause), [word for word in words if "=" in word])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("how", choices=["heal", "restart"])
+    parser.add_argument("how", nargs="+", choices=["heal", "restart"])
     parser.add_argument("--steps", type=int, default=1000, help="updates in all")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two deaths")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each update")
     parser.add_argument("--data-dir", help="where input.txt is")
     args = parser.parse_args()
     before = left_behind()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        launch(args, folder, "calm", 0)
-        disturbed = launch(args, folder, "disturbed", args.every)
-        report(folder, disturbed, before)
+        launch(args, folder, "calm")
+        for way in args.how:
+            report(folder, way, launch(args, folder, way), before)
 
 
 if __name__ == "__main__":
