@@ -180,6 +180,7 @@ class Fit:
             world=self.trainer.world,
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
+            data=self.feed,
         )
         if progress is not None:
             self.trainer.progress = progress

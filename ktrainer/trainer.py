@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import keras
 
     from ktrainer.config import DataConfig
+    from ktrainer.feed import Feed
     from ktrainer.steps import Steps
 
 
@@ -229,6 +230,11 @@ class Trainer(CustomLoop):
         from ktrainer.runfolder import of_fit
 
         return of_fit(Path(self.config.checkpoint.dir or self.run_dir / "checkpoints"), self.fits)
+
+    @property
+    def feed(self) -> Feed | None:
+        """The training data of the `fit` that runs."""
+        return self._active.feed if self._active is not None else None
 
     @property
     def communication_seconds(self) -> float | None:

@@ -93,6 +93,7 @@ def _checkpoint(cfg: Any) -> list[Any]:
             mode=cfg.checkpoint.mode,
             allow_nan=cfg.health.nan == "ignore",
             asynchronous=cfg.checkpoint.asynchronous,
+            iterators=cfg.checkpoint.iterators,
         )
     ]
 

@@ -47,6 +47,7 @@ class Checkpoint(Callback):
         mode: whether `min` or `max` is better; `auto` asks the metric.
         allow_nan: save even when the loss is not finite.
         asynchronous: write behind the steps; takes host memory for one copy of the state.
+        iterators: save where tf.data pipelines stand, with what their shuffles hold.
         callbacks: those whose states are saved too; `assemble` gives all of the run's.
         world: the ranks; default: the trainer's, or this process's.
 
@@ -65,6 +66,7 @@ class Checkpoint(Callback):
         mode: str = "auto",
         allow_nan: bool = False,
         asynchronous: bool = True,
+        iterators: bool = True,
         callbacks: Iterable[Any] = (),
         world: World | None = None,
     ) -> None:
@@ -90,7 +92,8 @@ class Checkpoint(Callback):
         self.directory = self._given
         self.every = Every(every)
         self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
-        self.asynchronous, self.callbacks = asynchronous, list(callbacks)
+        self.asynchronous, self.iterators = asynchronous, iterators
+        self.callbacks = list(callbacks)
         self._own_world = world
         self.best_value: float | None = None
         self._at_cut: Snapshot | None = None  # what a cut epoch goes on with
@@ -265,7 +268,8 @@ class Checkpoint(Callback):
         callbacks = self.callbacks or [self]
         if self.trainer is not None:
             self.trainer.settle()
-        return take(self.model, progress or self.progress, self.world, callbacks, history)
+        data = getattr(self.trainer, "feed", None) if self.iterators else None
+        return take(self.model, progress or self.progress, self.world, callbacks, history, data)
 
     def _pruning(self) -> Callable[[Store], None]:
         """What removes older checkpoints once a new one is there."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.data_state import Data
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.checkpoint.format import MANIFEST
 from ktrainer.checkpoint.reading import read_checkpoint
@@ -33,6 +34,7 @@ def resume(
     world: World,
     callbacks: Iterable[Any] = (),
     history: Any = None,
+    data: Data | None = None,
 ) -> Progress | None:
     """Restore a run on all ranks, which call this together.
 
@@ -44,6 +46,7 @@ def resume(
         model: built, with its optimizers compiled.
         callbacks: given their states back; ours then hear `on_restore(progress)`.
         history: a `keras.callbacks.History` to fill; default: the one attached to the model.
+        data: the feed that is to go on where it was; None leaves it where it is.
 
     Returns:
         Where the run goes on; None for a fresh start.
@@ -60,9 +63,9 @@ def resume(
     callbacks = list(callbacks)
     saved = _specs(arrays, world)
     pairs = pair(model, saved, state, world)
-    keep = needed(model, pairs, saved, state)
+    keep = needed(model, pairs, saved, state, world)
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
-    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks)
+    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks, data=data)
     fill_history(history if history is not None else getattr(model, "history", None), state)
     from ktrainer.callbacks.base import emit
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.data_state import Data
 from ktrainer.checkpoint.encoding import encode_json
 from ktrainer.checkpoint.format import MODEL, MOST_BYTES
 from ktrainer.checkpoint.state import capture, history_of, names_to_save
@@ -43,18 +44,20 @@ def take(
     world: World,
     callbacks: Iterable[Any],
     history: dict[str, Any] | None = None,
+    data: Data | None = None,
 ) -> Snapshot:
     """Copy the state of a run to host memory. All ranks call it together.
 
     Args:
         progress: where to go on.
         history: History so far; default: the model's.
+        data: the feed, whose place is kept.
 
     Raises:
         CheckpointError: what a callback wants to keep is not JSON.
     """
     history = history if history is not None else history_of(model)
-    arrays, state = capture(model, progress, world, callbacks=callbacks, history=history)
+    arrays, state = capture(model, progress, world, callbacks=callbacks, history=history, data=data)
     try:
         text = encode_json(state)
     except (TypeError, ValueError) as error:

@@ -1,7 +1,8 @@
 """The whole state of a run: taken out of the objects that hold it, and put back.
 
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
-`metrics/<i>/<k>:<name>@<rank>`; arrays of callbacks as `callbacks/<i>/<name>/<k>`.
+`metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
+`callbacks/<i>/<name>/<k>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop.
 
 Of a model that is cut into stages (`placement_of`) each process takes out, and puts back, what it
@@ -22,6 +23,7 @@ from ktrainer.checkpoint.callback_state import (
     callback_states,
     load_callback_states,
 )
+from ktrainer.checkpoint.data_state import Data, data_name, data_states, restore_data
 from ktrainer.checkpoint.matching import match
 from ktrainer.checkpoint.metric_state import counting_ranks, metric_states, restore_metrics
 from ktrainer.errors import CheckpointError
@@ -42,6 +44,7 @@ def capture(
     *,
     callbacks: Iterable[Any] = (),
     history: Mapping[str, Any] | None = None,
+    data: Data | None = None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """(arrays, state) of a run between two steps. All ranks call it together.
 
@@ -52,6 +55,7 @@ def capture(
         progress: where the run stands. Metrics are kept only inside an epoch.
         callbacks: those whose states are kept.
         history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
+        data: the feed, whose place is kept.
     """
     placement = placement_of(model)
     arrays: Arrays = {n: _value(v) for n, v in variables_of(model) if _saves(n, v, placement)}
@@ -59,6 +63,9 @@ def capture(
         metrics = metric_states(model, world)
         if placement is None or world.is_root:
             arrays.update(metrics)
+    places = data_states(data, progress, world)
+    if world.is_root:
+        arrays.update(places)
     states, more = callback_states(callbacks, model)
     arrays.update(more)
     state = {
@@ -68,6 +75,7 @@ def capture(
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
+        "data_ranks": len(places),
     }
     if placement is not None:
         state["counting"] = counting_ranks(model, world)
@@ -81,7 +89,7 @@ def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any
         arrays, state: what `capture` gave on rank 0.
     """
     names = [name for name, _ in variables_of(model)]
-    names += [name for name in arrays if name.startswith("metrics/")]
+    names += [name for name in arrays if name.startswith(("metrics/", "data/"))]
     return names + list(callback_arrays(state["callbacks"]))
 
 
@@ -130,10 +138,13 @@ def pair(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> P
     return [(v, key) for v, key in pairs if key == _SEED or placement is None or placement.holds(v)]
 
 
-def needed(model: Any, pairs: Pairs, saved: Iterable[str], state: Mapping[str, Any]) -> set[str]:
+def needed(
+    model: Any, pairs: Pairs, saved: Iterable[str], state: Mapping[str, Any], world: World
+) -> set[str]:
     """The names of the arrays that this rank needs for `put_back`."""
     names = {key for _, key in pairs}
     names |= {name for name in saved if name.startswith("metrics/")}
+    names |= {data_name(world.rank)} & set(saved)
     return names | set(callback_arrays(state.get("callbacks", []), model))
 
 
@@ -145,18 +156,21 @@ def put_back(
     world: World,
     *,
     callbacks: Iterable[Any] = (),
+    data: Data | None = None,
 ) -> Progress:
     """Put a captured state back, which was found to fit; returns where the run stood.
 
     Args:
         pairs: what `pair` gave.
         arrays: at least those that are `needed`.
+        data: the feed that is to go on; None leaves it where it is.
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
         restore_metrics(model, arrays, state, world)
+    restore_data(data, arrays, state, world)
     load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
     model.stop_training = bool(state.get("stop_training", False))
     return progress

@@ -146,6 +146,9 @@ class CheckpointConfig:
         asynchronous: write behind the steps: a step waits only until the state is copied to host
             memory, of which that takes as much again. An error is raised at the next save, or at
             the end. false: a step waits until the checkpoint is on the disk.
+        iterators: inside an epoch, keep where tf.data pipelines stand, with the elements that their
+            shuffles hold. false: a resumed run reads the pipeline again up to that place, which
+            gives the same batches only if all of its random choices are seeded.
         best: name of a logged value, such as "val_loss"; the checkpoint where it was best is
             kept too. null: none.
         mode: whether less (min) or more (max) of `best` is better; auto tells by its name.
@@ -157,6 +160,7 @@ class CheckpointConfig:
     every: str | None = duration(None)
     keep: int = number(2, at_least=2)
     asynchronous: bool = True
+    iterators: bool = True
     best: str | None = None
     mode: Literal["auto", "min", "max"] = "auto"
     resume: str = "auto"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 from ktrainer.feed.source import Piece, Source
+
+_PLACE = struct.Struct("<qq")  # what a state begins with: epoch and batches taken
 
 
 class Cursor:
@@ -20,8 +23,25 @@ class Cursor:
     def __init__(self, source: Source, *, limit: int | None, fresh: bool) -> None:
         self.source, self._limit, self._fresh = source, limit, fresh
         self._live: Iterator[Piece] | None = None
-        self._position = 0
+        self._epoch = self._position = 0  # batches taken of that epoch, or of an endless stream
         self._peeked: tuple[Piece | None, Iterator[Piece]] | None = None
+        self._known: tuple[int, int, bytes] | None = None  # a place, and the source's state there
+
+    def state(self, inside_epoch: bool) -> bytes | None:
+        """Where the batches stand, if the source can tell more than how many were taken.
+
+        Args:
+            inside_epoch: whether an epoch is under way; between two, only an endless stream stands
+                anywhere.
+        """
+        if not (self._position and (inside_epoch or self.source.endless)):
+            return None
+        state = self.source.state()
+        return None if state is None else _PLACE.pack(self._epoch, self._position) + state
+
+    def go_on_from(self, state: bytes) -> None:
+        """Let the next `start`, if it is at the place of `state`, begin with that."""
+        self._known = *_PLACE.unpack_from(state), state[_PLACE.size :]
 
     def peek(self) -> Piece | None:
         """The very first batch that epoch 0 will give, or None if there is none."""
@@ -35,9 +55,18 @@ class Cursor:
         source, place = self.source, skip
         if source.endless and epoch and not self._fresh:
             place = skip + epoch * self._limit if self._limit else self._position
-        if source.endless and not source.indexed:
-            return self._seek(place)
-        return self._take_peeked() if (epoch, place) == (0, 0) else self._reopen(epoch, place)
+        stream = source.endless and not source.indexed
+        known, self._known = self._known, None
+        if known is not None and known[:2] == (0 if stream else epoch, place):
+            pieces = self._reopen(*known)
+            self._live = pieces if stream else None
+        elif stream:
+            pieces = self._seek(place)
+        else:
+            first = (epoch, place) == (0, 0)
+            pieces = self._take_peeked() if first else self._reopen(epoch, place)
+        self._epoch, self._position = 0 if stream else epoch, place
+        return self._counted(pieces, keep_open=stream)
 
     def _take_peeked(self) -> Iterator[Piece]:
         if self._peeked is None:
@@ -45,8 +74,10 @@ class Cursor:
         (first, rest), self._peeked = self._peeked, None
         return _put_back(first, rest)
 
-    def _reopen(self, epoch: int, skip: int) -> Iterator[Piece]:
+    def _reopen(self, epoch: int, skip: int, state: bytes | None = None) -> Iterator[Piece]:
         self._drop_peeked()
+        if state is not None:
+            return self.source.open_at(epoch, skip, state)
         return self.source.open(epoch, skip)
 
     def _seek(self, place: int) -> Iterator[Piece]:
@@ -57,13 +88,17 @@ class Cursor:
             self._live, self._position = self._reopen(0, place), place
         while self._position < place and next(self._live, None) is not None:
             self._position += 1
-        return self._counted(self._live)
+        return self._live
 
-    def _counted(self, live: Iterator[Piece]) -> Iterator[Piece]:
-        # Closing this one leaves `live` open: the next epoch goes on with it.
-        for piece in live:
-            self._position += 1
-            yield piece
+    def _counted(self, pieces: Iterator[Piece], keep_open: bool) -> Iterator[Piece]:
+        # A stream stays open when this is closed: the next epoch goes on with it.
+        try:
+            for piece in pieces:
+                self._position += 1
+                yield piece
+        finally:
+            if not keep_open:
+                _close(pieces)
 
     def _drop_peeked(self) -> None:
         if self._peeked is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,9 +12,11 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 
 from ktrainer.errors import DataError
 from ktrainer.feed.digest import tensor_digest
-from ktrainer.feed.iterate import elements
+from ktrainer.feed.iterate import elements, set_state, state_of
 from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing
 from ktrainer.world.base import World
+
+_SKIPPED = struct.Struct("<q")  # what a state begins with: how much the pipeline skips
 
 
 class DatasetSource(Source):
@@ -47,8 +51,32 @@ class DatasetSource(Source):
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
         self._opened = 0
+        self._iterator: Any = None  # the last that was opened
+        self._skipped = 0  # batches that its pipeline skips
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        return self._pieces(self._opened_at(epoch, skip))
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        # The pipeline must be the same for TensorFlow, up to how much it had skipped.
+        (skipped,) = _SKIPPED.unpack_from(state)
+        values = self._opened_at(epoch, skipped)
+        try:
+            set_state(self._iterator, state[_SKIPPED.size :])
+        except tf.errors.OpError as error:
+            warnings.warn(
+                "the tf.data pipeline is not the one that the checkpoint was made with; its first "
+                f"{skip} batches are read and passed over ({error.message.splitlines()[0]})",
+                stacklevel=2,
+            )
+            return self.open(epoch, skip)
+        return self._pieces(values)
+
+    def state(self) -> bytes | None:
+        state = state_of(self._iterator) if self._iterator is not None else None
+        return None if state is None else _SKIPPED.pack(self._skipped) + state
+
+    def _opened_at(self, epoch: int, skip: int) -> Iterator[Any]:
         # Every iterator draws a seed from the pipeline's shuffles. Model.fit makes two an epoch
         # when it knows the length: the same epochs must see the same orders here.
         wanted = 2 * epoch if self.num_batches is not None else epoch
@@ -56,8 +84,12 @@ class DatasetSource(Source):
             iter(self._dataset)
             self._opened += 1
         self._opened += 1
-        iterator = elements(self._pipeline(skip))
-        return self._cut_pieces(iterator) if self._cut else self._whole_pieces(iterator)
+        self._iterator, values = elements(self._pipeline(skip))
+        self._skipped = skip
+        return values
+
+    def _pieces(self, values: Iterator[Any]) -> Iterator[Piece]:
+        return self._cut_pieces(values) if self._cut else self._whole_pieces(values)
 
     def _pipeline(self, skip: int) -> tf.data.Dataset:
         dataset = self._dataset.skip(skip) if skip else self._dataset

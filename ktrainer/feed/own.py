@@ -120,6 +120,12 @@ class OwnFeed(Feed):
             return stand_in(self.spec)
         return take_slice(self._blank, 1, 0, 1)
 
+    def state(self, inside_epoch: bool) -> bytes | None:
+        return self._cursor.state(inside_epoch)
+
+    def go_on_from(self, state: bytes) -> None:
+        self._cursor.go_on_from(state)
+
     def fingerprint(self) -> dict[str, str]:
         return {"structure": describe(self.spec), **self._facts}
 

@@ -65,6 +65,18 @@ class Feed(ABC):
             skip: global batches of that epoch already consumed, as after a restore.
         """
 
+    def state(self, inside_epoch: bool) -> bytes | None:
+        """Where this rank's batches stand, if that says more than how many were taken: with what
+        the shuffles of a tf.data pipeline hold.
+
+        Args:
+            inside_epoch: whether an epoch is under way.
+        """
+        return None
+
+    def go_on_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need no more than `skip`
+        """Let the next epoch, if it begins where `state` was told, begin with that state."""
+
     @abstractmethod
     def fingerprint(self) -> dict[str, str]:
         """Facts about the data that must be the same on every rank, by name."""

@@ -53,6 +53,14 @@ class Source(ABC):
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         """The batches of an epoch, or of the endless stream, after the first `skip`."""
 
+    def state(self) -> bytes | None:
+        """Where the batches last opened stand, if that says more than how many were taken."""
+        return None
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        """Like `open`, in no time: where an iterator stood when `state` told its state."""
+        return self.open(epoch, skip)
+
     def structure(self) -> str:
         """The names, dtypes and shapes of a batch."""
         return describe(self.spec)

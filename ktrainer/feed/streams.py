@@ -113,6 +113,12 @@ class StreamFeed(Feed):
                 exchange(self.world, row, "agree on the next batch")
             raise
 
+    def state(self, inside_epoch: bool) -> bytes | None:
+        return self._cursor.state(inside_epoch)
+
+    def go_on_from(self, state: bytes) -> None:
+        self._cursor.go_on_from(state)
+
     def fingerprint(self) -> dict[str, str]:
         length = self.source.num_batches
         facts = {

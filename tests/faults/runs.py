@@ -177,6 +177,11 @@ def shuffled_pipeline(rows: int) -> Any:
     return data.shuffle(rows, seed=3).batch(BATCH)
 
 
+def unseeded_pipeline(rows: int) -> Any:
+    """In an order that cannot be made a second time."""
+    return tf.data.Dataset.from_tensor_slices(arrays(rows)).shuffle(rows).batch(BATCH)
+
+
 class Turning(keras.utils.PyDataset):
     """Puts its rows in another order at the end of each epoch."""
 
@@ -217,6 +222,7 @@ CASES = {
     ),
     "compiled": Case(compiled, 8, _FOUR_EPOCHS),
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
+    "unseeded tf.data": Case(with_callbacks, 32, (), data=unseeded_pipeline),
     "PyDataset": Case(with_callbacks, 14, ("trainer.epochs=2",), data=Turning),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
     "double": Case(double, 15, ("trainer.epochs=2",)),

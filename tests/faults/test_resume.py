@@ -41,13 +41,13 @@ def test_row_07_resume_at_every_step(tmp_path: Path, name: str) -> None:
         assert whole.history["learning_rate"] == pytest.approx([0.05, 0.05, 0.05, 0.025])
 
 
-@pytest.mark.parametrize("name", ["tf.data", "PyDataset", "generator"])
+@pytest.mark.parametrize("name", ["tf.data", "unseeded tf.data", "PyDataset", "generator"])
 def test_row_07_other_data(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     whole, batches = seen(lambda: train(tmp_path / "whole", case))
     assert whole.step == STEPS
     assert len(set(batches)) == (STEPS if name != "generator" else STEPS // 2)
-    step = 6  # in the second epoch
+    step = 6  # in the second epoch, if there is one
     rest, remaining = seen(lambda: resumed(tmp_path / "whole", tmp_path, case, step))
     assert not differences(rest, whole)
     assert remaining == batches[step:]
@@ -70,6 +70,10 @@ def test_row_07_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine:
     words = ("backend=data_parallel", f"backend.engine={engine}")
     for found in group.run(on_ranks, str(tmp_path), "precision", steps, *words, deadline=180):
         assert found == [[]] * len(steps)
+    if engine == "mpi":
+        words = (*words, "data.batch=per_worker")
+        own, case = str(tmp_path / "own"), "unseeded tf.data"
+        assert group.run(on_ranks, own, case, [5], *words, deadline=180) == [[[]], [[]]]
 
 
 def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_the_users_own_error_comes_through(size: int) -> None:
 def test_elements_are_those_of_the_dataset() -> None:
     nested = batches(10, 4).map(lambda x, y: ({"b": x, "a": (y, y)}, y))
     for dataset in (batches(10, 4), nested, batches(10, 4).map(lambda x, y: x)):
-        for ours, theirs in zip(elements(dataset), dataset, strict=True):
+        for ours, theirs in zip(elements(dataset).values, dataset, strict=True):
             tf.nest.assert_same_structure(ours, theirs)
             for a, b in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
                 np.testing.assert_array_equal(a, b)
