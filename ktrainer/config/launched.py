@@ -15,6 +15,8 @@ from ktrainer.config.healing import check_healing
 from ktrainer.config.schema import Config
 
 VARIABLE = "KTRAINER_WORLD"
+_INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
+_MPI_PORTS = range(61000, 65500)  # above those that Linux gives to who does not ask for one
 SPARE = 64  # processes that may join one launch, in all: each has pipes of its own
 
 
@@ -30,6 +32,21 @@ def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Conf
     config = replace(config, world=replace(config.world, **json.loads(told)))
     check_healing(config)
     return config
+
+
+def mpi_on_loopback() -> dict[str, str]:
+    """The environment of ranks that talk over TCP within one host. MPI publishes their addresses on
+    loopback alone, but listens on all; at these ports ranks know its sockets, and move them."""
+    found = {_INTERFACE: "lo"}
+    for ip in ("v4", "v6"):
+        found[f"{_PORTS}min_{ip}"] = str(_MPI_PORTS.start)
+        found[f"{_PORTS}range_{ip}"] = str(len(_MPI_PORTS))
+    return found
+
+
+def ports_on_loopback(environ: Mapping[str, str]) -> range:
+    """Where MPI may listen on loopback only; empty if it may listen where it does."""
+    return _MPI_PORTS if mpi_on_loopback().items() <= environ.items() else range(0)
 
 
 def to_environment(world: Mapping[str, Any]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ktrainer.config import Config
+from ktrainer.config.launched import mpi_on_loopback
 from ktrainer.errors import ConfigError
 
 # What MPI prints when a collective meets a dead rank; we say it better.
@@ -84,7 +85,4 @@ def mpi_settings(healing: dict[str, Any], loopback: bool) -> dict[str, str]:
     joins = bool(healing.get("replace") or healing.get("max_size"))
     if not (joins and loopback):
         return {}
-    return {
-        "OMPI_MCA_btl": "self,sm,tcp",
-        "OMPI_MCA_btl_tcp_if_include": "lo",
-    }
+    return {"OMPI_MCA_btl": "self,sm,tcp", **mpi_on_loopback()}

@@ -22,15 +22,18 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ktrainer.config.launched import ports_on_loopback
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.world.blocking import in_time
 from ktrainer.world.healing import HealingWorld
+from ktrainer.world.listening import narrow_at
 from ktrainer.world.stacks import answering, end
 
 SLOT = "KTRAINER_SLOT"  # set in newcomers
 LOCAL_RANK = "KTRAINER_LOCAL_RANK"
 _READY, _JOIN, _VERDICT, _MEET, _PROCESS = 1, 2, 3, 4, 5
 _LOOK_SECONDS = 0.02
+_NARROW_SECONDS = 5.0  # then MPI may listen where it does
 _DISMISS_SECONDS = 2.0
 
 
@@ -138,9 +141,15 @@ def admit(world: HealingWorld, recruit: Recruit | None) -> None:
 def open_healing_world() -> HealingWorld:
     """The world of a process that mpirun started, or one that trains already."""
     if SLOT not in os.environ or MPI.Comm.Get_parent() == MPI.COMM_NULL:
-        return HealingWorld()
-    world = HealingWorld(int(os.environ[SLOT]))
-    world.entrance = Entrance()
+        world = HealingWorld()
+    else:
+        world = HealingWorld(int(os.environ[SLOT]))
+        world.entrance = Entrance()
+    # Of a newcomer not before: rank 0 may be about to connect, to a socket that would close then.
+    ports, until = ports_on_loopback(os.environ), time.monotonic() + _NARROW_SECONDS
+    while ports and not narrow_at(ports) and time.monotonic() < until:
+        world.comm.Iprobe()  # lets MPI accept who has called
+        time.sleep(_LOOK_SECONDS)
     return world
 
 

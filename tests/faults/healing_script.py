@@ -22,6 +22,7 @@ import numpy as np
 from keras import layers
 
 from ktrainer import Callback, Trainer
+from ktrainer.world.listening import on_all_interfaces
 
 SETTINGS = {
     "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],
@@ -155,6 +156,7 @@ def main() -> None:
         run = f"run.dir={results}/run-{number}"
         found, trainer = train(name, ["backend=data_parallel", run, *more], deaths)
         put_back()
+        everywhere = trainer.world.any(bool(on_all_interfaces()))
         if trainer.world.rank == 0:
             folder = Path(results)
             arrays = {str(k): v for k, v in enumerate(found["weights"])}
@@ -162,6 +164,7 @@ def main() -> None:
             # What became of the ranks in this `fit`.
             healed = [[h.step, list(h.lost), h.size, h.seconds] for h in trainer.healed]
             facts = {"history": found["history"], "healed": healed, "slot": trainer.world.slot}
+            facts["listens everywhere"] = everywhere
             (folder / f"{number}.json").write_text(json.dumps(facts))
         trainer.world.barrier("results")
 

@@ -114,6 +114,7 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path, one_process) -> None:
     same_weights(weights, expected["weights"])
     same_logs(facts["history"], expected["history"])
     assert facts["slot"] > 1  # a newcomer is the first rank at the end
+    assert not facts["listens everywhere"]  # row 27: neither does any of those who are left
     assert "a rank joined; 2 ranks go on" in ended.stderr
     assert "rank 0 died; 1 rank goes on" in ended.stderr
 

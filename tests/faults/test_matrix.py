@@ -103,6 +103,7 @@ ROWS = {
     27: [
         "launch/test_launch.py::test_listens_on_loopback_alone",
         "tf_distribute/test_loopback.py::test_a_server_is_moved_and_serves",
+        "faults/test_healing.py::test_newcomers_take_the_places_of_the_dead",
     ],
     28: ["faults/test_process.py::test_row_28_a_planted_secret"],
     29: ["faults/test_saving.py::test_row_29_private_even_without_a_umask"],

@@ -16,7 +16,7 @@ from tests.world.test_cluster import free_ports
 SCRIPT = """
 import json, socket, sys
 import tensorflow as tf
-from ktrainer.backends.tf_distribute.loopback import narrow
+from ktrainer.backends.tf_distribute.loopback import narrow_port
 
 def answers(host):
     try:
@@ -28,7 +28,7 @@ def answers(host):
 port = int(sys.argv[1])
 server = tf.distribute.Server({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, "grpc")
 found = [[answers("127.0.0.2"), answers("127.0.0.1")]]
-moved = [narrow(port), narrow(port)]
+moved = [narrow_port(port), narrow_port(port)]
 found.append([answers("127.0.0.2"), answers("127.0.0.1")])
 tf.config.experimental_connect_to_host(server.target)
 with tf.device("/job:worker/task:0/device:CPU:0"):
