@@ -20,7 +20,7 @@ from ktrainer.folderlock import FolderLock
 from ktrainer.interruption import Interruption
 from ktrainer.loop import Loop
 from ktrainer.preflight import check_agreement, data_facts, model_facts
-from ktrainer.restarted import has_saved
+from ktrainer.restarted import run_before
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
 from ktrainer.steps import Clip, StepOptions
@@ -163,8 +163,8 @@ class Fit:
         if config.trainer.fast_dev_run:
             return
         # An earlier start of the same launch is further than what `resume` names.
-        if self.trainer.world.broadcast(has_saved(self.trainer.checkpoint_dir), 0, "restart"):
-            mode = "auto"
+        run = self.trainer.world.broadcast(run_before(self.trainer.checkpoint_dir), 0, "restart")
+        mode = mode if run is None else "auto"
         if self.trainer.fits > 1 and mode not in ("auto", "never"):
             if self.trainer.world.is_root:
                 warnings.warn(
@@ -180,6 +180,7 @@ class Fit:
             world=self.trainer.world,
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
+            run=run,
         )
         if progress is not None:
             self.trainer.progress = progress

@@ -223,7 +223,7 @@ class Saver:
             texts=self._texts,
             write=collect,
         )
-        note_save(self.store.directory, snapshot.step)
+        note_save(self.store.directory, snapshot.step, snapshot.facts.get("run", ""))
         prune(self.store)
 
     def _is_ending(self) -> bool:

@@ -177,13 +177,14 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
 def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(restarted.MEMORY, str(tmp_path))
     monkeypatch.setattr(restarted, "_opened", 0)
-    restarted.note_save(tmp_path / "checkpoints", 3)
-    assert not restarted.has_saved(tmp_path / "checkpoints")  # it was this start itself
+    restarted.note_save(tmp_path / "checkpoints", 3, "first")
+    assert restarted.run_before(tmp_path / "checkpoints") is None  # it was this start itself
     assert restarted.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
     assert restarted.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
     monkeypatch.setenv(restarted.COUNT, "1")
     monkeypatch.setattr(restarted, "_opened", 0)
-    assert restarted.has_saved(tmp_path / "checkpoints")
+    assert restarted.run_before(tmp_path / "checkpoints") == "first"
+    assert restarted.run_before(tmp_path / "others") is None
     assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('["cut off", 1')
