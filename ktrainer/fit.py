@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ktrainer.callbacks import LossGuard, assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
 from ktrainer.errors import ModelError
-from ktrainer.feed import Feed, make_feed
+from ktrainer.feed import Feed, make_feed, place_facts, take_place
 from ktrainer.folderlock import FolderLock
 from ktrainer.interruption import Interruption
 from ktrainer.loop import Loop
@@ -181,9 +182,14 @@ class Fit:
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
             run=run,
+            check=partial(take_place, self.feed, config),
         )
         if progress is not None:
             self.trainer.progress = progress
+
+    def place_facts(self) -> dict[str, Any]:
+        """What the position in the training data depends on, by name."""
+        return place_facts(self.feed, self.trainer.config)
 
     def close(self) -> None:
         """Stop the feeds' background work, and let callbacks go of files and the screen."""

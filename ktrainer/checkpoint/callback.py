@@ -266,9 +266,11 @@ class Checkpoint(Callback):
         self, progress: Progress | None = None, history: dict[str, Any] | None = None
     ) -> Snapshot:
         callbacks = self.callbacks or [self]
+        progress, data = progress or self.progress, None
         if self.trainer is not None:
             self.trainer.settle()
-        return take(self.model, progress or self.progress, self.world, callbacks, history)
+            data = self.trainer.place_facts()
+        return take(self.model, progress, self.world, callbacks, history, data)
 
     def _pruning(self) -> Callable[[Store], None]:
         """What removes older checkpoints once a new one is there."""

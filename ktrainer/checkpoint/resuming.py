@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ def resume(
     callbacks: Iterable[Any] = (),
     history: Any = None,
     run: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Progress | None:
     """Restore a run on all ranks, which call this together; callbacks then hear `on_restore`.
 
     Args:
-        mode, directory, model, world, callbacks, history, run: as for `load`.
+        mode, directory, model, world, callbacks, history, run, check: as for `load`.
 
     Returns:
         Where the run goes on; None for a fresh start.
@@ -55,6 +56,7 @@ def resume(
         callbacks=callbacks,
         history=history,
         run=run,
+        check=check,
     )
     if progress is not None:
         from ktrainer.callbacks.base import emit
@@ -72,6 +74,7 @@ def load(
     callbacks: Iterable[Any] = (),
     history: Any = None,
     run: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Progress | None:
     """Put the state of a checkpoint back on all ranks, which call this together.
 
@@ -84,19 +87,23 @@ def load(
         callbacks: given their states back.
         history: a `keras.callbacks.History` to fill; default: the one attached to the model.
         run: with `auto`, only checkpoints that this run saved, by its name; None: any run's.
+        check: called with the state before anything is changed; raises, on all ranks alike, if
+            it is not fit.
 
     Returns:
         Where the run stood; None for a fresh start.
 
     Raises:
         CheckpointError: every checkpoint is damaged, the one asked for is, or it does not fit
-            the model. Never a silent fresh start.
+            the model or the data. Never a silent fresh start.
     """
     if mode == "never":
         return None
     arrays, state = _read_on_root(mode, Path(directory), world, run)
     if state is None:
         return None
+    if check is not None:
+        check(state)
     saved = _specs(arrays, world)
     pairs = pair(model, saved, state, world)
     keep = needed(model, pairs, saved, state)

@@ -43,18 +43,20 @@ def take(
     world: World,
     callbacks: Iterable[Any],
     history: dict[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Copy the state of a run to host memory. All ranks call it together.
 
     Args:
         progress: where to go on.
         history: History so far; default: the model's.
+        data: what the position in the data depends on.
 
     Raises:
         CheckpointError: what a callback wants to keep is not JSON.
     """
     history = history if history is not None else history_of(model)
-    arrays, state = capture(model, progress, world, callbacks=callbacks, history=history)
+    arrays, state = capture(model, progress, world, callbacks=callbacks, history=history, data=data)
     try:
         text = encode_json(state)
     except (TypeError, ValueError) as error:

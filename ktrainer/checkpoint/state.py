@@ -42,6 +42,7 @@ def capture(
     *,
     callbacks: Iterable[Any] = (),
     history: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """(arrays, state) of a run between two steps. All ranks call it together.
 
@@ -52,6 +53,7 @@ def capture(
         progress: where the run stands. Metrics are kept only inside an epoch.
         callbacks: those whose states are kept.
         history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
+        data: what the position in the data depends on; None: nobody counts it.
     """
     placement = placement_of(model)
     arrays: Arrays = {n: _value(v) for n, v in variables_of(model) if _saves(n, v, placement)}
@@ -69,6 +71,8 @@ def capture(
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
     }
+    if data is not None:
+        state["data"] = dict(data)
     if placement is not None:
         state["counting"] = counting_ranks(model, world)
     return arrays, state
