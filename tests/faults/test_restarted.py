@@ -144,9 +144,30 @@ def test_a_signal_to_the_launcher_ends_it(
     assert len(ready(marks)) == 2
 
 
+def test_a_signal_or_the_timeout_before_the_next_start(
+    script: Script, launch: Launch, tmp_path: Path, start: Start
+) -> None:
+    """The wait is left; what had failed was told before."""
+    fails = script("print('start', flush=True)\nraise ValueError('of the script')")
+    env = {"TMPDIR": str(tmp_path)}
+    words = (fails.rename(tmp_path / "fails.py"),)
+    launcher = start(*LAUNCH, "-n", 1, "--max-restarts", 3, "--backoff", 60, *words, **env)
+    for line in launcher.stderr or ():
+        if "starting again in 60 s" in line:
+            break
+    launcher.send_signal(signal.SIGTERM)
+    out, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, out) == (143, "start\n")
+    assert errors == "ktrainer launch: ended by SIGTERM\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["fails.py"]
+    done = launch("-n", 1, "--timeout", 3, "--max-restarts", 3, "--backoff", 60, *words)
+    assert (done.returncode, done.stdout) == (124, "start\n")
+    assert done.stderr.splitlines()[-1] == "ktrainer launch: ended after 3 seconds (--timeout)"
+
+
 def saved(folder: Path, name: str, step: int) -> None:
     with (folder / "saves.jsonl").open("a") as file:
-        file.write(json.dumps([name, step]) + "\n")
+        file.write(json.dumps([name, step, "run"]) + "\n")
 
 
 def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
