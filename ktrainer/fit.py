@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -192,14 +193,16 @@ class Fit:
         return place_facts(self.feed, self.trainer.config)
 
     def close(self) -> None:
-        """Stop the feeds' background work, and let callbacks go of files and the screen."""
-        for feed in self._feeds:
-            feed.close()
-        if self._lock is not None:
-            self._lock.release()
-        for callback in self.callbacks.callbacks:
-            if isinstance(callback, Callback):
-                callback.close()
+        """Stop the feeds' background work, and let callbacks go of files and the screen; all of
+        them, also if one of a user's fails."""
+        with ExitStack() as all_of_it:  # the last one that is pushed comes first
+            for callback in reversed(self.callbacks.callbacks):
+                if isinstance(callback, Callback):
+                    all_of_it.callback(callback.close)
+            if self._lock is not None:
+                all_of_it.callback(self._lock.release)
+            for feed in reversed(self._feeds):
+                all_of_it.callback(feed.close)
 
     def _feed(self, data: Any, **settings: Any) -> Feed:
         trainer = self.trainer

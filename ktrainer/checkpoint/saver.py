@@ -181,8 +181,8 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until nothing is being written here. What went wrong is for `save` or `wait`."""
-        if self._thread is None:
-            return
+        if self._thread is None or self._error is not None:
+            return  # there is nothing to wait for, or no point in waiting once more
         # Less than what the other ranks wait meanwhile, so that they hear why.
         self._thread.join(0.8 * self.world.deadline)
         if not self._thread.is_alive():
