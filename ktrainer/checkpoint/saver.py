@@ -195,11 +195,12 @@ class Saver:
         )
 
     def seconds_to_save(self) -> float:
-        """How long a further checkpoint is likely to take, as far as earlier ones tell."""
-        waits = 0.0
-        if self._thread is not None and self._thread.is_alive():
-            waits = max(0.0, self._longest - (time.monotonic() - self._began))
-        return waits + self._longest
+        """How long a further checkpoint is likely to take, as far as earlier ones tell; 0 for the
+        first, which is worth a try however long it takes."""
+        if self._thread is None or not self._thread.is_alive():
+            return self._longest
+        lasts = time.monotonic() - self._began
+        return max(0.0, self._longest - lasts) + max(self._longest, lasts)
 
     def _ended(self) -> str | None:
         """Wait until nothing is being written here; returns what went wrong, once."""

@@ -123,11 +123,11 @@ def test_a_fresh_run_in_an_old_folder_keeps_its_own_best(tmp_path) -> None:
 
     run(0.1, 0.2, 0.3)
     assert steps(tmp_path) == [5, 10, 15]
-    run(3.0, 2.0, 4.0, 5.0, 6.0, rows=30)
-    assert steps(tmp_path) == [5, 6, 12, 15]  # the best of before, its own best, and the last two
+    run(2.0, 1.0, 4.0, 5.0, 6.0)
+    assert steps(tmp_path) == [5, 10, 20, 25]  # the best of before, its own best, and the last two
     best = Store(tmp_path).best("score", "min")
     assert best is not None
-    assert best.step == 5
+    assert (best.path.name, best.metric) == ("step-00000005-2", ("score", 0.1))
 
 
 def test_a_monitor_that_is_not_there(tmp_path) -> None:
