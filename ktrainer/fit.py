@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,12 @@ from ktrainer.callbacks import LossGuard, assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
 from ktrainer.errors import ModelError
-from ktrainer.feed import Feed, make_feed
+from ktrainer.feed import Feed, make_feed, place_facts, take_place
 from ktrainer.folderlock import FolderLock
 from ktrainer.interruption import Interruption
 from ktrainer.loop import Loop
 from ktrainer.preflight import check_agreement, data_facts, model_facts
-from ktrainer.restarted import has_saved
+from ktrainer.restarted import run_before
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
 from ktrainer.steps import Clip, StepOptions
@@ -163,8 +165,8 @@ class Fit:
         if config.trainer.fast_dev_run:
             return
         # An earlier start of the same launch is further than what `resume` names.
-        if self.trainer.world.broadcast(has_saved(self.trainer.checkpoint_dir), 0, "restart"):
-            mode = "auto"
+        run = self.trainer.world.broadcast(run_before(self.trainer.checkpoint_dir), 0, "restart")
+        mode = mode if run is None else "auto"
         if self.trainer.fits > 1 and mode not in ("auto", "never"):
             if self.trainer.world.is_root:
                 warnings.warn(
@@ -180,20 +182,28 @@ class Fit:
             world=self.trainer.world,
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
-            data=self.feed,
+            feed=self.feed,
+            run=run,
+            check=partial(take_place, self.feed, config),
         )
         if progress is not None:
             self.trainer.progress = progress
 
+    def place_facts(self) -> dict[str, Any]:
+        """What the position in the training data depends on, by name."""
+        return place_facts(self.feed, self.trainer.config)
+
     def close(self) -> None:
-        """Stop the feeds' background work, and let callbacks go of files and the screen."""
-        for feed in self._feeds:
-            feed.close()
-        if self._lock is not None:
-            self._lock.release()
-        for callback in self.callbacks.callbacks:
-            if isinstance(callback, Callback):
-                callback.close()
+        """Stop the feeds' background work, and let callbacks go of files and the screen; all of
+        them, also if one of a user's fails."""
+        with ExitStack() as all_of_it:  # the last one that is pushed comes first
+            for callback in reversed(self.callbacks.callbacks):
+                if isinstance(callback, Callback):
+                    all_of_it.callback(callback.close)
+            if self._lock is not None:
+                all_of_it.callback(self._lock.release)
+            for feed in reversed(self._feeds):
+                all_of_it.callback(feed.close)
 
     def _feed(self, data: Any, **settings: Any) -> Feed:
         trainer = self.trainer

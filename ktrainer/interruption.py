@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # One request may come twice: from the job manager, and passed on by what it has started.
 _SAME_SECONDS = 1.0
+_TO_END_SECONDS = 3.0  # at most: for callbacks and the interpreter, after a last checkpoint
 LAUNCHED = "KTRAINER_LAUNCHED"  # set where the launcher says it
 
 
@@ -45,8 +46,13 @@ class Asked(Exception):
     """
 
     def __init__(self, number: int, seconds: float) -> None:
-        self.number, self.seconds = number, seconds
+        self.number, self._at = number, time.monotonic() - seconds
         super().__init__(number, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the first of them was asked, by now."""
+        return time.monotonic() - self._at
 
 
 class _Woken(BaseException):
@@ -158,7 +164,8 @@ def leave(trainer: Trainer, callbacks: keras.callbacks.CallbackList, asked: Aske
         CheckpointError: on every rank, if the state could not be saved.
     """
     world, step = trainer.world, trainer.progress.step
-    left = trainer.config.trainer.interrupt.grace - asked.seconds
+    grace = trainer.config.trainer.interrupt.grace
+    left = grace - asked.seconds - min(grace / 10, _TO_END_SECONDS)
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
         saver.save_in_time(left)

@@ -327,6 +327,8 @@ class Loop:
 
     def _global_logs(self, logs: Any) -> dict[str, Any]:
         logs = self.program.finish() or logs
+        if self.trainer.progress.counted <= 0:
+            return {}  # all updates were left out, or made undone: that is no loss of 0
         return global_results(self.model.metrics, self.world, logs=logs, examples=self.examples)
 
     def _validate_inside_epoch(self) -> None:

@@ -31,6 +31,8 @@ class Progress:
         step: updates done in all.
         examples: examples seen in all, summed over ranks.
         examples_in_epoch: examples seen in the current epoch, summed over ranks.
+        counted: updates that the metrics of the current epoch hold: not those that were left out,
+            nor those before a rollback.
         elapsed: seconds spent in `fit`, over all restarts.
         validation_due: whether the validation inside the epoch that belongs to this step is still
             to be done: the run was interrupted in it.
@@ -41,6 +43,7 @@ class Progress:
     step: int = 0
     examples: int = 0
     examples_in_epoch: int = 0
+    counted: int = 0
     elapsed: float = 0.0
     validation_due: bool = False
 
@@ -50,11 +53,12 @@ class Progress:
         self.step += 1
         self.examples += examples
         self.examples_in_epoch += examples
+        self.counted += 1
 
     def finish_epoch(self) -> None:
         """Count the end of an epoch."""
         self.epoch += 1
-        self.batch = 0
+        self.batch = self.counted = 0
         self.examples_in_epoch = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,4 +68,5 @@ class Progress:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
         """The inverse of `to_dict`; unknown keys are ignored."""
+        values = {"counted": values.get("batch", 0), **values}  # older ones do not say
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

@@ -26,25 +26,30 @@ def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
     return int(value) if value.isdigit() else 0
 
 
-def note_save(directory: Path, step: int) -> None:
-    """A checkpoint of `step` stands in `directory`. By rank 0, from any thread."""
+def note_save(directory: Path, step: int, run: str) -> None:
+    """A checkpoint of `step`, saved by `run`, stands in `directory`. By rank 0, from any thread."""
     if memory := os.environ.get(MEMORY):
         with (Path(memory) / _SAVES).open("a") as file:
-            file.write(json.dumps([str(directory.absolute()), step]) + "\n")
+            file.write(json.dumps([str(directory.absolute()), step, run]) + "\n")
 
 
 def saves(memory: Path) -> dict[str, int]:
     """For each folder of checkpoints, the step of the furthest that was noted."""
     furthest: dict[str, int] = {}
-    for directory, step in _lines(memory / _SAVES):
+    for directory, step, _ in _lines(memory / _SAVES):
         furthest[directory] = max(step, furthest.get(directory, step))
     return furthest
 
 
-def has_saved(directory: Path) -> bool:
-    """Whether an earlier start of this launch has left a checkpoint in `directory`."""
+def run_before(directory: Path) -> str | None:
+    """The run whose checkpoint an earlier start of this launch has left in `directory`; None if it
+    has left none."""
     memory = os.environ.get(MEMORY)
-    return bool(memory and count()) and str(directory.absolute()) in saves(Path(memory or ""))
+    if not memory or not count():
+        return None
+    here = str(directory.absolute())
+    runs = [run for place, _, run in _lines(Path(memory) / _SAVES) if place == here]
+    return runs[-1] if runs else None
 
 
 def run_folder(make: Callable[[], Path]) -> Path:

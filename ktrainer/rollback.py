@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from ktrainer.checkpoint import resume
+from ktrainer.callbacks.base import emit
 from ktrainer.checkpoint.callback import Checkpoint
+from ktrainer.checkpoint.resuming import load
 
 if TYPE_CHECKING:
     import keras
@@ -19,8 +20,9 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
     together, after the same step.
 
     Weights, optimizers and callbacks, and with them the step, are those of then; the position in
-    the data, and the time that has gone, are those of now: the batches since are not trained on
-    again. The epoch's metrics begin anew. Without a checkpoint of this run, training stops.
+    the data, the epoch, and the time that has gone, are those of now: the batches since are not
+    trained on again. The epoch's metrics begin anew. Without a checkpoint of this run, training
+    stops.
     """
     reason, trainer.rollback = trainer.rollback, None
     world, model, now = trainer.world, trainer.model, trainer.progress
@@ -28,24 +30,28 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
         saver.wait()
-    saved = [world.is_root and saver.latest() is not None for saver in savers]
-    which = world.broadcast(saved.index(True) if any(saved) else None, 0, "rollback")
+    saved = [saver.latest() if world.is_root else None for saver in savers]
+    found = [(i, entry.run) for i, entry in enumerate(saved) if entry is not None]
+    which, run = world.broadcast(found[0] if found else (None, ""), 0, "rollback")
     then = None
     if which is not None:
-        then = resume(
+        then = load(
             "auto",
             str(savers[which].directory),
             model=model,
             world=world,
             callbacks=callbacks.callbacks,
             history=object(),  # History goes on
+            run=run,
         )
     if then is None:
         text = f"{reason}, and there is no checkpoint to go back to: training stops"
         trainer.request_stop(text)
     else:
         text = f"{reason}: back to the checkpoint of step {then.step}, on with the next batch"
-        now.step, trainer.unsound, model.stop_training = then.step, False, False
+        now.step, now.counted, model.stop_training = then.step, 0, False
         model.reset_metrics()
+        emit(callbacks.callbacks, "on_restore", now)
+        trainer.unsound = False
     if world.is_root:
         warnings.warn(text, stacklevel=4)

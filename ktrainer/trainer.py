@@ -247,6 +247,10 @@ class Trainer(CustomLoop):
         if self._active is not None:
             self._active.program.finish()
 
+    def place_facts(self) -> dict[str, Any]:
+        """What the position in the training data depends on, by name."""
+        return self._active.place_facts()
+
     def request_stop(self, reason: str) -> None:
         """End training after the current update, on all ranks."""
         self.stop_reason = reason

@@ -151,7 +151,8 @@ class Callback(keras.callbacks.Callback):
         return gradients
 
     def on_restore(self, progress: Progress) -> None:
-        """After a checkpoint was restored on all ranks; `progress` is where it stood."""
+        """After a checkpoint was restored on all ranks; `progress` is where the run goes on: where
+        the checkpoint stood, or, after a rollback, with its step in the present epoch."""
 
     def on_heal(self, progress: Progress) -> None:
         """After ranks have died or joined, on all that are there now; `progress` is where they go

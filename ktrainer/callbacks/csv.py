@@ -108,8 +108,8 @@ class CSVLog(Reporter):
 
 def _is_done(row: Mapping[str, str], progress: Progress) -> bool:
     """Whether what a row tells of will not come again."""
-    if row.get("event") == "epoch" and _number(row, "epoch") > progress.epoch:
-        return False  # a stop had cut it short
+    if row.get("event") == "epoch":  # not of one that a stop had cut short
+        return _number(row, "epoch") <= progress.epoch
     return _number(row, "step") <= progress.step
 
 

@@ -67,6 +67,7 @@ class LossGuard(Callback):
         super().on_train_begin(logs)
         self.losses.clear()
         self.skipped = self.rollbacks = 0
+        self._left_out_before = self._left_out_in_all()
         self._mark()
         self._set_limit()
 
@@ -80,20 +81,33 @@ class LossGuard(Callback):
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         finite, loss = self._observe(logs)
-        guard = self._guard_in_use()
-        in_a_row = int(guard.skipped.numpy()) if guard is not None else 0
+        left_out, in_a_row = self._count_left_out()
         what = self._what(finite, loss, in_a_row)
+        if left_out:
+            self._left_out(step, what, left_out, in_a_row)
         if what is None:
             self.losses.append(loss)
             self._set_limit()
-        elif in_a_row:
-            self._left_out(step, what, in_a_row)
-        else:
+        elif not in_a_row:
             action = self.on_spike if finite else self.nan
             self._act(action, f"{what} at step {step}")
 
     def _guard_in_use(self) -> Guard | None:
         return self.guard if self.trainer is not None else None
+
+    def _left_out_in_all(self) -> int:
+        guard = self._guard_in_use()
+        return int(guard.left_out.numpy()) if guard is not None else 0
+
+    def _count_left_out(self) -> tuple[int, int]:
+        """(updates of the last call that were left out, those in a row up to the last one)."""
+        before, self._left_out_before = self._left_out_before, self._left_out_in_all()
+        left_out = self._left_out_before - before
+        if not left_out:
+            return 0, 0
+        assert self.guard is not None
+        self.progress.counted -= left_out
+        return left_out, int(self.guard.skipped.numpy())
 
     # -- what it is
 
@@ -137,9 +151,13 @@ class LossGuard(Callback):
 
     # -- what is done
 
-    def _left_out(self, step: int, what: str, in_a_row: int) -> None:
-        self.skipped += 1
-        text = f"{what} at step {step}: the update was left out"
+    def _left_out(self, step: int, what: str | None, left_out: int, in_a_row: int) -> None:
+        self.skipped += left_out
+        if left_out == 1 and in_a_row:
+            text = f"{what} at step {step}: the update was left out"
+        else:  # of several updates in a call, only the last one's loss is known
+            some = "1 update was" if left_out == 1 else f"{left_out} updates were"
+            text = f"{what or 'a loss was bad'} by step {step}: {some} left out"
         if in_a_row >= self.max_skips:
             self._stop(f"{text}, as were {in_a_row} in a row (health.max_skips)")
         else:

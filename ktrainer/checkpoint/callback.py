@@ -96,6 +96,7 @@ class Checkpoint(Callback):
         self.callbacks = list(callbacks)
         self._own_world = world
         self.best_value: float | None = None
+        self._best_step: int | None = None  # at which it was
         self._at_cut: Snapshot | None = None  # what a cut epoch goes on with
         self._saver: Saver | None = None
         self._run = ""  # names this run in its checkpoints, over restarts
@@ -111,7 +112,7 @@ class Checkpoint(Callback):
                 raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
-        self.best_value, self._at_cut, self._saved = None, None, None
+        self.best_value = self._best_step = self._at_cut = self._saved = None
         if not getattr(self.trainer, "joining", False):  # else it is told with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
@@ -190,15 +191,18 @@ class Checkpoint(Callback):
         better = known is None or (value < known if less else value > known)
         if not self._agreed(better and math.isfinite(value)):
             return False
-        self.best_value = value
-        return self.save(logs, metric=(self.best, value), **at_end)
+        before = self.best_value, self._best_step
+        self.best_value, self._best_step = value, self.progress.step  # the state has them too
+        saved = self.save(logs, **at_end)
+        if not saved:
+            self.best_value, self._best_step = before
+        return saved
 
     # -- saving
 
     def save(
         self,
         logs: Mapping[str, Any] | None = None,
-        metric: tuple[str, float] | None = None,
         progress: Progress | None = None,
         history: dict[str, Any] | None = None,
     ) -> bool:
@@ -206,7 +210,6 @@ class Checkpoint(Callback):
 
         Args:
             logs: those of this moment; a loss in them that is not finite prevents saving.
-            metric: monitored name and value, kept with the checkpoint.
             progress: where to go on; default: the present.
             history: History so far; default: the model's.
 
@@ -224,9 +227,9 @@ class Checkpoint(Callback):
         self._saver.settle()  # before there is another copy of the state
         snapshot = self._at_cut or self._snapshot(progress, history)
         facts = {**snapshot.facts, "run": self._run}
-        if metric is not None:
-            name, value = metric
-            facts["metric"] = {"name": name, "value": float(value), "mode": self._direction()}
+        if self.best is not None and self._best_step == snapshot.step:  # or saved once more
+            value = float(self.best_value)  # type: ignore[arg-type]
+            facts["metric"] = {"name": self.best, "value": value, "mode": self._direction()}
         snapshot = replace(snapshot, facts=facts)
         try:
             self._saver.save(snapshot, self._pruning())
@@ -266,10 +269,12 @@ class Checkpoint(Callback):
         self, progress: Progress | None = None, history: dict[str, Any] | None = None
     ) -> Snapshot:
         callbacks = self.callbacks or [self]
+        progress, feed, place = progress or self.progress, None, None
         if self.trainer is not None:
             self.trainer.settle()
-        data = getattr(self.trainer, "feed", None) if self.iterators else None
-        return take(self.model, progress or self.progress, self.world, callbacks, history, data)
+            place = self.trainer.place_facts()
+            feed = self.trainer.feed if self.iterators else None
+        return take(self.model, progress, self.world, callbacks, history, feed, place)
 
     def _pruning(self) -> Callable[[Store], None]:
         """What removes older checkpoints once a new one is there."""
@@ -300,10 +305,12 @@ class Checkpoint(Callback):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_value": self.best_value, "run": self._run}
+        best = {"best": self.best, "best_value": self.best_value, "best_step": self._best_step}
+        return {**best, "run": self._run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best_value = state.get("best_value")
+        if state.get("best", self.best) == self.best:  # else it is of another metric
+            self.best_value, self._best_step = state.get("best_value"), state.get("best_step")
         self._run = state.get("run", self._run)
 
     def on_restore(self, progress: Progress) -> None:

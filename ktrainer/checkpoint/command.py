@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.checkpoint.find import Found, chosen, folders
-from ktrainer.checkpoint.format import MODEL
-from ktrainer.checkpoint.reading import read_manifest, sizes_problem, verify
+from ktrainer.checkpoint.format import MANIFEST, MODEL
+from ktrainer.checkpoint.reading import form_problem, read_manifest, sizes_problem, verify
 from ktrainer.errors import CheckpointError
 from ktrainer.quiet import quiet_tensorflow
 
@@ -85,7 +85,7 @@ def _row(found: Found) -> tuple[str, str, str, str, str, str]:
     if found.manifest is None:
         return found.path.name, "?", "?", "?", "?", f"BAD: {found.problem}"
     manifest, marks = found.manifest, list(found.marks)
-    problem = sizes_problem(found.path, manifest["files"])
+    problem = form_problem(manifest) or sizes_problem(found.path, manifest["files"])
     if problem:
         marks.insert(0, f"BAD: {problem}")
     epoch, batch = manifest.get("epoch", "?"), manifest.get("batch", 0)
@@ -93,7 +93,7 @@ def _row(found: Found) -> tuple[str, str, str, str, str, str]:
         found.path.name,
         str(manifest.get("step", "?")),
         f"{epoch}+{batch}" if batch else str(epoch),
-        size_text(sum(facts["size"] for facts in manifest["files"].values())),
+        "?" if problem else size_text(sum(each["size"] for each in manifest["files"].values())),
         str(manifest.get("saved", "?")).replace("T", " "),
         ", ".join(marks),
     )
@@ -104,6 +104,8 @@ def _show(path: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps(manifest, indent=2))
         return 0
+    if (problem := form_problem(manifest)) is not None:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: {problem}")
     print(path)
     for key, value in manifest.items():
         if key not in ("files", "arrays", "versions", "metric"):

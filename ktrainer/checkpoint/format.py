@@ -194,11 +194,17 @@ def _write_file(path: Path, pieces: list[Any]) -> dict[str, Any]:
 def _put_in_place(temporary: Path, path: Path) -> None:
     old = path.parent / f".{path.name}.old"
     probe("before rename", path)
-    if path.exists():
+    replaces = path.exists()
+    if replaces:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(path, old)
         probe("between renames", path)
-    os.rename(temporary, path)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if replaces:
+            os.rename(old, path)
+        raise
     probe("after rename", path)
     flush_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -84,6 +84,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def form_problem(manifest: Mapping[str, Any]) -> str | None:
+    """Why what a manifest lists cannot be shown, though its checksum is right."""
+    for part, keys in (("files", ("size",)), ("arrays", ("file", "shape", "dtype"))):
+        for name, facts in manifest[part].items():
+            missing = [key for key in keys if not isinstance(facts, dict) or key not in facts]
+            if missing:
+                return f"of {name!r} among its {part} it does not tell the {missing[0]}"
+    for part in ("metric", "versions"):
+        if not isinstance(manifest.get(part) or {}, dict):
+            return f"its {part!r} is no table"
+    return None
+
+
 def _intact(text: bytes, recorded: Any) -> bool:
     if isinstance(recorded, str):  # format 1 did not say which
         return any(recorded == checksums.checksum(text, name) for name in checksums.OLDER)

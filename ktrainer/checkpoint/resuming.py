@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,53 @@ def resume(
     world: World,
     callbacks: Iterable[Any] = (),
     history: Any = None,
-    data: Data | None = None,
+    feed: Data | None = None,
+    run: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Progress | None:
-    """Restore a run on all ranks, which call this together.
+    """Restore a run on all ranks, which call this together; callbacks then hear `on_restore`.
+
+    Args:
+        mode, directory, model, world, callbacks, history, feed, run, check: as for `load`.
+
+    Returns:
+        Where the run goes on; None for a fresh start.
+
+    Raises:
+        CheckpointError: as `load`.
+    """
+    callbacks = list(callbacks)
+    progress = load(
+        mode,
+        directory,
+        model=model,
+        world=world,
+        callbacks=callbacks,
+        history=history,
+        run=run,
+        check=check,
+        feed=feed,
+    )
+    if progress is not None:
+        from ktrainer.callbacks.base import emit
+
+        emit(callbacks, "on_restore", progress)
+    return progress
+
+
+def load(
+    mode: str,
+    directory: str | os.PathLike[str],
+    *,
+    model: Any,
+    world: World,
+    callbacks: Iterable[Any] = (),
+    history: Any = None,
+    feed: Data | None = None,
+    run: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
+) -> Progress | None:
+    """Put the state of a checkpoint back on all ranks, which call this together.
 
     Args:
         mode: `auto`: the latest checkpoint in `directory`, the one before if it is damaged, or
@@ -44,43 +88,44 @@ def resume(
             folder of checkpoints.
         directory: the run's checkpoints.
         model: built, with its optimizers compiled.
-        callbacks: given their states back; ours then hear `on_restore(progress)`.
+        callbacks: given their states back.
         history: a `keras.callbacks.History` to fill; default: the one attached to the model.
-        data: the feed that is to go on where it was; None leaves it where it is.
+        feed: the data that are to go on where they were; None leaves them where they are.
+        run: with `auto`, only checkpoints that this run saved, by its name; None: any run's.
+        check: called with the state before anything is changed; raises, on all ranks alike, if
+            it is not fit.
 
     Returns:
-        Where the run goes on; None for a fresh start.
+        Where the run stood; None for a fresh start.
 
     Raises:
         CheckpointError: every checkpoint is damaged, the one asked for is, or it does not fit
-            the model. Never a silent fresh start.
+            the model or the data. Never a silent fresh start.
     """
     if mode == "never":
         return None
-    arrays, state = _read_on_root(mode, Path(directory), world)
+    arrays, state = _read_on_root(mode, Path(directory), world, run)
     if state is None:
         return None
-    callbacks = list(callbacks)
+    if check is not None:
+        check(state)
     saved = _specs(arrays, world)
     pairs = pair(model, saved, state, world)
     keep = needed(model, pairs, saved, state, world)
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
-    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks, data=data)
+    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks, feed=feed)
     fill_history(history if history is not None else getattr(model, "history", None), state)
-    from ktrainer.callbacks.base import emit
-
-    emit(callbacks, "on_restore", progress)
     return progress
 
 
 def _read_on_root(
-    mode: str, directory: Path, world: World
+    mode: str, directory: Path, world: World, run: str | None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
     arrays: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {"state": None, "error": None}
     if world.is_root:
         try:
-            chosen = _latest_good(directory) if mode == "auto" else _asked_for(Path(mode))
+            chosen = _latest_good(directory, run) if mode == "auto" else _asked_for(Path(mode))
             if chosen is not None:
                 arrays, found["state"] = chosen
         except CheckpointError as error:
@@ -95,18 +140,22 @@ def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     if (path / MANIFEST).exists():
         return read_checkpoint(path)
     for folder in (path, path / "checkpoints"):
-        latest = Store(folder).entries()
-        if latest:
-            return read_checkpoint(latest[0].path)
+        latest = _latest_good(folder)
+        if latest is not None:
+            return latest
     raise CheckpointError(
         f"checkpoint.resume={path}: there is no checkpoint. Give the folder of one (with a "
         f"{MANIFEST}), or of a run, or auto or never."
     )
 
 
-def _latest_good(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+def _latest_good(
+    directory: Path, run: str | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
     problems = []
     for entry in Store(directory).entries():
+        if run is not None and entry.problem is None and entry.run != run:
+            continue  # of one whose manifest cannot be read, nobody knows whose it is
         try:
             return read_checkpoint(entry.path)
         except CheckpointError as error:

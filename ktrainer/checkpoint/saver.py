@@ -181,8 +181,8 @@ class Saver:
 
     def settle(self) -> None:
         """Wait until nothing is being written here. What went wrong is for `save` or `wait`."""
-        if self._thread is None:
-            return
+        if self._thread is None or self._error is not None:
+            return  # there is nothing to wait for, or no point in waiting once more
         # Less than what the other ranks wait meanwhile, so that they hear why.
         self._thread.join(0.8 * self.world.deadline)
         if not self._thread.is_alive():
@@ -195,11 +195,12 @@ class Saver:
         )
 
     def seconds_to_save(self) -> float:
-        """How long a further checkpoint is likely to take, as far as earlier ones tell."""
-        waits = 0.0
-        if self._thread is not None and self._thread.is_alive():
-            waits = max(0.0, self._longest - (time.monotonic() - self._began))
-        return waits + self._longest
+        """How long a further checkpoint is likely to take, as far as earlier ones tell; 0 for the
+        first, which is worth a try however long it takes."""
+        if self._thread is None or not self._thread.is_alive():
+            return self._longest
+        lasts = time.monotonic() - self._began
+        return max(0.0, self._longest - lasts) + max(self._longest, lasts)
 
     def _ended(self) -> str | None:
         """Wait until nothing is being written here; returns what went wrong, once."""
@@ -223,7 +224,7 @@ class Saver:
             texts=self._texts,
             write=collect,
         )
-        note_save(self.store.directory, snapshot.step)
+        note_save(self.store.directory, snapshot.step, snapshot.facts.get("run", ""))
         prune(self.store)
 
     def _is_ending(self) -> bool:

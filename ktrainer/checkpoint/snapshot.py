@@ -44,20 +44,24 @@ def take(
     world: World,
     callbacks: Iterable[Any],
     history: dict[str, Any] | None = None,
-    data: Data | None = None,
+    feed: Data | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Copy the state of a run to host memory. All ranks call it together.
 
     Args:
         progress: where to go on.
         history: History so far; default: the model's.
-        data: the feed, whose place is kept.
+        feed: the data, whose iterators' states are kept.
+        place: what the position in the data depends on; None: nobody counts it.
 
     Raises:
         CheckpointError: what a callback wants to keep is not JSON.
     """
     history = history if history is not None else history_of(model)
-    arrays, state = capture(model, progress, world, callbacks=callbacks, history=history, data=data)
+    arrays, state = capture(
+        model, progress, world, callbacks=callbacks, history=history, feed=feed, place=place
+    )
     try:
         text = encode_json(state)
     except (TypeError, ValueError) as error:

@@ -44,7 +44,8 @@ def capture(
     *,
     callbacks: Iterable[Any] = (),
     history: Mapping[str, Any] | None = None,
-    data: Data | None = None,
+    feed: Data | None = None,
+    place: Mapping[str, Any] | None = None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """(arrays, state) of a run between two steps. All ranks call it together.
 
@@ -55,7 +56,8 @@ def capture(
         progress: where the run stands. Metrics are kept only inside an epoch.
         callbacks: those whose states are kept.
         history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
-        data: the feed, whose place is kept.
+        feed: the data, whose iterators' states are kept.
+        place: what the position in the data depends on; None: nobody counts it.
     """
     placement = placement_of(model)
     arrays: Arrays = {n: _value(v) for n, v in variables_of(model) if _saves(n, v, placement)}
@@ -63,7 +65,7 @@ def capture(
         metrics = metric_states(model, world)
         if placement is None or world.is_root:
             arrays.update(metrics)
-    places = data_states(data, progress, world)
+    places = data_states(feed, progress, world)
     if world.is_root:
         arrays.update(places)
     states, more = callback_states(callbacks, model)
@@ -77,6 +79,8 @@ def capture(
         "world_size": world.size,
         "data_ranks": len(places),
     }
+    if place is not None:
+        state["data"] = dict(place)
     if placement is not None:
         state["counting"] = counting_ranks(model, world)
     return arrays, state
@@ -156,21 +160,21 @@ def put_back(
     world: World,
     *,
     callbacks: Iterable[Any] = (),
-    data: Data | None = None,
+    feed: Data | None = None,
 ) -> Progress:
     """Put a captured state back, which was found to fit; returns where the run stood.
 
     Args:
         pairs: what `pair` gave.
         arrays: at least those that are `needed`.
-        data: the feed that is to go on; None leaves it where it is.
+        feed: the data that are to go on; None leaves them where they are.
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
         restore_metrics(model, arrays, state, world)
-    restore_data(data, arrays, state, world)
+    restore_data(feed, arrays, state, world)
     load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
     model.stop_training = bool(state.get("stop_training", False))
     return progress

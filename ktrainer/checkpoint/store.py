@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -18,8 +19,8 @@ from ktrainer.checkpoint.reading import read_manifest
 from ktrainer.errors import CheckpointError
 from ktrainer.runfolder import library_versions
 
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.(step-\d{8,})\.(tmp-\d+|old|gone)")
+_NAME = re.compile(r"step-(\d{8,})(?:-\d+)?")
+_LEFTOVER = re.compile(r"\.(step-\d{8,}(?:-\d+)?)\.(tmp-\d+|old|gone)")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Store:
         temporary: Path | None = None,
         write: Callable[..., Described] | None = None,
     ) -> Path:
-        """Write a checkpoint of `step`; returns its folder.
+        """Write a checkpoint of `step`; returns its folder. One that is there already is replaced,
+        but not the best of another run, which gets another name.
 
         Args:
             facts: more for the manifest; `metric` and `run` of an `Entry` are among them.
@@ -112,8 +114,19 @@ class Store:
             saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             own = {"step": step, "serial": serial, "saved": saved, **(facts or {})}
             own["versions"] = library_versions()
+            self._spare_best(path, str(own.get("run", "")))
             complete(folder, path, described, state, own, texts)
         return path
+
+    def _spare_best(self, path: Path, run: str) -> None:
+        """Give the checkpoint `path`, if it is the best of another run than `run`, another name."""
+        there = next((entry for entry in self.entries() if entry.path == path), None)
+        if there is None or there.metric is None or there.run == run:
+            return
+        best = self.best(there.metric[0], there.mode or "min", there.run)
+        if best == there:
+            names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+            os.rename(path, next(name for name in names if not name.exists()))
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of `step` goes."""

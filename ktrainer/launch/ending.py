@@ -5,17 +5,29 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 
 from ktrainer.launch.report import SIGNAL_BASE, Failure, first_failure, others
 from ktrainer.launch.restarts import Restarts
 from ktrainer.launch.watch import End
 
 TIMED_OUT = 124  # as timeout(1)
+_EXIT = "builtins.SystemExit"
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def goes_on(end: End, args: argparse.Namespace, restarts: Restarts, heals: bool = False) -> bool:
-    """Whether the group is to be started again; says why, and waits until it is time."""
+def goes_on(
+    end: End,
+    args: argparse.Namespace,
+    restarts: Restarts,
+    wait: Callable[[], int | str | None],
+    heals: bool = False,
+) -> bool:
+    """Whether the group is to be started again; says why, and waits until it is time.
+
+    Args:
+        wait: returns when it is time, or what comes before that: a signal, or `"timeout"`.
+    """
     failure = _failure(end, heals)
     if end.stopped_by is not None or end.interrupted is not None or failure is None:
         return False
@@ -27,8 +39,9 @@ def goes_on(end: End, args: argparse.Namespace, restarts: Restarts, heals: bool 
     _tell(end, failure, args.ranks)
     number = f"{restarts.count + 1} of {restarts.limit}"
     _say(f"starting again in {restarts.seconds:g} s, restart {number}")
-    restarts.wait()
-    return True
+    end.stopped_by = wait()
+    end.failures = {}  # told already
+    return end.stopped_by is None
 
 
 def conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
@@ -43,7 +56,10 @@ def conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
         return end.interrupted.code
     if isinstance(end.stopped_by, int):
         _say(f"ended by {signal.Signals(end.stopped_by).name}")
-        chosen = [n.code for n in end.failures.values() if n.kind == "builtins.SystemExit"]
+        chosen = [n.code for n in end.failures.values() if n.kind == _EXIT]
+        own = {r: n for r, n in end.failures.items() if not n.follows and n.kind != _EXIT}
+        if (failed := first_failure(own, (), 0, "", {})) is not None:
+            _tell(end, failed, args.ranks)
         return chosen[0] if chosen else SIGNAL_BASE + end.stopped_by
     failure = _failure(end, heals)
     if failure is None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ktrainer.launch.ending import conclude, goes_on
 from ktrainer.launch.folders import private_folder
 from ktrainer.launch.output import LineMerger
 from ktrainer.launch.restarts import Restarts
+from ktrainer.launch.signals import noted
 from ktrainer.launch.watch import Group
 from ktrainer.plan import make_plan
 from ktrainer.quiet import environment
@@ -136,18 +138,21 @@ def run(args: argparse.Namespace) -> int:
     out, err = _mergers(args.ranks, args.prefix, options, spare)
     grace = args.grace or (config or Config()).trainer.interrupt.grace
     until = time.monotonic() + args.timeout if args.timeout else None
-    with private_folder() as memory:
+    with private_folder() as memory, noted() as signals:
         restarts = Restarts(args.max_restarts or 0, args.backoff, Path(memory))
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
-            group = Group(args.ranks, out, err, grace=grace, timeout=left, spare=spare)
+            group = Group(
+                args.ranks, out, err, grace=grace, signals=signals, timeout=left, spare=spare
+            )
             given = {**env, **restarts.environment}
             try:
                 end = group.run(line, given, options, loopback=args.network == "loopback")
             except BrokenPipeError:
                 _ignore_output()
                 return READER_GONE
-            if not goes_on(end, args, restarts, bool(heal)):
+            wait = partial(restarts.wait, signals, until)
+            if not goes_on(end, args, restarts, wait, bool(heal)):
                 return conclude(end, args, bool(heal))
 
 

@@ -17,6 +17,7 @@ from ktrainer.launch.report import Failure
 from ktrainer.launch.watch import End
 
 MOST_SECONDS = 60.0  # between a failure and the next start
+_LOOK_SECONDS = 0.1
 
 
 @dataclass
@@ -66,10 +67,22 @@ class Restarts:
             return "not started again: there was no new checkpoint between the last two failures"
         return None
 
-    def wait(self) -> None:
-        """Until the next start, which is then counted."""
-        time.sleep(self.seconds)
+    def wait(self, signals: list[int], until: float | None = None) -> int | str | None:
+        """Until the next start, which is then counted; returns what comes before it, if anything.
+
+        Args:
+            signals: those that this process has got; the first one is taken out and returned.
+            until: when `--timeout` is over, by the monotonic clock; `"timeout"` is returned.
+        """
+        start = time.monotonic() + self.seconds
+        while (now := time.monotonic()) < start:
+            if signals:
+                return signals.pop(0)
+            if until is not None and now >= until:
+                return "timeout"
+            time.sleep(min(_LOOK_SECONDS, start - now))
         self.count += 1
+        return None
 
 
 def _is_further(saves: dict[str, int], before: dict[str, int]) -> bool:

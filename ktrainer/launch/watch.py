@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -79,6 +77,7 @@ class Group:
         ranks: the world size.
         out, err: where the ranks' output goes.
         grace: seconds that ranks have to end after SIGTERM.
+        signals: those that this process has got, to be passed on; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later.
     """
@@ -90,6 +89,7 @@ class Group:
         err: LineMerger,
         *,
         grace: float,
+        signals: list[int],
         timeout: float | None = None,
         spare: int = 0,
     ) -> None:
@@ -100,7 +100,7 @@ class Group:
         self._said = b""
         self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + spare), b"")
         self._started: dict[int, int] = {}
-        self._signals: list[int] = []
+        self._signals = signals
         self._kill_at: float | None = None
         self._loopback = self._narrowed = False
         self.end = End()
@@ -118,7 +118,6 @@ class Group:
         with (
             private_folder() as name,
             shared_memory_folder(env) as memory,
-            self._catch_signals(),
             contextlib.closing(self._selector),
         ):
             folder = Path(name)
@@ -266,16 +265,3 @@ class Group:
             with contextlib.suppress(FileNotFoundError):
                 if text := fault_path(folder, rank).read_text(errors="replace"):
                     self.end.faults[rank] = text
-
-    @contextlib.contextmanager
-    def _catch_signals(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        before = {number: signal.signal(number, note) for number in wanted}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

@@ -31,6 +31,7 @@ class Guard:
         limit: float64 scalar; updates with a loss above it are left out; infinity for none.
         loss: float64 scalar; of the last update, over all ranks.
         skipped: int64 scalar; updates left out in a row, up to the last one.
+        left_out: int64 scalar; updates left out in all.
     """
 
     def __init__(self, finite: bool) -> None:
@@ -38,6 +39,7 @@ class Guard:
         self.limit = tf.Variable(np.inf, trainable=False, dtype=tf.float64)
         self.loss = tf.Variable(0.0, trainable=False, dtype=tf.float64)
         self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.left_out = tf.Variable(0, trainable=False, dtype=tf.int64)
 
     def is_bad(self, loss: tf.Tensor, gradients: Sequence[Any], optimizer: Any) -> tf.Tensor:
         """Whether an update is to be left out.
@@ -62,6 +64,7 @@ class Guard:
         """Keep the loss of an update, and count it if it is left out."""
         self.loss.assign(loss)
         self.skipped.assign(tf.where(bad, self.skipped + 1, tf.zeros_like(self.skipped)))
+        self.left_out.assign_add(tf.cast(bad, tf.int64))
 
     def unless_bad(
         self, bad: tf.Tensor, loss: tf.Tensor, optimizer: Any, apply: Callable[[], Any]

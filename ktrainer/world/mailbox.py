@@ -18,10 +18,13 @@ class Mailbox:
 
     Args:
         world: all of its ranks must make the mailbox at the same time, and close it so.
+
+    Raises:
+        DeadlineExceeded: a rank does not come to make it, or to close it.
     """
 
     def __init__(self, world: MpiComm) -> None:
-        self._comm = world.comm.Dup()
+        self._world, self._comm = world, world.duplicate()
         self._sent: list[MPI.Request] = []  # a request that is let go of may lose its message
 
     def send(self, value: Any, rank: int) -> None:
@@ -46,4 +49,5 @@ class Mailbox:
     def close(self) -> None:
         """Let go of the communicator. All ranks call it together; may be called twice."""
         if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
+            self._world.barrier("close a mailbox")  # which has a deadline; `Free` has none
             self._comm.Free()

@@ -15,6 +15,7 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
+from ktrainer.world.blocking import in_time
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.mpi_group import MpiGroup
 from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, report, silent
@@ -51,12 +52,17 @@ class MpiWorld(MpiComm):
 
         Raises:
             WorldError: on every rank, if the ranks of a group do not all name the same ones.
+            DeadlineExceeded: a rank does not come to open it.
         """
         ranks = tuple(int(rank) for rank in ranks)
         every: list[tuple[int, ...]] = self.allgather(ranks, f"open {name}")
         _check_groups(every)
-        comm = self.comm.Split(color=ranks[0], key=ranks.index(self.rank))
-        return MpiGroup(self, cast(MPI.Intracomm, comm), ranks, name)
+
+        def split() -> MpiGroup:
+            comm = self.comm.Split(color=ranks[0], key=ranks.index(self.rank))
+            return MpiGroup(self, cast(MPI.Intracomm, comm), ranks, name)
+
+        return in_time(self, split, f"open {name}")
 
     def wait(self, request: Any, what: str) -> None:
         start = time.monotonic()

@@ -95,8 +95,14 @@ class MpiComm(World):
         return result.reshape(np.shape(value)).astype(dtype, copy=False)
 
     def duplicate(self) -> MPI.Intracomm:
-        """A communicator of the same ranks, for messages that must not meet others."""
-        return self.comm.Dup()
+        """A communicator of the same ranks, for messages that must not meet others.
+
+        Raises:
+            DeadlineExceeded: a rank does not come to open it.
+        """
+        copy, request = self.comm.Idup()
+        self.wait(request, "open a communicator")
+        return copy
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():

@@ -17,6 +17,7 @@ from ktrainer.checkpoint.callback import direction
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
+from tests.small import build, data, trainer
 
 
 def steps(directory: Path) -> list[int]:
@@ -77,6 +78,34 @@ def test_best_alone(tmp_path) -> None:
     assert checkpoint.state_dict()["best_value"] == 4.0
 
 
+def test_a_best_that_was_not_saved_is_none(tmp_path) -> None:
+    class Spoils(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            logs["loss"] = float("nan") if epoch == 1 else 1.0
+
+    keeper = Checkpoint(tmp_path, best="score", mode="max")
+    with pytest.warns(UserWarning, match="not finite: no checkpoint"):
+        fit(small_model(), [Scores(1.0, 3.0, 2.0), Spoils(), keeper], epochs=3)
+    assert steps(tmp_path) == [5, 15]
+
+
+def test_best_inside_an_epoch(tmp_path) -> None:
+    """The best at an epoch's last update is saved once more at the epoch's end, and stays best."""
+
+    class Judges(Callback):
+        def on_validation_end(self, step: int, logs: Any) -> None:
+            logs["val_loss"] = 0.1 if step == 6 else 1.0
+
+    words = {"checkpoint__every": "1ep", "checkpoint__best": "val_loss", "trainer__epochs": 4}
+    words |= {"run__dir": tmp_path, "trainer__validate_every": "0.5ep"}
+    with trainer([Judges()], **words) as it:
+        it.fit(build, data(), data(8))
+    assert steps(tmp_path / "checkpoints") == [6, 18, 24]
+    best = Store(tmp_path / "checkpoints").best("val_loss", "min")
+    assert best is not None
+    assert (best.step, best.metric) == (6, ("val_loss", 0.1))
+
+
 def test_best_and_last(tmp_path) -> None:
     scores = Scores(3.0, 1.0, 2.0, 2.0, 2.0)
     fit(
@@ -94,11 +123,11 @@ def test_a_fresh_run_in_an_old_folder_keeps_its_own_best(tmp_path) -> None:
 
     run(0.1, 0.2, 0.3)
     assert steps(tmp_path) == [5, 10, 15]
-    run(3.0, 2.0, 4.0, 5.0, 6.0, rows=30)
-    assert steps(tmp_path) == [5, 6, 12, 15]  # the best of before, its own best, and the last two
+    run(2.0, 1.0, 4.0, 5.0, 6.0)
+    assert steps(tmp_path) == [5, 10, 20, 25]  # the best of before, its own best, and the last two
     best = Store(tmp_path).best("score", "min")
     assert best is not None
-    assert best.step == 5
+    assert (best.path.name, best.metric) == ("step-00000005-2", ("score", 0.1))
 
 
 def test_a_monitor_that_is_not_there(tmp_path) -> None:

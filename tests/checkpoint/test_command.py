@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from ktrainer import Trainer, cli
-from ktrainer.checkpoint.checksums import checksum
-from ktrainer.checkpoint.encoding import decode_json, encode_json
 from ktrainer.checkpoint.foreign import foreign
 from ktrainer.checkpoint.format import MANIFEST, MODEL
+from tests.faults.forging import forge
 from tests.small import BATCH, build, data
 
 RAN = Path("ran")  # in the folder of a test: what hostile code would leave there
@@ -58,19 +57,6 @@ def latest(folder: Path) -> Path:
     return folder / "checkpoints" / "step-00000018"
 
 
-def forge_model(checkpoint: Path, change: Any) -> None:
-    """Change the model's description, and all checksums with it, as an attacker would."""
-    config = json.loads((checkpoint / MODEL).read_text())
-    change(config)
-    text = json.dumps(config).encode()
-    (checkpoint / MODEL).write_bytes(text)
-    manifest = decode_json((checkpoint / MANIFEST).read_bytes())
-    manifest["files"][MODEL] = {"size": len(text), "blake3": checksum(text)}
-    manifest.pop("checksum")
-    manifest["checksum"] = {"blake3": checksum(encode_json(manifest))}
-    (checkpoint / MANIFEST).write_bytes(encode_json(manifest))
-
-
 def test_list(copied: Path, capsys) -> None:
     assert cli.main(["checkpoint", "list", str(copied)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -86,6 +72,24 @@ def test_list(copied: Path, capsys) -> None:
     out = capsys.readouterr().out
     assert "BAD: " + str(latest(copied) / "state.json") in out
     assert "step-00000012     ?" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m["files"].update({MODEL: "x"}), f"of '{MODEL}' among its files"),
+        (lambda m: m["arrays"].update(a=7), "of 'a' among its arrays it does not tell the file"),
+        (lambda m: m.update(versions=["keras"]), "its 'versions' is no table"),
+        (lambda m: m.update(metric=5), "its 'metric' is no table"),
+    ],
+)
+def test_a_forged_manifest_is_bad(copied: Path, capsys, change: Any, told: str) -> None:
+    forge(latest(copied), change)
+    assert cli.main(["checkpoint", "list", str(copied)]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if "step-00000018" in x)
+    assert f"BAD: {told}" in line
+    assert cli.main(["checkpoint", "show", str(latest(copied))]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_show(run: Path, capsys) -> None:

@@ -76,6 +76,28 @@ def test_a_path_is_exactly_that(folder) -> None:
         resume(str(folder / "nowhere"), "unused", model=small_model(), world=ALONE)
 
 
+def test_a_run_goes_back_to_checkpoints_of_its_own(folder) -> None:
+    (run,) = {entry.run for entry in Store(folder).entries()}
+    Store(folder).save({"a": np.zeros(1)}, {}, 20, facts={"run": "another"})
+    progress = resume("auto", folder, model=small_model(), world=ALONE, run=run)
+    assert progress is not None
+    assert progress.step == 15
+    damage(folder, 20)
+    with (
+        pytest.warns(UserWarning, match="step-00000020.*trying the one before"),
+        pytest.raises(CheckpointError, match="all 1 checkpoints"),
+    ):
+        resume("auto", folder, model=small_model(), world=ALONE, run="another")
+
+
+def test_a_folder_with_a_manifest_that_cannot_be_read(folder) -> None:
+    (folder / "step-00000005" / "manifest.json").write_text("{")
+    with pytest.warns(UserWarning, match="step-00000005.*trying the one before"):
+        progress = resume(str(folder), "unused", model=small_model(), world=ALONE)
+    assert progress is not None
+    assert progress.step == 15
+
+
 class HearsOfIt(Callback):
     def on_restore(self, progress: Any) -> None:
         self.heard = progress.step

@@ -19,19 +19,30 @@ from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from tests.callbacks.helpers import fit, small_model
 from tests.checkpoint.stages import close, cut, same, values, whole_model
+from tests.small import build, data, trainer
 
 THREAD = "ktrainer-checkpoint"
 
 
 class Gate:
-    """Holds the writer at its first file until `open` is set, and counts."""
+    """Holds the writer at its first file until `open` is set, and counts.
+
+    Attributes:
+        writers: the threads that have begun.
+        at_once: the most checkpoints that were being written at the same time.
+    """
 
     def __init__(self) -> None:
         self.open, self.at = threading.Event(), threading.Event()
         self.writers: list[str] = []
+        self.inside, self.at_once = 0, 0
 
     def __call__(self, point: str, path: Path) -> None:
+        if point == "after rename":
+            self.inside -= 1
         if point == "before file" and path.name.startswith("arrays"):
+            self.inside += 1
+            self.at_once = max(self.at_once, self.inside)
             self.writers.append(threading.current_thread().name)
             self.at.set()
             assert self.open.wait(20)
@@ -90,10 +101,10 @@ def test_one_at_a_time(tmp_path, gate) -> None:
                 self.timer = threading.Timer(0.3, gate.open.set)
                 self.timer.start()
 
-    began, opens = time.monotonic(), Opens()
+    opens = Opens()
     fit(small_model(), [Checkpoint(tmp_path, every="2ba", keep=9), opens])
     opens.timer.join()
-    assert time.monotonic() - began > 0.3
+    assert (gate.at_once, gate.writers) == (1, [THREAD] * 2)
     assert steps(tmp_path) == [2, 4]
 
 
@@ -130,6 +141,42 @@ def test_a_write_that_hangs_is_told(tmp_path, gate) -> None:
             fit(small_model(), [keeper])
     finally:
         world.current().deadline = 300.0
+
+
+def _hangs_on_rank_0(directory: str) -> None:
+    here, release = world.current(), threading.Event()
+    kept = format_module.probe, here.deadline
+    if here.is_root:
+        format_module.probe = lambda at, path: release.wait(30)
+    here.deadline = 2.0
+    keeper = Checkpoint(directory, every="1ep")
+    try:
+        fit(small_model(), [keeper], epochs=3)
+    finally:
+        release.set()
+        format_module.probe, here.deadline = kept
+        keeper.close()
+
+
+def test_a_write_that_hangs_is_told_on_all_ranks(ranks, tmp_path) -> None:
+    """At an epoch's end nothing but the save comes between rank 0 and the others."""
+    for outcome in ranks(2).outcomes(_hangs_on_rank_0, str(tmp_path)):
+        assert isinstance(outcome.error, CheckpointError), outcome.traceback
+        assert "still being written after world.deadline=2 s" in str(outcome.error)
+
+
+class CannotClose(Callback):
+    def close(self) -> None:
+        raise RuntimeError("of the user")
+
+
+def test_a_callback_that_cannot_close_holds_nothing_up(tmp_path) -> None:
+    words = {"checkpoint__every": "1ba", "run__dir": tmp_path}
+    with trainer([CannotClose()], **words) as it, pytest.raises(RuntimeError, match="of the user"):
+        it.fit(build, data())
+    with trainer(**words) as it:
+        it.fit(build, data())  # nothing is held any more
+    assert not list(tmp_path.rglob(".lock"))
 
 
 def test_a_state_that_is_no_json_is_told_at_once(tmp_path) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import keras
 import pytest
 
+import ktrainer.checkpoint.format as format_module
 from ktrainer import ConfigError, Interrupted, Trainer, interruption
-from ktrainer.checkpoint.saver import Saver
+from ktrainer.checkpoint.format import MANIFEST
 from ktrainer.config import load_config
 from ktrainer.feed.prefetch import Prefetcher
 from tests.dist.small import ENGINES, group_mode
@@ -103,12 +105,18 @@ def test_row_08_when_nothing_can_be_saved(tmp_path: Path, monkeypatch: Any) -> N
     ended = no_checkpoint(tmp_path / "off")
     assert ended is not None
     assert (ended.code, ended.step, ended.checkpoint) == (143, 2, None)
-    monkeypatch.setattr(Saver, "seconds_to_save", lambda self: 31.0)
-    asks = Asks(5)
-    with pytest.raises(Interrupted) as raised:
-        train(tmp_path / "short", case_of("compiled", asks), "checkpoint.every=3ba")
-    assert (raised.value.code, raised.value.step, raised.value.saved_at) == (75, 5, 3)
-    assert "at step 5, checkpoint of step 3 /" in str(raised.value)
+
+    def slowly(at: str, path: Path) -> None:
+        if at == "after file" and path.name == MANIFEST:
+            time.sleep(1.0)
+
+    monkeypatch.setattr(format_module, "probe", slowly)
+    for grace, saved_at in ((1.05, 4), (30, 5)):
+        words = ("checkpoint.every=2ba", f"trainer.interrupt.grace={grace}")
+        with pytest.raises(Interrupted) as raised:
+            train(tmp_path / f"{grace}", case_of("compiled", Asks(5)), *words)
+        assert (raised.value.code, raised.value.step, raised.value.saved_at) == (75, 5, saved_at)
+        assert f"at step 5, checkpoint {'of step 4 ' * (saved_at == 4)}/" in str(raised.value)
 
 
 class Twice(Asks):

@@ -20,8 +20,8 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 
 ROWS = {
-    1: ["faults/test_saving.py::test_row_01_killed_at_every_point_of_a_save"],
-    2: ["faults/test_saving.py::test_row_02_order_of_flushing"],
+    1: ["faults/test_killed_save.py::test_row_01_killed_at_every_point_of_a_save"],
+    2: ["faults/test_killed_save.py::test_row_02_order_of_flushing"],
     3: ["faults/test_reading.py::test_row_03_flipped_byte"],
     4: ["faults/test_reading.py::test_row_04_every_checkpoint_is_bad"],
     5: ["faults/test_saving.py::test_row_05_the_disk_is_full"],

@@ -144,9 +144,30 @@ def test_a_signal_to_the_launcher_ends_it(
     assert len(ready(marks)) == 2
 
 
+def test_a_signal_or_the_timeout_before_the_next_start(
+    script: Script, launch: Launch, tmp_path: Path, start: Start
+) -> None:
+    """The wait is left; what had failed was told before."""
+    fails = script("print('start', flush=True)\nraise ValueError('of the script')")
+    env = {"TMPDIR": str(tmp_path)}
+    words = (fails.rename(tmp_path / "fails.py"),)
+    launcher = start(*LAUNCH, "-n", 1, "--max-restarts", 3, "--backoff", 60, *words, **env)
+    for line in launcher.stderr or ():
+        if "starting again in 60 s" in line:
+            break
+    launcher.send_signal(signal.SIGTERM)
+    out, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, out) == (143, "start\n")
+    assert errors == "ktrainer launch: ended by SIGTERM\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["fails.py"]
+    done = launch("-n", 1, "--timeout", 3, "--max-restarts", 3, "--backoff", 60, *words)
+    assert (done.returncode, done.stdout) == (124, "start\n")
+    assert done.stderr.splitlines()[-1] == "ktrainer launch: ended after 3 seconds (--timeout)"
+
+
 def saved(folder: Path, name: str, step: int) -> None:
     with (folder / "saves.jsonl").open("a") as file:
-        file.write(json.dumps([name, step]) + "\n")
+        file.write(json.dumps([name, step, "run"]) + "\n")
 
 
 def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
@@ -177,13 +198,14 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
 def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(restarted.MEMORY, str(tmp_path))
     monkeypatch.setattr(restarted, "_opened", 0)
-    restarted.note_save(tmp_path / "checkpoints", 3)
-    assert not restarted.has_saved(tmp_path / "checkpoints")  # it was this start itself
+    restarted.note_save(tmp_path / "checkpoints", 3, "first")
+    assert restarted.run_before(tmp_path / "checkpoints") is None  # it was this start itself
     assert restarted.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
     assert restarted.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
     monkeypatch.setenv(restarted.COUNT, "1")
     monkeypatch.setattr(restarted, "_opened", 0)
-    assert restarted.has_saved(tmp_path / "checkpoints")
+    assert restarted.run_before(tmp_path / "checkpoints") == "first"
+    assert restarted.run_before(tmp_path / "others") is None
     assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('["cut off", 1')

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+from ktrainer.errors import CheckpointError
 from tests.dist.small import ENGINES, group_mode
 from tests.faults.runs import CASES, STEPS, Result, resumed, seen, train
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
@@ -142,6 +143,43 @@ def test_row_18_another_world_size(
                     ours, theirs = np.frombuffer(value), np.frombuffer(expected[name])
                     np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-10, err_msg=name)
         clear(tmp_path / f"killed-{step}")
+
+
+def test_row_18_other_examples_would_be_left(tmp_path: Path) -> None:
+    case, every = CASES["double"], "checkpoint.every=1ep"
+    train(tmp_path, case, every, "trainer.max_steps=3")
+    for word, says in (
+        ("data.batch_size=5", "examples in a batch: 4 then, 5 now"),
+        ("trainer.accumulate=2", "trainer.accumulate: 1 then, 2 now"),
+        ("data.shuffle=false", "data.shuffle: True then, False now"),
+        ("seed=7", "seed: 0 then, 7 now"),
+    ):
+        with pytest.raises(CheckpointError, match=f"after update 3 of epoch 1.*\n.*{says}"):
+            train(tmp_path, case, every, word)
+    assert train(tmp_path, case, every, "trainer.max_steps=4").step == 4  # the end of the epoch
+    assert train(tmp_path, case, every, word).step == STEPS
+
+
+def their_own(directory: str, backend: str, *words: str) -> int:
+    words = (f"backend={backend}", "data.batch=per_worker", "data.batch_size=2", *words)
+    return train(Path(directory), CASES["double"], *words).step
+
+
+def test_row_18_a_batch_for_each_process(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    group, task = ranks(2), (their_own, str(tmp_path), "data_parallel")
+    assert group.run(*task, "trainer.max_steps=3") == [3, 3]
+    with pytest.raises(CheckpointError, match="examples in a batch: 4 then, 2 now"):
+        their_own(str(tmp_path), "local")
+    assert group.run(*task) == [8, 8]
+
+
+def test_row_18_without_a_seed(tmp_path: Path) -> None:
+    """The order that was drawn at the start is that of the rest, and of the epochs to come."""
+    case, batches = CASES["callbacks"], []
+    for words in (["trainer.max_steps=3"], []):
+        more = ("seed=null", "data.batch_size=1", "trainer.epochs=1", *words)
+        batches += seen(lambda: train(tmp_path, case, *more))[1]  # noqa: B023
+    assert len(batches) == len(set(batches)) == case.rows
 
 
 def close_to(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:

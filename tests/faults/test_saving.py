@@ -1,10 +1,9 @@
-"""Rows 1, 2, 5, 6, 21, 22 and 29: a save that is killed, or cannot be done."""
+"""Rows 5, 6, 21, 22 and 29: a save that cannot be done, or is not for others."""
 
 from __future__ import annotations
 
 import os
 import resource
-import signal
 import stat
 import subprocess
 import sys
@@ -18,108 +17,13 @@ import numpy as np
 import pytest
 
 import ktrainer.checkpoint.format as format_module
-import ktrainer.checkpoint.store as store_module
-from ktrainer import Callback, Trainer
+import ktrainer.checkpoint.saver as saver_module
+from ktrainer import Callback, Trainer, world
 from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
-from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, SetupError
-from tests.dist.harness import RanksTimeout
-from tests.faults.runs import CASES, Case, killed_after, settings, train
+from tests.faults.runs import CASES, Case, settings, train
 from tests.faults.stages import save_with_fault
-from tests.faults.test_resume import differences
 from tests.small import build, data
-
-# Row 1
-
-
-def save_and_die(directory: Path, source: Path, nth: int) -> bool:
-    """Save what is in `source` as one more checkpoint, in a process that is killed at the `nth`
-    point of that; returns whether there was one."""
-    child = os.fork()
-    if child == 0:
-        count = iter(range(1000))
-
-        def probe(at: str, path: Path) -> None:
-            if next(count) == nth:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        format_module.probe = store_module.probe = probe
-        arrays, state = read_checkpoint(source)
-        store = Store(directory)
-        store.save(arrays, state, int(source.name.split("-")[1]))
-        store.prune(2)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
-def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> None:
-    """Killed while it saves step 4 (or saves it again), the run goes on from 3 or 4 to the bit."""
-    case = CASES["callbacks"]
-    whole = train(tmp_path / "whole", case)
-    source = tmp_path / "whole" / "checkpoints" / "step-00000004"
-    for nth in range(100):
-        folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{nth}", 4 if again else 3)
-        directory = folder / "checkpoints"
-        if not save_and_die(directory, source, nth):
-            break
-        latest = Store(directory).latest()
-        assert latest is not None
-        assert latest.step in (3, 4)
-        assert verify(latest.path) == []
-        if nth % 4 == again:  # of all points, some of each kind
-            assert not differences(train(folder, case), whole), nth
-            assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
-    assert nth == (11 if again else 12), "files, manifest, renames, and pruning or replacing"
-
-
-@pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
-def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
-    """The checkpoint before is whole, and what is left of the new one is cleared up."""
-    with pytest.raises(RanksTimeout, match="died"):
-        ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
-    store = Store(tmp_path)
-    latest = store.latest()
-    assert latest is not None
-    assert latest.step == 1
-    read_checkpoint(latest.path)
-    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
-    store.sweep()
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
-
-
-# Row 2
-
-
-def _name(path: str) -> str:
-    name = Path(path).name
-    return "temporary folder" if name.startswith(".c.tmp-") else name
-
-
-def test_row_02_order_of_flushing(tmp_path, monkeypatch) -> None:
-    """Files, manifest, folder, rename, parent: then a crash loses nothing that was announced."""
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda fd: (
-            events.append("fsync " + _name(os.readlink(f"/proc/self/fd/{fd}"))),
-            fsync(fd),
-        ),
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    write_checkpoint(tmp_path / "c", {"a": np.ones(3)}, {})
-    assert events == [
-        "fsync arrays-00001.safetensors",
-        "fsync state.json",
-        "fsync manifest.json",
-        "fsync temporary folder",
-        "rename",
-        f"fsync {tmp_path.name}",
-    ]
-
 
 # Row 5
 
@@ -177,6 +81,49 @@ def test_row_05_on_two_ranks(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend=data_parallel",)
     for outcome in ranks(2).outcomes(fill_the_disk, str(tmp_path / "run"), *words):
         check_the_disk(outcome.error, tmp_path / "run")
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_row_05_the_rename_fails(tmp_path: Path, monkeypatch: Any, replaces: bool) -> None:
+    """Whatever was there by that name is there again."""
+    path, rename = tmp_path / "c", os.rename
+    if replaces:
+        write_checkpoint(path, {"a": np.ones(3)}, {"n": 1})
+
+    def fails(source: Any, target: Any) -> None:
+        if ".tmp-" in Path(source).name:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        write_checkpoint(path, {"a": np.ones(3)}, {"n": 2})
+    assert [found.name for found in tmp_path.iterdir()] == ["c"] * replaces
+    assert not replaces or read_checkpoint(path)[1] == {"n": 1}
+
+
+def no_room_for_a_folder(directory: str) -> None:
+    """The folder of the third checkpoint cannot be made, by rank 0."""
+    here, begin = world.current(), saver_module.begin
+
+    def full(path: Path) -> Path:
+        if path.name == "step-00000003":
+            raise CheckpointError(f"cannot write {path.name}: No space left on device")
+        return begin(path)
+
+    saver_module.begin = full if here.is_root else begin
+    try:
+        train(Path(directory), CASES["callbacks"], "backend=data_parallel")
+    finally:
+        saver_module.begin = begin
+
+
+def test_row_05_not_even_a_folder(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    for outcome in ranks(2).outcomes(no_room_for_a_folder, str(tmp_path)):
+        assert isinstance(outcome.error, CheckpointError), outcome.traceback
+        assert "step-00000003: No space left" in str(outcome.error)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 import keras
 import pytest
 
-from ktrainer import ConfigError, ModelError
+from ktrainer import Callback, ConfigError, ModelError
+from ktrainer.callbacks import LossGuard
 from ktrainer.config import load_config
 from tests.dist.small import ENGINES, group_mode
 from tests.faults import spoiling
@@ -87,6 +90,7 @@ def test_row_20_several_updates_in_a_call(tmp_path: Path) -> None:
     words = ("trainer.steps_per_call=4", "health.nan=skip")
     found = train(tmp_path / "bad", words, {3: math.nan})
     assert not differences(found, train(tmp_path / "good", words, without=(3,)))
+    assert found.said == ["a loss was bad by step 4: 1 update was left out"]
 
 
 def test_row_20_limits(tmp_path: Path) -> None:
@@ -104,6 +108,53 @@ def test_row_20_limits(tmp_path: Path) -> None:
     found = train(tmp_path / "none", (*ROLLBACK, "checkpoint.every=5ba"), {2: math.nan})
     assert found.step == 2
     assert "there is no checkpoint to go back to" in found.said[0]
+
+
+def test_row_20_nothing_is_no_loss_of_zero(tmp_path: Path) -> None:
+    """Where all updates of an epoch were left out or made undone, it has no loss."""
+    more = ("checkpoint.best=loss", "checkpoint.mode=min", "trainer.epochs=2")
+    words = ("health.nan=skip", "health.max_skips=99", *more)
+    every = dict.fromkeys(range(1, 9), math.nan)
+    found = train(tmp_path / "skips", words, every)
+    assert (found.step, found.history, found.steps) == (16, {}, [])
+    found = train(tmp_path / "back", (*ROLLBACK, *more), {8: math.nan})
+    assert found.history == {}
+    assert sum("back to the checkpoint of step" in text for text in found.said) == 2
+
+
+class GoesBack(Callback):
+    """Asks for a rollback once, after `step` updates."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if step == self.step:
+            self.step = 0
+            self.trainer.request_rollback("of a test")
+
+
+def test_row_20_back_over_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """What was reported of the epoch stays: it is over, and does not come again."""
+    words = ("checkpoint.every=6ba", "trainer.epochs=2", "logging.every=4ba")
+    train(tmp_path, words, callbacks=[GoesBack(10)])
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = [(row["event"], int(row["step"])) for row in csv.DictReader(file)]
+    assert rows == [("log", 4), ("epoch", 8), ("log", 8), ("log", 12), ("epoch", 12)]
+    lines = (tmp_path / "throughput.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
+
+
+def test_row_20_back_after_a_spike(tmp_path: Path) -> None:
+    """The losses after it are those of the steps, as if the batches since had not been there."""
+    seen = []
+    for name, bad, without in (("bad", {6: 1000.0}, ()), ("good", {}, (5, 6))):
+        guard = LossGuard(spike=5, on_spike="rollback", window=2)
+        found = train(tmp_path / name, ("checkpoint.every=2ba",), bad, without, [guard])
+        assert (guard.rollbacks, len(found.said), found.step) == (len(bad), len(bad), 6)
+        seen.append(list(guard.losses))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)  # differences of a float32 total
 
 
 def test_row_20_a_spike_stops(tmp_path: Path) -> None:

@@ -262,6 +262,22 @@ def test_ranks_may_end_in_their_own_way_after_sigterm(
         assert "saved" in output
 
 
+def test_a_failure_after_a_signal_is_shown(script: Script, tmp_path: Path, within: Within) -> None:
+    marks = tmp_path / "pids"
+    path = script(
+        HEADER + "def save(*_): raise OSError('the disk is full')\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"with open({str(marks)!r}, 'a') as f: f.write(f'{{os.getpid()}}\\n')\n" + WAIT
+    )
+    with running("-n", 2, path) as launcher:
+        within(30, lambda: ready(marks), "ranks to be ready")
+        launcher.send_signal(signal.SIGTERM)
+        output = launcher.stdout.read()
+        assert launcher.wait(20) == 143, output
+    assert "ktrainer launch: ended by SIGTERM" in output
+    assert output.splitlines()[-1] == "OSError: the disk is full"
+
+
 def test_timeout_ends_the_group(launch: Launch, script: Script) -> None:
     done = launch("-n", 2, "--timeout", 3, script("import time; time.sleep(60)"))
     assert done.returncode == 124

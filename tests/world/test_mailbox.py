@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ktrainer import world
+from tests.launch.conftest import launch, script
+
+__all__ = ["launch", "script"]
 
 
 def _exchange(count: int, size: int) -> tuple[list[Any], int]:
@@ -32,6 +38,28 @@ def _exchange(count: int, size: int) -> tuple[list[Any], int]:
     mail.close()
     mail.close()
     return [(sender, number, int(values.sum())) for sender, (number, values) in found], total
+
+
+LATE = """
+import time
+from ktrainer import world
+from ktrainer.world.mailbox import Mailbox
+here = world.current()
+here.barrier()
+here.deadline = 1.0
+if here.rank == 1:
+    time.sleep(60)
+Mailbox(here)
+"""
+
+
+def test_a_rank_that_does_not_make_its_own_is_named(
+    launch: Callable[..., subprocess.CompletedProcess[str]], script: Callable[[str], Path]
+) -> None:
+    done = launch("-n", 2, script(LATE))
+    assert done.returncode == 1, done.stdout
+    assert "rank 0 waited 1 s at step 0 in 'open a communicator'" in done.stderr
+    assert "No answer from rank 1" in done.stderr
 
 
 def test_all_that_is_sent_arrives_in_order_beside_collectives(ranks) -> None:

@@ -1,0 +1,59 @@
+"""What a number of updates into an epoch means: which examples are behind it, which are left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.errors import CheckpointError
+from ktrainer.feed.arrays import ArrayFeed
+from ktrainer.feed.own import OwnFeed
+from ktrainer.feed.share import Feed
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config
+
+
+def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
+    """All that a position inside an epoch depends on, by name, as a JSON-able dict.
+
+    Not the number of processes, unless each has data of its own: they share a global batch.
+    """
+    facts: dict[str, Any] = {"trainer.accumulate": config.trainer.accumulate}
+    if isinstance(feed, ArrayFeed):
+        facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
+        facts |= {"data.shuffle": feed.shuffle}
+        return {**facts, "seed": feed.seed} if feed.shuffle else facts
+    if isinstance(feed, OwnFeed):
+        facts |= {"data.batch": config.data.batch, "data.shard": config.data.shard}
+        facts |= {"processes with data of their own": feed.world.replicas}
+    return facts
+
+
+def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
+    """Before a run goes on from the `state` of a checkpoint: have its data in the same order.
+
+    Without a `seed` in the configuration, the order is that of the seed that was drawn then.
+
+    Raises:
+        CheckpointError: it stands inside an epoch, of which other examples would be left now.
+    """
+    saved, progress = state.get("data"), state["progress"]
+    if saved is None:
+        return  # nobody counted, or an older version did not say
+    if config.seed is None and isinstance(feed, ArrayFeed) and "seed" in saved:
+        feed.seed = int(saved["seed"])
+    now = place_facts(feed, config)
+    changed = [
+        f"{name}: {saved.get(name, 'not used')} then, {now.get(name, 'not used')} now"
+        for name in dict.fromkeys([*saved, *now])
+        if saved.get(name) != now.get(name)
+    ]
+    if changed and progress["batch"]:
+        raise CheckpointError(
+            f"the checkpoint stands after update {progress['batch']} of epoch "
+            f"{progress['epoch'] + 1}, and the rest of this epoch would not be the examples that "
+            "were left then:\n  " + "\n  ".join(changed) + "\nSet them as they were; or go on from "
+            "a checkpoint at the end of an epoch (checkpoint.resume=PATH), or start afresh "
+            "(checkpoint.resume=never)."
+        )

@@ -1,0 +1,110 @@
+"""Rows 1 and 2: a save that is killed at any point."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ktrainer.checkpoint.format as format_module
+import ktrainer.checkpoint.store as store_module
+from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint.store import Store
+from tests.dist.harness import RanksTimeout
+from tests.faults.runs import CASES, killed_after, train
+from tests.faults.stages import save_with_fault
+from tests.faults.test_resume import differences
+
+# Row 1
+
+
+def save_and_die(directory: Path, source: Path, nth: int) -> bool:
+    """Save what is in `source` as one more checkpoint, in a process that is killed at the `nth`
+    point of that; returns whether there was one."""
+    child = os.fork()
+    if child == 0:
+        count = iter(range(1000))
+
+        def probe(at: str, path: Path) -> None:
+            if next(count) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        format_module.probe = store_module.probe = probe
+        arrays, state = read_checkpoint(source)
+        store = Store(directory)
+        store.save(arrays, state, int(source.name.split("-")[1]))
+        store.prune(2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
+def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> None:
+    """Killed while it saves step 4 (or saves it again), the run goes on from 3 or 4 to the bit."""
+    case = CASES["callbacks"]
+    whole = train(tmp_path / "whole", case)
+    source = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    for nth in range(100):
+        folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{nth}", 4 if again else 3)
+        directory = folder / "checkpoints"
+        if not save_and_die(directory, source, nth):
+            break
+        latest = Store(directory).latest()
+        assert latest is not None
+        assert latest.step in (3, 4)
+        assert verify(latest.path) == []
+        if nth % 4 == again:  # of all points, some of each kind
+            assert not differences(train(folder, case), whole), nth
+            assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
+    assert nth == (11 if again else 12), "files, manifest, renames, and pruning or replacing"
+
+
+@pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
+def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
+    """The checkpoint before is whole, and what is left of the new one is cleared up."""
+    with pytest.raises(RanksTimeout, match="died"):
+        ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
+    store = Store(tmp_path)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.step == 1
+    read_checkpoint(latest.path)
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+    store.sweep()
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]
+
+
+# Row 2
+
+
+def _name(path: str) -> str:
+    name = Path(path).name
+    return "temporary folder" if name.startswith(".c.tmp-") else name
+
+
+def test_row_02_order_of_flushing(tmp_path, monkeypatch) -> None:
+    """Files, manifest, folder, rename, parent: then a crash loses nothing that was announced."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: (
+            events.append("fsync " + _name(os.readlink(f"/proc/self/fd/{fd}"))),
+            fsync(fd),
+        ),
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
+    write_checkpoint(tmp_path / "c", {"a": np.ones(3)}, {})
+    assert events == [
+        "fsync arrays-00001.safetensors",
+        "fsync state.json",
+        "fsync manifest.json",
+        "fsync temporary folder",
+        "rename",
+        f"fsync {tmp_path.name}",
+    ]
