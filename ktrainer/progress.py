@@ -30,7 +30,6 @@ class Progress:
         batch: updates done in the current epoch.
         step: updates done in all.
         examples: examples seen in all, summed over ranks.
-        examples_in_epoch: examples seen in the current epoch, summed over ranks.
         elapsed: seconds spent in `fit`, over all restarts.
         validation_due: whether the validation inside the epoch that belongs to this step is still
             to be done: the run was interrupted in it.
@@ -40,7 +39,6 @@ class Progress:
     batch: int = 0
     step: int = 0
     examples: int = 0
-    examples_in_epoch: int = 0
     elapsed: float = 0.0
     validation_due: bool = False
 
@@ -49,13 +47,11 @@ class Progress:
         self.batch += 1
         self.step += 1
         self.examples += examples
-        self.examples_in_epoch += examples
 
     def finish_epoch(self) -> None:
         """Count the end of an epoch."""
         self.epoch += 1
         self.batch = 0
-        self.examples_in_epoch = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON-able dict."""

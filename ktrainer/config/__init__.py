@@ -9,7 +9,7 @@ from ktrainer.config.backends import (
     PipelineConfig,
     TfDistributeConfig,
 )
-from ktrainer.config.compare import config_diff, differences
+from ktrainer.config.compare import config_diff
 from ktrainer.config.docs import describe, resolved_yaml
 from ktrainer.config.load import load_config
 from ktrainer.config.redact import redact
@@ -49,7 +49,6 @@ __all__ = [
     "WorldConfig",
     "config_diff",
     "describe",
-    "differences",
     "load_config",
     "parse_cli",
     "parse_known_cli",

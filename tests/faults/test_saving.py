@@ -20,7 +20,8 @@ import pytest
 import ktrainer.checkpoint.format as format_module
 import ktrainer.checkpoint.store as store_module
 from ktrainer import Callback, Trainer
-from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint import read_checkpoint, verify
+from ktrainer.checkpoint.format import write_checkpoint
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from tests.dist.harness import RanksTimeout
