@@ -10,6 +10,7 @@ The parts of this package:
     horovod.py        processes that Horovod started without MPI
     horovod_sets.py   groups of ranks under Horovod
     cluster.py        processes that know one another by address: TF_CONFIG, or Slurm
+    listening.py      sockets of other libraries, moved to the loopback interface
 
     plane.py          the gradient plane: sums of tensors from inside a compiled step
     plane_mpi.py      the same through mpi4py
