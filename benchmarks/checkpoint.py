@@ -32,7 +32,8 @@ import keras
 import numpy as np
 from keras import layers
 
-from ktrainer.checkpoint import Store, capture, read_checkpoint, restore
+from ktrainer.checkpoint import Store, capture, read_checkpoint
+from ktrainer.checkpoint.state import restore
 from ktrainer.progress import Progress
 from ktrainer.world import SingleWorld
 

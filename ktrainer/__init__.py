@@ -30,6 +30,7 @@ _WHERE = {
     "DivergenceError": "ktrainer.errors",
     "CheckpointError": "ktrainer.errors",
     "Interrupted": "ktrainer.errors",
+    "SetupError": "ktrainer.errors",
 }
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "KtrainerError",
     "ModelError",
     "PeerLost",
+    "SetupError",
     "Trainer",
     "WorldError",
     "__version__",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         KtrainerError,
         ModelError,
         PeerLost,
+        SetupError,
         WorldError,
     )
     from ktrainer.registry import register

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
     from ktrainer.world import World
 
+NO_BATCHES = (
+    "the training data has no batches: give more rows, or check data.batch_size and "
+    "data.drop_remainder"
+)
+
 
 def skip_to_initial_epoch(trainer: Trainer) -> None:
     """Go on where Keras' BackupAndRestore, which runs on rank 0, says."""

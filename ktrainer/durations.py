@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,8 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)(ep|ba)")
 _TIME = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
 _TIME_PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-_EXAMPLES = "'1ep' (epochs), '500ba' (updates) or '30s', '10m', '2h' (time)"
+_WORDS = {"ep": "epochs", "ba": "updates", "s": "seconds"}
+_EXAMPLES = {"ep": "'1ep' (epochs)", "ba": "'500ba' (updates)", "s": "'30s', '10m', '2h' (time)"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,18 @@ class Duration:
     unit: Unit
 
     @classmethod
-    def parse(cls, text: str | Duration, path: str | None = None) -> Duration:
+    def parse(
+        cls,
+        text: str | Duration,
+        path: str | None = None,
+        units: Sequence[str] = ("ep", "ba", "s"),
+    ) -> Duration:
         """The duration that `text` stands for; a `Duration` is returned as it is.
 
         Args:
             text: for example `"1ep"`, `"0.5ep"`, `"500ba"`, `"90s"`, `"1h30m"`.
             path: the configuration key that it came from, for the error message.
+            units: those that this key takes: errors offer no others. They are not checked.
 
         Raises:
             ConfigError: if `text` is no number with a unit.
@@ -57,11 +65,12 @@ class Duration:
             seconds = sum(float(n) * _SECONDS[u] for n, u in _TIME_PART.findall(compact))
             return cls(_whole(seconds), "s")
         if re.fullmatch(r"\d+(\.\d+)?", compact):
-            message = f"{text!r} has no unit: write '{compact}ep' for epochs, '{compact}ba' for "
-            message += f"updates, or '{compact}s' for seconds."
+            offers = " or ".join(f"'{compact}{unit}' for {_WORDS[unit]}" for unit in units)
+            message = f"{text!r} has no unit: write {offers}."
         else:
+            examples = " or ".join(_EXAMPLES[unit] for unit in units)
             message = (
-                f"{text!r} is not a duration: write a number and its unit, such as {_EXAMPLES}."
+                f"{text!r} is not a duration: write a number and its unit, such as {examples}."
             )
         raise ConfigError(message, path=path, value=text)
 

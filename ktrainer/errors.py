@@ -146,6 +146,7 @@ RUN_AGAIN = 75  # EX_TEMPFAIL
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` closest to `name`, or None when nothing is close."""
-    matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    """The entry of `known` closest to `name`, in any case, or None when nothing is close."""
+    spelled = {each.lower(): each for each in known}
+    matches = get_close_matches(name.lower(), list(spelled), n=1, cutoff=0.6)
+    return spelled[matches[0]] if matches else None

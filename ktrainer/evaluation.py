@@ -48,7 +48,10 @@ def evaluate(
             if agree(bool(model.stop_evaluating)):
                 break
     if not logs:
-        raise DataError("the data to evaluate on has no batches")
+        raise DataError(
+            "the data to evaluate on has no batches: give arrays with rows, or a dataset that "
+            "yields batches"
+        )
     logs = program.finish() or logs
     results = global_results(model.metrics, world, logs=logs, examples=examples)
     callbacks.on_test_end(results)
@@ -95,7 +98,7 @@ def predict(program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList,
     ranks = [each for each in world.allgather(mine, "outputs of predict") if each is not None]
     in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
     if not in_order:
-        raise DataError("predict was given no data")
+        raise DataError("predict was given no data: x has no rows")
     return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
 
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from ktrainer.beginning import skip_to_initial_epoch, warn_if_late, warn_if_stopped
+from ktrainer.beginning import NO_BATCHES, skip_to_initial_epoch, warn_if_late, warn_if_stopped
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
 from ktrainer.durations import Every
@@ -111,7 +111,7 @@ class Loop:
         """Everything before the first update."""
         self.model.stop_training = False
         self.callbacks.on_train_begin()
-        self.trainer.resume()
+        self.trainer._resume()
         warn_if_stopped(self.model, self.world)
         self._start_clock()
         skip_to_initial_epoch(self.trainer)
@@ -197,7 +197,7 @@ class Loop:
             if self.feed.exhausted and epoch > 0:
                 self.model.stop_training = True  # a generator that has nothing more to give
             else:
-                raise DataError("the training data has no batches")
+                raise DataError(NO_BATCHES)
         self.trainer.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)

@@ -30,7 +30,6 @@ class Progress:
         batch: updates done in the current epoch.
         step: updates done in all.
         examples: examples seen in all, summed over ranks.
-        examples_in_epoch: examples seen in the current epoch, summed over ranks.
         counted: updates that the metrics of the current epoch hold: not those that were left out,
             nor those before a rollback.
         elapsed: seconds spent in `fit`, over all restarts.
@@ -42,7 +41,6 @@ class Progress:
     batch: int = 0
     step: int = 0
     examples: int = 0
-    examples_in_epoch: int = 0
     counted: int = 0
     elapsed: float = 0.0
     validation_due: bool = False
@@ -52,14 +50,12 @@ class Progress:
         self.batch += 1
         self.step += 1
         self.examples += examples
-        self.examples_in_epoch += examples
         self.counted += 1
 
     def finish_epoch(self) -> None:
         """Count the end of an epoch."""
         self.epoch += 1
         self.batch = self.counted = 0
-        self.examples_in_epoch = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON-able dict."""

@@ -9,7 +9,10 @@ from ktrainer.errors import SetupError
 if TYPE_CHECKING:
     from ktrainer.config import Config
 
-REMEDY = 'pip install "ktrainer[cpu]" for CPUs, or pip install "ktrainer[gpu]" for NVIDIA GPUs'
+REMEDY = (
+    'in the checkout of ktrainer, pip install ".[cpu]" for CPUs, or pip install ".[gpu]" for '
+    "NVIDIA GPUs"
+)
 
 
 def start_tensorflow(config: Config) -> None:

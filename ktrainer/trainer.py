@@ -49,11 +49,15 @@ class Trainer(CustomLoop):
 
     Raises:
         ConfigError: something in the configuration cannot work, or cannot work here.
+        SetupError: something must be installed, or started in another way.
+        DivergenceError: ranks have different configurations.
 
     Attributes:
         config: the resolved configuration.
-        plan: what it means here.
+        callbacks: those of every later call.
+        plan: what the configuration means here.
         world: rank, size, and collectives for user code.
+        backend: how steps run on this rank.
         progress: counters of the current or last `fit`.
         model: the model of the current or last call.
         timers: seconds spent so far, by what: "data", "step", "communication"
@@ -62,6 +66,7 @@ class Trainer(CustomLoop):
         fits: how often `fit` has begun to train; one that is refused before does not count.
         healed: what became of the ranks since this Trainer was made, as `ktrainer.healing.Healed`.
         joining: whether this process is about to join ranks that train already.
+        stop_reason: why a callback has asked for the end of training; None if none has.
         unsound: whether the last update has spoilt the model, as far as `health` can tell: no
             checkpoint of it is saved.
         rollback: why the run is to go back to the last checkpoint; None if it is not.
@@ -127,6 +132,7 @@ class Trainer(CustomLoop):
         self,
         model: keras.Model | Callable[[], keras.Model],
         data: Any,
+        *,
         validation_data: Any = None,
         class_weight: Mapping[int, float] | None = None,
         callbacks: Iterable[keras.callbacks.Callback] = (),
@@ -261,7 +267,7 @@ class Trainer(CustomLoop):
         """Go back to the last checkpoint after the current update. Call it on all ranks alike."""
         self.rollback, self.unsound = reason, True
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""
         self._active.resume()
 
@@ -299,7 +305,8 @@ class Trainer(CustomLoop):
             model = self.backend.build_model(model)
         if not isinstance(model, keras.Model):
             raise ModelError(
-                f"expected a keras.Model, or a function that returns one, got {type(model)}"
+                f"expected a keras.Model, or a function that returns one, got {type(model)}; pass "
+                "keras.Sequential(...), or build_model without calling it"
             )
         return model
 

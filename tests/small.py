@@ -47,7 +47,7 @@ def fit(
     model: Any = build, given: Any = None, validation: Any = None, **settings: Any
 ) -> tuple[Trainer, dict[str, list[float]]]:
     with trainer(**settings) as it:
-        history = it.fit(model, given or data(), validation)
+        history = it.fit(model, given or data(), validation_data=validation)
         return it, history.history
 
 
@@ -97,5 +97,5 @@ class Watch(Callback):
 def watch(validation: Any = None, **settings: Any) -> tuple[Watch, Trainer, dict[str, Any]]:
     seen = Watch()
     with trainer([seen], **settings) as it:
-        history = it.fit(build, data(), validation)
+        history = it.fit(build, data(), validation_data=validation)
         return seen, it, history.history

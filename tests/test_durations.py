@@ -37,7 +37,7 @@ def test_nonsense_is_refused(text):
 
 
 def test_a_missing_unit_is_explained():
-    with pytest.raises(ConfigError, match="'5ep' for epochs, '5ba' for updates"):
+    with pytest.raises(ConfigError, match="'5ep' for epochs or '5ba' for updates or '5s'"):
         Duration.parse("5")
 
 

@@ -43,7 +43,7 @@ class Judge(Callback):
 def test_an_epoch_that_is_cut_short_is_not_finished() -> None:
     judge = Judge()
     with trainer([judge], trainer__epochs=5, trainer__max_steps=8) as it:
-        it.fit(build, data(), data(8))
+        it.fit(build, data(), validation_data=data(8))
         assert (it.progress.epoch, it.progress.batch) == (1, 2)
     # In the cut epoch the metrics are still those of training, to go on with after a resume.
     assert judge.seen == [(True, False), (False, True)]

@@ -2,7 +2,7 @@
 
 The loop owns *when* something happens, a backend owns *how* a step runs, Keras owns *what* a
 step is. A new backend is one file with one class, one line in `ktrainer.backends.BACKENDS`, one
-dataclass in the configuration's schema and one YAML in `configs/`.
+dataclass and one line in `BACKENDS` in `ktrainer.config.backends`, and one YAML in `configs/`.
 """
 
 from __future__ import annotations

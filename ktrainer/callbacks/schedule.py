@@ -96,7 +96,7 @@ def as_duration(value: str | Duration | None, path: str) -> Duration | None:
     """
     if value is None:
         return None
-    duration = Duration.parse(value, path)
+    duration = Duration.parse(value, path, ("ep", "ba"))
     if duration.unit == "s":
         raise ConfigError(
             f"{value!r} is a time, but the learning rate is a function of the step: give epochs "

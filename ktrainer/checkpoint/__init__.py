@@ -26,32 +26,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ktrainer.checkpoint.export import save_model
-    from ktrainer.checkpoint.format import write_checkpoint
     from ktrainer.checkpoint.reading import read_checkpoint, verify
     from ktrainer.checkpoint.resuming import resume
-    from ktrainer.checkpoint.state import capture, restore
+    from ktrainer.checkpoint.state import capture
     from ktrainer.checkpoint.store import Store
 
 _HOME = {
     "Store": "store",
     "capture": "state",
     "read_checkpoint": "reading",
-    "restore": "state",
     "resume": "resuming",
     "save_model": "export",
     "verify": "reading",
-    "write_checkpoint": "format",
 }
 
 __all__ = [
     "Store",
     "capture",
     "read_checkpoint",
-    "restore",
     "resume",
     "save_model",
     "verify",
-    "write_checkpoint",
 ]
 
 

@@ -61,7 +61,10 @@ def chosen(path: Path, best: bool = False) -> Found:
     for found in every:
         if any(mark.startswith("best") for mark in found.marks):
             return found
-    raise CheckpointError(f"{path}: no checkpoint was judged; that needs checkpoint.best")
+    raise CheckpointError(
+        f"{path}: no checkpoint is marked best: train with checkpoint.best=val_loss, or leave "
+        "--best out"
+    )
 
 
 def _marked(store: Store, entries: Sequence[Entry]) -> list[Found]:

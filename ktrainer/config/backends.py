@@ -193,9 +193,15 @@ ALIASES = {
     "one_device": "backend=tf_distribute backend.strategy=one_device",
     "tpu": "backend=tf_distribute backend.strategy=tpu",
     "mwms": "backend=tf_distribute backend.strategy=multi_worker_mirrored",
+    "ps": "backend=tf_distribute backend.strategy=parameter_server",
 }
 
 # The same for the values of a key.
 VALUE_ALIASES = {
     "backend.schedule": {"simple": "gpipe", "dapple": "1f1b", "zb_h1": "zero_bubble"},
+    "backend.strategy": {
+        "multiworker": "multi_worker_mirrored",
+        "mwms": "multi_worker_mirrored",
+        "ps": "parameter_server",
+    },
 }

@@ -70,7 +70,7 @@ def _check_bounds(group: Any, prefix: str) -> None:
 
 
 def _check_duration(path: str, value: str, bound: DurationBounds) -> None:
-    length = Duration.parse(value, path)
+    length = Duration.parse(value, path, bound.units)
     if length.unit not in bound.units:
         units = " or ".join(_UNITS[u] for u in bound.units)
         raise ConfigError(f"{value!r} must be given in {units}.", path=path, value=value)

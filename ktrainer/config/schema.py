@@ -122,7 +122,8 @@ class DataConfig:
         shard: how ranks share the data. batch: all read the same batches and take their slice.
             element, file: each rank reads only its own elements or files, for input pipelines
             too heavy to run in full on every rank.
-        drop_remainder: leave out the last batch of an epoch when it is smaller than the others.
+        drop_remainder: for arrays, leave out the last batch of an epoch when it is smaller than
+            the others, in training only.
         prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
     """
 
@@ -191,7 +192,8 @@ class LrConfig:
             for data.batch=per_worker, where more processes make a larger batch.
         warmup: rise from 1/size of the learning rate to all of it over this long, such as "5ep" or
             "1000ba" (Goyal et al., 2017); one process has nothing to rise to. null: no warm-up.
-        schedule: list of {start, multiplier, end}.
+        schedule: multipliers of the learning rate, as
+            [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.
     """
 
@@ -265,8 +267,8 @@ class WorldConfig:
             have been started by `ktrainer launch --heal`, or `mpirun --with-ft ulfm`.
         replace: start a process in the place of each that died; it joins the others when it is
             ready.
-        min_size: ranks; with fewer left the rest save a checkpoint and end.
-        max_size: ranks; grow to so many with processes that join. null: do not grow.
+        min_size: fewest ranks to go on with; with fewer left the rest save a checkpoint and end.
+        max_size: most ranks; grow to so many with processes that join. null: do not grow.
     """
 
     deadline: float = number(300.0, above=0)

@@ -59,14 +59,16 @@ def default_of(item: Field[Any]) -> Any:
     return item.default if item.default_factory is NO_DEFAULT else item.default_factory()
 
 
+_DURATIONS = {"ep": "'1ep'", "ba": "'500ba'", "s": "'10m'"}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def expected(item: Field[Any], hint: Any) -> str:
     """What a key takes, in words: "a whole number or null"."""
     optional = type(None) in alternatives(hint)
-    if isinstance(bounds(item), DurationBounds):
-        words = ["a duration such as '1ep', '500ba', '10m'"]
+    bound = bounds(item)
+    if isinstance(bound, DurationBounds):
+        words = ["a duration such as " + ", ".join(_DURATIONS[unit] for unit in bound.units)]
     elif choices(hint):
         words = ["one of " + ", ".join(choices(hint))]
     elif get_origin(hint) in (list, dict):
@@ -94,14 +96,6 @@ def lookup(path: str, backend: str | None = None) -> tuple[Field[Any], Any] | No
         if not is_dataclass(group):
             return found if part == path.split(".")[-1] else None
     return found
-
-
-def all_paths() -> list[str]:
-    """Dotted paths of all keys of all backends, groups included."""
-    paths = [path for path, _, _ in walk_schema(Config)]
-    for group in BACKENDS.values():
-        paths += [p for p, _, _ in walk_schema(group, "backend.") if p not in paths]
-    return paths
 
 
 def walk_schema(group: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:

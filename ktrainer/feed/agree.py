@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
-import tensorflow as tf
 
 from ktrainer.errors import DataError, DivergenceError, PeerLost
 from ktrainer.feed.specs import widen
@@ -150,11 +149,6 @@ def _needed(spec: Any) -> Any:
     if spec is None:
         raise DataError("the data is empty: no rank has a single batch")
     return spec
-
-
-def same_spec(one: Any, two: Any) -> bool:
-    """Whether two specs are equal, leaf by leaf."""
-    return tf.nest.flatten(one) == tf.nest.flatten(two)
 
 
 def ranks(numbers: np.ndarray) -> str:

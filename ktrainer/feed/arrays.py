@@ -61,7 +61,6 @@ class ArrayFeed(Feed):
         self._takes = [_taker(leaf) for leaf in leaves]
         self._plain = all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves)
         self.spec = tf.nest.pack_sequence_as(inputs, [_spec(leaf) for leaf in leaves])
-        self.element_count = self.rows
         steps = self.rows / global_batch
         self.num_batches = limited(math.floor(steps) if drop_remainder else math.ceil(steps), limit)
         largest = math.ceil(min(global_batch, self.rows) / self.replicas)

@@ -37,7 +37,6 @@ class Feed(ABC):
     Attributes:
         num_batches: global batches an epoch, after `limit`; None when unknown. The same on all
             ranks.
-        element_count: rows an epoch over all replicas, before `limit`; None when unknown.
         spec: nested `tf.TensorSpec` of a share, the batch dimension None. The same on all ranks.
             It can become wider during an epoch (a sequence of a new length, say): compare it by
             identity before each step, all ranks see it change at the same step.
@@ -45,7 +44,6 @@ class Feed(ABC):
     """
 
     num_batches: int | None = None
-    element_count: int | None = None
     spec: Any = None
     exhausted: bool = False
 

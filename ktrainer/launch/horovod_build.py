@@ -146,8 +146,8 @@ def _check_tools(scripts: str) -> None:
     if absent or modules:
         raise SetupError(
             f"building Horovod needs {', '.join(absent + modules)}. Python's packages and cmake: "
-            '`pip install "ktrainer[horovod]"`. Compilers, on Debian and Ubuntu: '
-            "`apt-get install g++ make`"
+            'in the checkout of ktrainer, `pip install ".[horovod]"`. Compilers, on Debian and '
+            "Ubuntu: `apt-get install g++ make`"
         )
 
 

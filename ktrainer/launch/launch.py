@@ -121,7 +121,9 @@ def run(args: argparse.Namespace) -> int:
         SetupError: there is no mpirun.
     """
     if not Path(args.script).is_file():
-        raise ConfigError(f"there is no script {args.script!r}")
+        raise ConfigError(
+            f"there is no script {args.script!r}; give the path from the current folder"
+        )
     _count(args)
     config = _check(args.args, args.ranks, args.workers) if args.check else None
     heal = healing.settings(args, config)

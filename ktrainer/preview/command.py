@@ -57,6 +57,10 @@ def run(args: argparse.Namespace) -> int:
     preview = Preview(later.processes or args.processes, picture)
     if path.suffix in _CONFIGS:
         return _show_config(path, words, preview)
+    if path.suffix != ".py":
+        raise ConfigError(
+            f"{path} is neither a Python script (.py) nor a configuration (.yaml, .yml)."
+        )
     return _run_script(path, words, preview)
 
 
@@ -120,7 +124,11 @@ def _run_script(path: Path, words: list[str], preview: Preview) -> int:
             raise
     finally:
         sys.argv, sys.path[:] = argv, folders
-    raise ConfigError(f"{path} has ended without Trainer.fit, so there is nothing to plan.")
+    raise ConfigError(
+        f"{path} has ended without Trainer.fit, so there is nothing to plan. Call trainer.fit at "
+        'the top level or under `if __name__ == "__main__"`; a configuration file shows the '
+        "schedule alone."
+    )
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,21 @@
-"""A Keras model's train, test and predict step as compiled functions of one share of a batch."""
+"""A Keras model's train, test and predict step as compiled functions of one share of a batch.
+
+The parts of this package:
+
+    base.py           what a backend makes of a model: the interface
+    options.py        how steps run, from the configuration
+    program.py        a model's steps, compiled
+    model_step.py     the model's own step, and what several ranks must do after it
+    captured.py       an update of several shares: accumulation, XLA with several ranks
+    multi.py          several updates in one call
+    context.py        what a traced step must know of the other shares
+    seams.py          the functions of Keras that are replaced while a step is traced
+    guard.py          leaves out updates that would spoil a model
+    metric_states.py  whether the states of a metric add up over parts of the data
+    optimizers.py     the optimizers that a model holds
+    placement.py      where a model's variables are
+    elsewhere.py      a variable that another stage of a pipeline holds
+"""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import ktrainer.checkpoint.format as format_module
-from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint import read_checkpoint, verify
 from ktrainer.checkpoint.checksums import checksum
-from ktrainer.checkpoint.format import MANIFEST
+from ktrainer.checkpoint.format import MANIFEST, write_checkpoint
 from ktrainer.errors import CheckpointError
 from tests.faults.forging import forge
 

@@ -11,8 +11,9 @@ import pytest
 
 from ktrainer import world
 from ktrainer.callbacks import Callback
-from ktrainer.checkpoint import capture, restore
+from ktrainer.checkpoint import capture
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.state import restore
 from ktrainer.progress import Progress
 from ktrainer.world import SingleWorld
 from tests.callbacks.helpers import data, everything, fit, small_model

@@ -19,9 +19,9 @@ from ktrainer.config import (
     DataParallelConfig,
     LocalConfig,
     config_diff,
-    differences,
     load_config,
 )
+from ktrainer.config.compare import differences
 from ktrainer.errors import ConfigError
 
 

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from ktrainer.config import differences, load_config, redact, resolved_yaml
+from ktrainer.config import load_config, redact, resolved_yaml
+from ktrainer.config.compare import differences
 from ktrainer.config.redact import is_secret_name, redact_text
 from ktrainer.errors import ConfigError
 

@@ -79,6 +79,7 @@ def test_a_key_of_another_backend_says_whose_it_is():
     [
         ("backend=data_paralel", "data_parallel"),
         ("backend=Local", "local"),
+        ("backend=DATA_PARALLEL", "data_parallel"),
         ("data.batch=globl", "global"),
         ("trainer.precision=mixed_bfloat", "mixed_bfloat16"),
         ("lr.scale=liner", "linear"),
@@ -94,6 +95,9 @@ def test_unknown_choices(word, known):
 def test_names_used_elsewhere_are_explained():
     assert "backend=data_parallel backend.engine=horovod" in str(refused(["backend=horovod"]))
     assert "backend.strategy=mirrored" in str(refused(["backend=mirrored"]))
+    assert "backend.strategy=parameter_server" in str(refused(["backend=ps"]))
+    error = refused(["backend=tf_distribute", "backend.strategy=mwms"])
+    assert "'mwms' is backend.strategy=multi_worker_mirrored here" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,10 @@ def test_names_used_elsewhere_are_explained():
         ("checkpoint.every=5 apples", "not a duration"),
         ("checkpoint.every=0ep", "longer than zero"),
         ("trainer.max_time=5ep", "time ('10m')"),
+        ("trainer.max_time=5", "no unit: write '5s' for seconds."),
+        ("lr.warmup=5", "no unit: write '5ep' for epochs or '5ba' for updates."),
+        ("lr.warmup=soon", "such as '1ep' (epochs) or '500ba' (updates)."),
+        ("lr.warmup=[1]", "a duration such as '1ep', '500ba' or null"),
         ("lr.warmup=5m", "epochs ('1ep') or updates ('500ba')"),
         ("data.batch=null", "one of global, per_worker"),
     ],

@@ -195,7 +195,7 @@ def _fit(scenario: Scenario, callbacks: list[Any], how: Any, eager: bool) -> Out
     backend = how if isinstance(how, str) else dict(how)
     settings = config(backend=backend, trainer={"epochs": EPOCHS}, health={"nan": "ignore"})
     with Trainer(settings) as trainer:
-        history = trainer.fit(build, (x, y), validation, callbacks=callbacks)
+        history = trainer.fit(build, (x, y), validation_data=validation, callbacks=callbacks)
         return outcome_of(trainer.model, history)
 
 

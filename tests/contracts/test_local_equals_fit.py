@@ -172,7 +172,12 @@ def test_every_kind_of_data(name: str) -> None:
     with Trainer(config(trainer={"epochs": EPOCHS, **kind.trainer})) as trainer:
         keras.utils.set_random_seed(SEED)
         validation = kind.validation() if kind.validation else None
-        history = trainer.fit(kind.build(), kind.make(), validation, kind.class_weight)
+        history = trainer.fit(
+            kind.build(),
+            kind.make(),
+            validation_data=validation,
+            class_weight=kind.class_weight,
+        )
         ours = outcome_of(trainer.model, history)
     if not kind.length_known:
         # Model.fit runs a step without data at the end, which counts as an update.

@@ -51,7 +51,7 @@ def test_row_28_a_planted_secret(tmp_path: Path, monkeypatch: Any, capfd: Any) -
     monkeypatch.setenv("PLANTED_TOKEN", SECRETS[0])
     texts = []
     with Trainer(overrides=configured(tmp_path / "run")) as it:
-        it.fit(build, data(), data(8))
+        it.fit(build, data(), validation_data=data(8))
         texts += [repr(it.config), str(it.plan)]
         it.save(tmp_path / "run" / "model.keras")
     words = configured(tmp_path / "other", "callbacks.posts.fails=true")
@@ -83,7 +83,7 @@ def cycles(backend: str, count: int, folder: str, *words: str) -> list[tuple[int
     settings |= dict(word.split("=") for word in words)
     for k in range(count):
         with trainer(backend=backend, run__dir=f"{folder}/{k}", **settings) as it:
-            it.fit(lambda: build(eager=backend != "pipeline"), data(), data(4))
+            it.fit(lambda: build(eager=backend != "pipeline"), data(), validation_data=data(4))
         keras.utils.clear_session()
         seen.append((process.num_fds(), threading.active_count(), process.num_threads()))
     return seen

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from ktrainer import cli
-from ktrainer.checkpoint import read_checkpoint, resume, write_checkpoint
-from ktrainer.checkpoint.format import MANIFEST, MODEL
+from ktrainer.checkpoint import read_checkpoint, resume
+from ktrainer.checkpoint.format import MANIFEST, MODEL, write_checkpoint
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError
 from ktrainer.world import SingleWorld

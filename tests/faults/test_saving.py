@@ -19,7 +19,8 @@ import pytest
 import ktrainer.checkpoint.format as format_module
 import ktrainer.checkpoint.saver as saver_module
 from ktrainer import Callback, Trainer, world
-from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint import read_checkpoint, verify
+from ktrainer.checkpoint.format import write_checkpoint
 from ktrainer.errors import CheckpointError, SetupError
 from tests.faults.runs import CASES, Case, settings, train
 from tests.faults.stages import save_with_fault

@@ -58,8 +58,8 @@ def test_missing_tensorflow_gives_the_remedy(tmp_path: Path) -> None:
     )
     done = env_command(PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    assert 'pip install "ktrainer[cpu]"' in done.stdout
-    assert 'pip install "ktrainer[gpu]"' in done.stdout
+    assert 'pip install ".[cpu]"' in done.stdout
+    assert 'pip install ".[gpu]"' in done.stdout
     assert "local                          no: TensorFlow" in done.stdout
 
 

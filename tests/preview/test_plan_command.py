@@ -238,6 +238,13 @@ def test_a_scripts_own_failure_is_its_own(tmp_path, capsys):
     assert "there is no script" in capsys.readouterr().err
 
 
+def test_what_is_neither_a_script_nor_a_configuration(tmp_path, capsys):
+    path = tmp_path / "README.md"
+    path.write_text("# Not Python")
+    assert cli.main(["plan", str(path)]) == 2
+    assert "neither a Python script (.py) nor a configuration" in capsys.readouterr().err
+
+
 def test_png_needs_matplotlib(config, capsys, monkeypatch):
     monkeypatch.setattr("ktrainer.preview.command.find_spec", lambda name: None)
     assert cli.main(["plan", config, "--picture", "x.png"]) == 2

@@ -190,8 +190,10 @@ def assigned(
     over = [s for s in result.stages if settings.memory_limit and s.memory > settings.memory_limit]
     if over:
         raise ConfigError(
-            f"stage {over[0].index} takes {over[0].memory} bytes. The least limit that these "
-            f"stages keep is {max(s.memory for s in result.stages)}.",
+            f"stage {over[0].index} takes {over[0].memory} bytes, more than "
+            f"{settings.memory_limit}. The least limit that these stages keep is "
+            f"{max(s.memory for s in result.stages)}; or give some of its layers to another "
+            "stage, or use more partitions, or smaller microbatches.",
             path="backend.memory_limit",
         )
     return result
