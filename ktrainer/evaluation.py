@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -76,6 +76,8 @@ def validate(
         logs = evaluate(program, feed, callbacks, world, agree)
     except BaseException:
         keep = True
+        with suppress(Exception):  # what has been scheduled counts before they are put back
+            program.finish()
         raise
     finally:
         for variable, value in kept if keep else ():

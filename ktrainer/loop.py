@@ -128,10 +128,7 @@ class Loop:
                 logs = self._epoch()
         except Asked as asked:
             leave(self.trainer, self.callbacks, asked)
-        # As Keras: optimizers of a user's own `train_step` do not own all trainable weights.
-        optimizer = self.model.optimizer
-        if isinstance(optimizer, keras.optimizers.Optimizer):
-            optimizer.finalize_variable_values(self.model.trainable_weights)
+        self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
         return self.model.history
 

@@ -168,12 +168,13 @@ class Trainer(CustomLoop):
         self.timers.clear()
         self.stop_reason = self.rollback = None
         self.unsound = False
-        self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
-        self.fits += 1
-        try:
-            return self._active.run()
-        finally:
-            self._active.close()
+        with self.backend.watching():
+            self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
+            self.fits += 1
+            try:
+                return self._active.run()
+            finally:
+                self._active.close()
 
     def evaluate(self, model: Any, data: Any) -> dict[str, float]:
         """Loss and metrics of `model` over all of `data`, the same on every rank.
@@ -326,7 +327,8 @@ class Trainer(CustomLoop):
         try:
             if check and self.world.size > 1:
                 check_agreement(self.world, data_facts=data_facts(feed, "given"))
-            return run(program, feed, callbacks, self.world)
+            with self.backend.watching():
+                return run(program, feed, callbacks, self.world)
         finally:
             feed.close()
 

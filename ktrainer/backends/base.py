@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.backends.devices import claim_device
@@ -52,6 +53,11 @@ class Backend(ABC):
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:  # noqa: B027
         """Refuse callbacks that cannot do their work here."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """In which whatever the Trainer does with a model runs; other processes, too, may hold
+        parts of it."""
+        return nullcontext()
 
     @property
     def communication_seconds(self) -> float | None:

@@ -64,3 +64,10 @@ class Steps(ABC):
             The logs of the last step, if they were not known when it was asked for.
         """
         return None
+
+    def finalize_weights(self) -> None:
+        """Training is over: an optimizer that keeps averages of the weights puts them in place."""
+        # As Keras: optimizers of a user's own `train_step` do not own all trainable weights.
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            optimizer.finalize_variable_values(self.model.trainable_weights)

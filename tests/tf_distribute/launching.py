@@ -21,11 +21,15 @@ MULTI_WORKER = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored
 SERVERS = ("backend=tf_distribute", "backend.strategy=parameter_server")
 
 SCRIPT = """
-import sys
+import os, sys
 import keras, numpy as np
 from ktrainer import Trainer
 
 class Slow(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 5 and os.environ.get("TEST_RANK") == str(trainer.world.rank):
+            os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))  # the others go on into a sum
+
     def on_train_batch_end(self, batch, logs=None):
         import time
         if batch == 4:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,18 @@ def main() -> None:
 def joined() -> dict[str, Any]:
     """Trainings that must equal one process, and one that goes on by itself."""
     found: dict[str, Any] = {"cases": {}, "logs": {}}
-    for i, case in enumerate(case for case in CASES if case not in LIKE_OTHERS):
-        optimizer = "sgd" if i % 2 else "adamw"
+    cases = [case for case in CASES if case not in LIKE_OTHERS]
+    pairs = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(cases)]
+    for case, optimizer in [*pairs, ("plain", "sgd")]:
         words = {"backend__strategy": "parameter_server", "backend__join": "step"}
-        few = {} if case == "plain" else {"trainer__epochs": 2}
+        few = {} if case == "plain" else {"trainer__epochs": 2}  # else 56 updates
         (ours,) = several([(case, optimizer)], backend="tf_distribute", **words, **few)
         (reference,) = several([(case, optimizer)], backend="local", **few)
-        found["cases"][case] = difference(reference, ours)
-        found["logs"][case] = [ours.history, reference.history]
+        found["cases"][f"{case} {optimizer}"] = difference(reference, ours)
+        found["logs"][f"{case} {optimizer}"] = [ours.history, reference.history]
     found["asynchronous"] = asynchronous()
-    found["cut"] = cut_variables()
+    found["left"] = left_in_validation()
+    found["cut"] = [cut_variables(digits_model), cut_variables(averaged_embeddings)]
     found["resumed"] = resumed()
     return found
 
@@ -105,9 +108,9 @@ def stock_callback(name: str) -> None:
     playing.compare(playing.play(name, place, tuple(IN_STEP.items())), playing.alone(name))
 
 
-def trainer(*more: str, **words: Any) -> Trainer:
+def trainer(*more: str, callbacks: Any = (), **words: Any) -> Trainer:
     settings = [f"backend.{key}={value}" for key, value in words.items()]
-    return Trainer(QUIET, overrides=[*SERVERS, *settings, *more])
+    return Trainer(QUIET, callbacks, overrides=[*SERVERS, *settings, *more])
 
 
 def digits_model() -> keras.Model:
@@ -146,7 +149,40 @@ def asynchronous() -> dict[str, Any]:
     }
 
 
-def cut_variables() -> dict[str, Any]:
+def left_in_validation() -> float:
+    """An error while workers still evaluate; the examples that the training has counted."""
+
+    class Leave(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 5:
+                raise KeyError(batch)
+
+    x, y = load_digits(return_X_y=True)
+    with trainer("data.batch_size=32", callbacks=[Leave()]) as it:
+        with suppress(KeyError):
+            it.fit(digits_model, (x[:320], y[:320]), validation_data=(x[320:], y[320:]))
+        it.settle()
+        return sum(float(m.count.numpy()) for m in it.model.metrics if m.name == "loss")
+
+
+def averaged_embeddings() -> keras.Model:
+    """Sparse gradients, weights that decay, and their moving averages, of the digits' pixels."""
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.Input((64,)),
+        keras.layers.Rescaling(16.0),
+        keras.layers.Embedding(17, 32),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(10),
+    ]
+    model = keras.Sequential(layers)
+    averaged = {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 5}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1, **averaged), loss)
+    return model
+
+
+def cut_variables(build: Callable[[], keras.Model]) -> dict[str, Any]:
     """Variables in pieces, on two servers."""
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype("float32")
@@ -156,27 +192,37 @@ def cut_variables() -> dict[str, Any]:
         ["backend=local"],
     ):
         with Trainer(QUIET, overrides=[*words, "trainer.max_steps=12"]) as it:
-            it.fit(digits_model, (x, y))
+            it.fit(build, (x, y))
             kinds = {type(v.value).__name__ for v in it.model.variables}
-            results.append((kinds, [np.array(v.numpy()) for v in it.model.variables]))
+            results.append((kinds, [np.array(v.numpy()) for v in variables_of(it.model)]))
     (kinds, ours), (_, reference) = results
     gap = max(float(np.abs(a - b).max()) for a, b in zip(ours, reference, strict=True))
     return {"kinds": sorted(kinds), "difference": gap}
 
 
-def resumed() -> float:
-    """A checkpoint of the servers' weights goes on in one process; the largest difference."""
+def resumed() -> list[float]:
+    """Epochs on one process, on servers, and on one process again, each from the checkpoint of
+    the one before; the largest difference from all of them on one, after each."""
     x, y = load_digits(return_X_y=True)
-    x = (x / 16).astype("float32")
-    ends = []
-    for name, first in (("servers", [*SERVERS, "backend.join=step"]), ("local", ["backend=local"])):
-        place = [f"checkpoint.dir={FOLDER / name}", "checkpoint.every=1ep", "trainer.epochs="]
-        for words, epochs in ((first, 1), (["backend=local"], 2)):
-            with Trainer(QUIET, overrides=[*words, *place[:2], f"{place[2]}{epochs}"]) as it:
+    x, y = (x[:480] / 16).astype("float32"), y[:480]
+    servers, local = [*SERVERS, "backend.join=step"], ["backend=local"]
+    ends: dict[str, list[list[np.ndarray]]] = {}
+    for name, backends in (
+        ("moving", (["backend=data_parallel"], servers, local)),
+        ("local", (local,) * 3),
+    ):
+        place = [f"checkpoint.dir={FOLDER / name}", "checkpoint.every=1ep"]
+        for epochs, words in enumerate(backends, start=1):
+            with Trainer(QUIET, overrides=[*words, *place, f"trainer.epochs={epochs}"]) as it:
                 it.fit(digits_model, (x, y))
-                weights = [np.array(v.numpy()) for v in it.model.variables]
-        ends.append(weights)
-    return max(float(np.abs(a - b).max()) for a, b in zip(*ends, strict=True))
+                weights = [np.array(v.numpy()) for v in variables_of(it.model)]
+                ends.setdefault(name, []).append(weights)
+    steps = zip(ends["moving"], ends["local"], strict=True)
+    return [max(float(np.abs(a - b).max()) for a, b in zip(*pair, strict=True)) for pair in steps]
+
+
+def variables_of(model: keras.Model) -> list[Any]:
+    return [*model.variables, *model.optimizer.variables]
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ def evaluated_by_another(strategy: str, other: str) -> Any:
 
     keras.utils.set_random_seed(0)
     with trainer(strategy, 2, (Evaluate(),), data__batch_size=16, trainer__epochs=3) as it:
-        it.fit(small_model, (x, y))
+        model = small_model()
+        model.compile(keras.optimizers.Adam(0.01), model.loss)  # whose moments move too
+        it.fit(model, (x, y))
         steps = int(it.model.optimizer.iterations.numpy())
         return steps, weights_of(it.model), it.predict(it.model, x)
 

@@ -17,7 +17,8 @@ The parts of this package:
     accumulate.py   updates from several shares, or compiled with XLA
     custom.py       the same for loops of the user's own
 
-    serving.py      with parameter servers: the processes that serve, and who of them is there
+    serving.py      with parameter servers: the processes that serve
+    presence.py     who of them is there, as the coordinator sees it
     workers.py      how the coordinator has workers run functions, and waits for them
     coordinator.py  a model's steps, run by workers
     sharded.py      variables that are cut between servers

@@ -24,6 +24,7 @@ from ktrainer.backends.tf_distribute.strategies import (
     open_strategy,
 )
 from ktrainer.config.cluster import Cluster, tf_config
+from ktrainer.errors import PeerLost
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Steps
 from ktrainer.strategy_plan import StrategyPlan
@@ -78,6 +79,9 @@ class TfDistribute(Backend):
             return self._coordinated(model, options)
         return ReplicatedProgram(model, options, self._replicas(model), self.guard, self._agree)
 
+    def watching(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.workers is None else self.workers.watching()
+
     def scope(self) -> AbstractContextManager[Any]:
         """In which variables are made as the strategy wants them."""
         return scope_of(self.strategy)
@@ -90,7 +94,9 @@ class TfDistribute(Backend):
         """Leave the models with ordinary variables."""
         for model in list(self._moved):
             # With a server, weights are gone; that has been said, and is not to be said otherwise.
-            with suppress(tf.errors.UnavailableError):
+            if self.workers is not None and self.workers.lost_weights:
+                continue
+            with suppress(tf.errors.UnavailableError, PeerLost), self.watching():
                 move_out(model, self.strategy)
         self._moved.clear()
         forget()
@@ -101,7 +107,8 @@ class TfDistribute(Backend):
             return cluster_of(self.world)
         if self.layout.strategy != "parameter_server":
             return None
-        from ktrainer.backends.tf_distribute.serving import present, serve
+        from ktrainer.backends.tf_distribute.presence import present
+        from ktrainer.backends.tf_distribute.serving import serve
 
         cluster = tf_config()
         assert cluster is not None  # or the plan would have been refused

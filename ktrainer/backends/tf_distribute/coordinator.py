@@ -1,16 +1,18 @@
 """The steps of parameter servers: workers compute, servers keep, the coordinator says what.
 
 Each update is one function that some worker runs: it reads the weights, computes the gradients
-of the whole batch and applies them, all on the servers. What its metrics have counted is added to
-sums on the servers too, which lose nothing when a worker dies, and read from there, so that
-metrics are exact however many workers run at once.
+of the whole batch and applies them, all on the servers. What its metrics have counted comes back
+with its logs, and the coordinator adds it up: so metrics are exact however many workers run at
+once. When a worker dies, TensorFlow has another one run its function again. What the first one has
+counted is lost with it, so that nothing counts twice; but what it has applied stays, and is applied
+again.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
@@ -33,32 +35,53 @@ _AHEAD = 4  # updates a worker that may wait
 
 
 class RemoteReplicas(Replicas):
-    """The one replica of whichever worker runs a step. Its metrics are sums on the servers."""
+    """The one replica of whichever worker runs a step. What its metrics count, steps return.
+
+    Attributes:
+        counted: the variables of metrics that steps have counted, in the order in which they
+            were first met.
+    """
 
     def __init__(self, strategy: tf.distribute.Strategy, model: keras.Model) -> None:
         super().__init__(strategy, model, None, 1)
-        self.sums: dict[int, tf.Variable] = {}
+        self.counted: list[Any] = []
+        self._more: dict[int, tf.Tensor] = {}  # by place in `counted`, in the step being traced
         self._names: set[str] = set()
 
-    def make_sums(self) -> None:
-        """Make the sums of the metrics' variables, which have been built."""
-        with self.strategy.scope():
-            for variable in self.model.metrics_variables:
-                if id(variable) not in self.sums:
-                    zeros = tf.zeros(variable.shape, variable.dtype)
-                    self.sums[id(variable)] = tf.Variable(zeros, trainable=False)
+    def learn_names(self) -> None:
+        """Know the logs that are metrics', which have been built."""
         self._names = set(self.model.get_metrics_result() if self.model.metrics else {})
 
+    def counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """`step`, returning its logs that are no metrics', and what to add to each metric."""
+
+        def counted(*args: Any) -> tuple[Any, dict[int, tf.Tensor]]:
+            self._more = {}
+            logs = step(*args)
+            more, self._more = self._more, {}
+            return logs, more
+
+        return counted
+
     def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
-        """Assign statistics, count metrics; returns the logs that are no metrics'."""
+        """Assign statistics, note what metrics count; returns the logs that are no metrics'."""
         for variable, value in outcome.statistics:
             variable.assign(value)
         for variable, parts in outcome.metrics:
-            self.sums[id(variable)].assign_add(tf.add_n(parts))
+            place = self._place_of(variable)
+            before = [self._more[place]] if place in self._more else []
+            self._more[place] = tf.add_n([*before, *parts])
         joined = joined_logs(None, logs, outcome.weights)
         if not isinstance(joined, dict):
             return joined
         return {key: value for key, value in joined.items() if key not in self._names}
+
+    def _place_of(self, variable: Any) -> int:
+        for place, each in enumerate(self.counted):
+            if each is variable:
+                return place
+        self.counted.append(variable)
+        return len(self.counted) - 1
 
     @contextmanager
     def _seams(self, metrics: bool) -> Iterator[None]:
@@ -93,13 +116,12 @@ class CoordinatedProgram(ReplicatedProgram):
         self._waiting: deque[Any] = deque()
         self._logs: Logs = {}
         self._kind = ""
-        self._before: list[np.ndarray] | None = None  # the metrics, without the servers' sums
 
     def build(self, spec: Any, training: bool = True) -> None:
         super().build(spec, training)
         why = "they cannot be counted on workers"
         require_sums(self.model, why, "choose another strategy")
-        self._remote.make_sums()
+        self._remote.learn_names()
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         if self.options.accumulate == 1 and not self.options.xla:
@@ -124,10 +146,12 @@ class CoordinatedProgram(ReplicatedProgram):
         if not self._waiting:
             return None
         self._workers.wait_for(self._waiting)
-        while self._waiting:
-            self._take()
-        self._count(reset=True)
+        self._take(0)
         return self._logs
+
+    def finalize_weights(self) -> None:
+        with sharded_variables():
+            super().finalize_weights()
 
     def _schedule(self, kind: str, batch: Any, facts: Any) -> Logs:
         """Have a worker run a step; the logs of the newest one of its kind that is known."""
@@ -136,47 +160,31 @@ class CoordinatedProgram(ReplicatedProgram):
             self._kind, self._logs = kind, {}
         self._renew()
         function = self._function(kind)
-        if self._before is None:
-            self._before = [np.array(v.numpy()) for v in self.model.metrics_variables]
         self._waiting.append(self._workers.schedule(function, _tensors(batch, facts)))
         if self._each_step or not self._logs:
             self.finish()
         elif len(self._waiting) > _AHEAD * self._workers.count:
             few = self._workers.count
             self._workers.wait_for([self._waiting[i] for i in range(len(self._waiting) - few)])
-            while len(self._waiting) > few:
-                self._take()
-            self._count()
+            self._take(few)
         return self._logs
 
-    def _take(self) -> None:
-        """The logs of the oldest step that are no metrics'; kept by the worker that ran it."""
-        result = self._waiting.popleft()
-        with suppress(tf.errors.UnavailableError):  # that worker has died since
-            self._logs = result.fetch()
-
-    def _count(self, reset: bool = False) -> None:
-        """Bring the metrics, and with them the logs, up to date; sums begin anew on `reset`."""
-        with self._workers.guard(), self._workers.in_time("read the sums of metrics"):
-            pairs = zip(self.model.metrics_variables, self._before or (), strict=True)
-            for variable, before in pairs:
-                variable.assign(before + self._remote.sums[id(variable)].numpy())
-            for total in self._remote.sums.values() if reset else ():
-                total.assign(tf.zeros_like(total))
-        if reset:
-            self._before = None
+    def _take(self, leave: int) -> None:
+        """Count all but the newest few steps, which are there, and bring the logs up to date."""
+        while len(self._waiting) > leave:
+            self._logs, counted = self._waiting.popleft().fetch()
+            for place, more in counted.items():
+                self._remote.counted[place].assign_add(more)
         if isinstance(self._logs, dict):
-            results = self.model.get_metrics_result() if self._remote.sums else {}
+            results = self.model.get_metrics_result() if self.model.metrics else {}
             self._logs = {**results, **self._logs}
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:
-            if kind == "update":
-                step: Callable[..., Any] = self._update
-            elif kind == "predict":
-                step = self._predict
-            else:
-                step = self._traced(kind)
+            step: Callable[..., Any] = self._predict
+            if kind != "predict":
+                step = self._update if kind == "update" else self._traced(kind)
+                step = self._remote.counting(step)
             spec = self._specs.get(kind)
             signature = None if spec is None or kind == "update" else [spec, Share]
             self._functions[kind] = tf.function(

@@ -20,7 +20,7 @@ from tensorflow.python.distribute.sharded_variable import ShardedVariableMixin
 
 @contextmanager
 def sharded_variables() -> Iterator[None]:
-    """Let Keras differentiate by, and update, variables that are cut."""
+    """Let Keras differentiate by, update, and replace by their averages, variables that are cut."""
     gradient, update = tf.GradientTape.gradient, TFOptimizer._distributed_tf_update_step
     decay = TFOptimizer._apply_weight_decay
 
@@ -61,10 +61,17 @@ def sharded_variables() -> Iterator[None]:
                 inner.assign_sub(tf.convert_to_tensor(inner) * rate)
         decay(self, whole)
 
+    def overwrite_each(self: Any, variables: Any) -> None:
+        pairs = zip(variables, self._model_variables_moving_average, strict=False)
+        for variable, mean in pairs:
+            inner = variable.value if isinstance(variable, keras.Variable) else variable
+            inner.assign(tf.convert_to_tensor(mean))
+
     with (
         patch.object(tf.GradientTape, "gradient", gradient_of),
         patch.object(TFOptimizer, "_distributed_tf_update_step", update_each),
         patch.object(TFOptimizer, "_apply_weight_decay", decay_each),
+        patch.object(TFOptimizer, "_overwrite_model_variables_with_average_value", overwrite_each),
     ):
         yield
 

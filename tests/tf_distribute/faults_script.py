@@ -1,0 +1,169 @@
+"""What the coordinator of a cluster goes through in `test_servers`, when others die or stop.
+
+`ktrainer launch --workers 2 --servers 1 faults_script.py FOLDER` writes what it found to
+FOLDER/found.json, and then ends with an error. The coordinator sends the signals itself, for some
+must come between what a worker computes and what is copied from there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from ktrainer import PeerLost, Trainer
+
+# isort: split
+import keras
+import numpy as np
+import psutil
+from tensorflow.python.distribute.coordinator.values import RemoteValueImpl
+
+from tests.tf_distribute.launching import QUIET, SERVERS, task
+
+ROWS, BATCH = 960, 16
+
+
+def main() -> None:
+    found = {
+        "killed": killed_after_its_update(),
+        "stopped": stopped_before_the_copy(),
+        "server": stopped_server(),
+    }
+    (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+    stopped_server_that_is_asked()
+
+
+def killed_after_its_update() -> dict[str, Any]:
+    """Worker 1 dies when it has applied an update, of which nothing is known yet."""
+    with trainer() as it, before_a_copy(1, after=5) as sent:
+        sent.number = signal.SIGKILL
+        it.fit(build, data())
+        counted = {m.name: float(m.variables[-1].numpy()) for m in it.model.metrics}
+        return {
+            "sent": sent.count,
+            "steps": it.progress.step,
+            "applied": int(it.model.optimizer.iterations.numpy()),
+            "counted": counted["loss"],
+        }
+
+
+def stopped_before_the_copy() -> Any:
+    """The worker that has been started in its place stops when it has computed a step."""
+    with trainer("trainer.epochs=1000", "trainer.max_time=1m") as it:
+        while it.backend._presence.missing():
+            time.sleep(0.2)
+        with before_a_copy(1) as stop:
+            said = said_by(lambda: it.fit(build, data()), stop)
+    stop.undo()
+    return said
+
+
+def stopped_server() -> Any:
+    """Inside of `with`: the weights stay where they are."""
+    stop = Stop("ps", 0)
+    with trainer("trainer.epochs=1000", "trainer.max_time=1m") as it:
+        said = said_by(lambda: it.fit(build, data(), callbacks=[At(4, stop)]), stop)
+    stop.undo()
+    return said
+
+
+def stopped_server_that_is_asked() -> None:
+    """By a callback, for the learning rate: TensorFlow would wait for ever."""
+    with trainer("trainer.epochs=1000") as it:
+        ask = [At(4, Stop("ps", 0)), At(5, lambda: float(it.model.optimizer.learning_rate))]
+        it.fit(build, data(), callbacks=ask)
+
+
+class Stop:
+    """Sends a signal to a task, once."""
+
+    def __init__(self, job: str, index: int) -> None:
+        self.job, self.index, self.number, self.at = job, index, signal.SIGSTOP, 0.0
+        self.count = 0
+
+    def __call__(self) -> None:
+        if self.count == 0:
+            self.count, self.at = 1, time.monotonic()
+            self._send(self.number)
+
+    def undo(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        launcher: Any = psutil.Process(os.getppid())
+        name = f'"{self.job}", "index": {self.index}'
+        task(launcher, "TF_CONFIG", name).send_signal(number)
+
+
+class At(keras.callbacks.Callback):
+    """Does something after a batch."""
+
+    def __init__(self, batch: int, what: Callable[[], Any]) -> None:
+        super().__init__()
+        self.batch, self.what = batch, what
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == self.batch:
+            self.what()
+
+
+@contextmanager
+def before_a_copy(worker: int, after: int = 0) -> Iterator[Stop]:
+    """A signal to a worker, before what it has computed is copied from there, the `after`-th
+    time."""
+    sent, seen = Stop("worker", worker), []
+    original = RemoteValueImpl._copy_to_local
+
+    def copy(self: Any) -> Any:
+        if f"/job:worker/replica:0/task:{worker}/" in " ".join(devices(self._values)):
+            seen.append(self)
+            if len(seen) > after:
+                sent()
+        return original(self)
+
+    with patch.object(RemoteValueImpl, "_copy_to_local", copy):
+        yield sent
+
+
+def devices(values: Any) -> list[str]:
+    return [value.backing_device for value in keras.tree.flatten(values)]
+
+
+def said_by(act: Callable[[], Any], sent: Stop) -> Any:
+    """What PeerLost says, and after how many seconds."""
+    try:
+        act()
+    except PeerLost as error:
+        seconds = time.monotonic() - sent.at
+        return re.sub(r"\d{4,}", "N", str(error)), seconds
+    return "nothing", 0.0
+
+
+def trainer(*words: str) -> Trainer:
+    batch = f"data.batch_size={BATCH}"
+    return Trainer({"logging": {"progress": "none"}}, overrides=[*SERVERS, *QUIET, batch, *words])
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(ROWS, 8)).astype("float32")
+    return x, x[:, :3]
+
+
+if __name__ == "__main__":
+    main()
