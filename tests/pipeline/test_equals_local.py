@@ -76,6 +76,7 @@ CLIP = ("trainer.clip.global_norm=0.1",)
         (Case("plain", rows=38, epochs=6, callbacks=True), 2, ()),
         (Case("aside", **SHORT), 3, ()),
         (Case("unused", **SHORT), 3, ZERO),
+        (Case("rare", **SHORT), 3, ZERO),
     ],
     ids=[
         "accumulate",
@@ -87,6 +88,7 @@ CLIP = ("trainer.clip.global_norm=0.1",)
         "callbacks",
         "aside",
         "unused",
+        "rare",
     ],
 )
 def test_options(ranks: Ranks, case: Case, stages: int, words: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers, ops
 
 import ktrainer
@@ -164,6 +165,44 @@ def unused() -> keras.Model:
     return model
 
 
+class Bend(layers.Layer):
+    """The identity, through which no gradient of a norm above 0.02 comes back."""
+
+    def call(self, x: Any) -> Any:
+        @ops.custom_gradient
+        def bend(x: Any) -> Any:
+            return x * 1, lambda upstream: tf.clip_by_norm(upstream, 0.02)
+
+        return bend(x)
+
+
+class Rare(keras.Model):
+    """Gradients that are clipped on their way back, a layer that is frozen, and weights that are
+    regularised, though no output depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = [layers.Dense(8, "tanh", name=f"inner_{i}") for i in range(4)]
+        self.inner[1].trainable = False
+        self.bends = [Bend(name=f"bend_{i}") for i in range(2)]
+        self.head = layers.Dense(3, name="head")
+        self.spare = layers.Dense(2, kernel_regularizer="l2", name="spare")
+        self.spare.build((None, 4))
+
+    def call(self, x: Any) -> Any:
+        for i, layer in enumerate(self.inner):
+            x = layer(x)
+            if i % 2 == 1:
+                x = self.bends[i // 2](x)
+        return self.head(x)
+
+
+def rare() -> keras.Model:
+    model = Rare()
+    model.compile(keras.optimizers.SGD(0.5), classes(), metrics=["accuracy"])
+    return model
+
+
 class Steep(layers.Layer):
     """The identity, with a weight whose own gradient is so large that float16 overflows."""
 
@@ -182,7 +221,7 @@ def steep() -> keras.Model:
     return model
 
 
-_ALL = (mlp, plain, cnn, tied, masked, two, recurrent, scoped, aside, unused, steep)
+_ALL = (mlp, plain, cnn, tied, masked, two, recurrent, scoped, aside, unused, rare, steep)
 BUILD: dict[str, Any] = {f.__name__: f for f in _ALL}
 
 

@@ -29,6 +29,8 @@ class StageGraph:
         receives: ids of the tensors that it gets from the stage before.
         sends: ids of the tensors that the stage after gets.
         is_last: whether outputs, loss and metrics are computed here.
+        unread: trained variables that no node of any stage reads, but that have a regularisation
+            loss; the first stage's.
     """
 
     index: int
@@ -38,11 +40,12 @@ class StageGraph:
     receives: tuple[int, ...]
     sends: tuple[int, ...]
     is_last: bool
+    unread: tuple[Any, ...] = ()
 
     @property
     def trainable(self) -> list[Any]:
-        """The trained variables that its nodes read, each once."""
-        return _each_once(v for node in self.nodes for v in node.trainable)
+        """The trained variables that its loss depends on, each once."""
+        return _each_once((*(v for node in self.nodes for v in node.trainable), *self.unread))
 
     @property
     def non_trainable(self) -> list[Any]:
@@ -82,6 +85,7 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
                 receives=crossing(index - 1) if index else (),
                 sends=() if last else crossing(index),
                 is_last=last,
+                unread=() if index else _regularised(graph.unused),
             )
         )
     return tuple(result)
@@ -90,6 +94,10 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
 def is_differentiable(spec: Any) -> bool:
     """Whether a tensor of this spec, with a `dtype`, has a gradient."""
     return bool(tf.as_dtype(spec.dtype).is_floating)
+
+
+def _regularised(variables: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(v for v in variables if v.trainable and v.regularizer is not None)
 
 
 def _each_once(variables: Any) -> list[Any]:

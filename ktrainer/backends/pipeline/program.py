@@ -115,7 +115,7 @@ class PipelineProgram(Steps):
             replica=planned.placement.replica,
             recompute=self.config.recompute,
             xla=self.options.xla,
-            weighs_losses=planned.in_full_precision,
+            may_weigh_losses=planned.in_full_precision,
         )
         self._compiled = CompiledModel(planned, settings, self.post)
         self._compiled.forget(is_uniform(spec))
