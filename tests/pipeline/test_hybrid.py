@@ -47,6 +47,38 @@ def test_two_copies_of_two_stages(
     assert ours[copy].held.keys() == ours[0].held.keys() != ours[other].held.keys()
 
 
+def _statistics() -> dict[str, np.ndarray]:
+    """BatchNorm's after one update, where this process holds them."""
+    import keras
+
+    from ktrainer import Trainer
+    from ktrainer.steps.placement import placement_of
+
+    def build() -> Any:
+        norm = keras.layers.BatchNormalization(momentum=0.9, name="norm")
+        model = keras.Sequential([keras.Input((3,)), norm, keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    words = pipeline(2, "backend.microbatches=2", "backend.costs=uniform", "data.batch_size=16")
+    quiet = ("data.shuffle=false", "logging.progress=none", "logging.csv=false")
+    x = np.arange(48.0, dtype="float32").reshape(16, 3) ** 2 / 100
+    with Trainer(overrides=[*words, *quiet]) as trainer:
+        trainer.fit(build, (x, np.zeros((16, 2), "float32")))
+        held = [v for v in trainer.model.variables if placement_of(trainer.model).holds(v)]
+        return {v.name: v.numpy() for v in held if "moving" in v.name}
+
+
+def test_statistics_are_the_average_of_what_copies_move(ranks: Callable[..., Any]) -> None:
+    first, _, other, _ = ranks(4).run(_statistics)
+    rows = (np.arange(48.0).reshape(16, 3) ** 2 / 100).reshape(2, 2, 4, 3)  # by copy, microbatch
+    start = {"moving_mean": 0.0, "moving_variance": 1.0}
+    for name, values in (("moving_mean", rows.mean(2)), ("moving_variance", rows.var(2))):
+        moved = start[name] * 0.9**2 + 0.1 * (0.9 * values[:, 0] + values[:, 1])
+        np.testing.assert_allclose(first[name], moved.mean(0), 1e-5)
+        assert first[name].tobytes() == other[name].tobytes()
+
+
 def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
     """Copies hold the same weights, whatever they draw."""
     words = pipeline(2, "backend.microbatches=2")

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.nodes import Graph, Node
+from ktrainer.errors import ModelError
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,9 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
     Args:
         stage_of: the stage of each node; data flows to higher stages only.
         stages: how many there are.
+
+    Raises:
+        ModelError: a string would go from one stage to another.
     """
     placed = list(zip(graph.nodes, stage_of, strict=True))
     made = {i: stage for node, stage in placed for i in node.outputs}
@@ -69,7 +73,9 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
                 needed[i] = max(stage, needed.get(i, 0))
 
     def crossing(cut: int) -> tuple[int, ...]:
-        return tuple(i for i, stage in made.items() if stage <= cut < needed.get(i, 0))
+        found = tuple(i for i, stage in made.items() if stage <= cut < needed.get(i, 0))
+        _refuse_strings(graph, found, cut)
+        return found
 
     result = []
     for index in range(stages):
@@ -89,6 +95,17 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
             )
         )
     return tuple(result)
+
+
+def _refuse_strings(graph: Graph, crossing: Sequence[int], cut: int) -> None:
+    for i in crossing:
+        if graph.tensors[i].dtype == "string":
+            raise ModelError(
+                f"{graph.tensors[i].name!r} makes strings, and is on stage {cut} or before, but is "
+                f"needed on stage {cut + 1} or after: only numbers go from stage to stage. Put "
+                "what makes numbers of them on the same stage, with backend.stages or `with "
+                "ktrainer.partition(i):`, or look strings up before the model, in its data"
+            )
 
 
 def is_differentiable(spec: Any) -> bool:
