@@ -163,7 +163,7 @@ class Trainer(CustomLoop):
         if asked() is not None:
             from ktrainer.preview.report import show_model
 
-            show_model(self, data)
+            show_model(self, data, callbacks)
         self.progress = Progress()
         self.timers.clear()
         self.stop_reason = self.rollback = None

@@ -68,9 +68,9 @@ class PipelineConfig(BackendConfig):
         microbatches: parts that a replica's batch is cut into, to keep the stages busy; 4 for
             each partition is a good start. 1: the stages work one after another.
         schedule: the order of forward and backward passes. 1f1b: as fast as gpipe, with fewer
-            activations in memory. gpipe: all forward passes first. interleaved: several stages a
-            process, see chunks, for shorter waits and more messages. zero_bubble: gradients of
-            weights fill the waits.
+            activations in memory. gpipe: all forward passes of an update first. interleaved:
+            several stages a process, see chunks, for shorter waits and more messages.
+            zero_bubble: gradients of weights fill the waits.
         chunks: stages in each process; more than 1 with schedule=interleaved only.
         active_microbatches: the most microbatches that a process keeps activations of. null: as
             many as the schedule is fastest with.

@@ -29,7 +29,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
     make_schedule(
         backend.schedule,
         backend.partitions,
-        backend.microbatches,
+        backend.microbatches * config.trainer.accumulate,
         backend.chunks,
         backend.active_microbatches,
     )

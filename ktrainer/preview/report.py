@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
@@ -38,21 +39,23 @@ def show_config(config: Config) -> None:
     plan = make_plan(config, pretend(config, WorldFacts.detect(SingleWorld())))
     print(plan)
     if isinstance(config.backend, PipelineConfig):
-        schedule = _schedule(config.backend, plan.rank_batches[0])
-        _show_schedule(simulate(schedule), plan.replicas)
+        schedule = _schedule(config, config.backend, plan.rank_batches[0])
+        _show_schedule(schedule, partial(equal_costs, schedule.stages), config.backend, plan)
 
 
-def show_model(trainer: Trainer, data: Any) -> NoReturn:
+def show_model(trainer: Trainer, data: Any, callbacks: Iterable[Any] = ()) -> NoReturn:
     """Print what `fit` would do with the trainer's model, and end the script.
 
     Args:
         trainer: its plan is for as many processes as asked for.
         data: the training data; looked at for shapes, not read through.
+        callbacks: of the call of `fit`.
 
     Raises:
         ConfigError, ModelError, DataError: what cannot be trained so.
         Previewed: always, at the end.
     """
+    from ktrainer.backends.pipeline.refusals import refuse_callbacks
     from ktrainer.fit import check_model
 
     model, config, plan = trainer.model, trainer.config, trainer.plan
@@ -62,7 +65,8 @@ def show_model(trainer: Trainer, data: Any) -> NoReturn:
     if isinstance(config.backend, PipelineConfig):
         inputs, rows = _inputs(trainer, data)
         share = plan.rank_batches[0] if rows is None else math.ceil(rows / plan.replicas)
-        _show_pipeline(model, inputs, share, config.backend, plan)
+        refuse_callbacks([*trainer.callbacks, *callbacks])
+        _show_pipeline(model, inputs, share, config, config.backend, plan)
     else:
         _show_whole(model)
     raise Previewed
@@ -73,7 +77,7 @@ def _show_whole(model: Any) -> None:
     if not model.built:
         print(f"model     {model.name}: built by its first batch, so its size is not known")
         return
-    size = sum(math.prod(v.shape) * _item(v) for v in model.variables)
+    size = sum(map(_bytes, model.variables))
     print(
         f"model     {model.name}: {model.count_params():,} parameters, {bytes_text(size)}; with "
         f"gradients and optimizer {bytes_text(_state(model))} a process"
@@ -81,30 +85,38 @@ def _show_whole(model: Any) -> None:
 
 
 def _show_pipeline(
-    model: Any, inputs: Any, share: int, backend: PipelineConfig, plan: Plan
+    model: Any, inputs: Any, share: int, config: Config, backend: PipelineConfig, plan: Plan
 ) -> None:
     """Stages, what crosses the cuts, the schedule, and what they come to."""
-    from ktrainer.backends.pipeline.head import check_steps
     from ktrainer.backends.pipeline.optimizer_memory import state_factor
-    from ktrainer.backends.pipeline.planning import plan_stages
+    from ktrainer.backends.pipeline.planning import plan_stages, trace_inference
+    from ktrainer.backends.pipeline.refusals import refuse_model
 
-    check_steps(model)
-    batch = max(1, share // backend.microbatches)
+    refuse_model(model, plan.replicas)
+    batch, factor = max(1, share // backend.microbatches), state_factor(model.optimizer)
     made = plan_stages(
         model,
         inputs,
         backend,
-        microbatches=backend.microbatches,
+        microbatches=backend.microbatches * config.trainer.accumulate,
         batch=batch,
-        state_factor=state_factor(model.optimizer),
+        state_factor=factor,
     )
+    for graph in (made.graph, trace_inference(model, inputs)):
+        made.cut(graph)
     print(f"\nstages, for microbatches of {batch} examples; costs are {_UNITS[backend.costs]}")
     print(made.partition)
     print()
-    print(_memory(made))
-    schedule = _schedule(backend, share)
-    timeline = simulate(schedule, stage_costs(made.partition, backend.recompute))
-    _show_schedule(timeline, plan.replicas)
+    print(_memory(made, factor))
+    schedule = _schedule(config, backend, share)
+    _show_schedule(schedule, partial(stage_costs, made.partition), backend, plan)
+
+
+def equal_costs(stages: int, recompute: bool = False) -> Costs:
+    """As `stage_costs`, of equal stages, and nothing for what crosses the cuts."""
+    return Costs.of(
+        stages, backward=3.0 if recompute else 2.0, input_grad=2.0 if recompute else 1.0
+    )
 
 
 def stage_costs(partition: Partition, recompute: bool = False) -> Costs:
@@ -126,20 +138,26 @@ def stage_costs(partition: Partition, recompute: bool = False) -> Costs:
     )
 
 
-def _show_schedule(timeline: Timeline, replicas: int) -> None:
-    """The grid with equal stages, and what the schedule comes to; the picture, if asked for."""
-    schedule = timeline.schedule
+def _show_schedule(
+    schedule: Schedule, costs: Callable[[bool], Costs], backend: PipelineConfig, plan: Plan
+) -> None:
+    """The grid with equal stages, and what the schedule comes to; the picture, if asked for.
+
+    Args:
+        costs: with recomputation or without.
+    """
+    timeline, speedup = _run(schedule, costs, backend)
+    equal, even = _run(schedule, partial(equal_costs, schedule.stages), backend)
     print(f"\nschedule {schedule.name}, {schedule.microbatches} microbatches")
     print(grid_text(schedule))
-    equal, speedup = simulate(schedule), _speedup(timeline)
     ideal = schedule.ranks * schedule.microbatches / (schedule.microbatches + schedule.ranks - 1)
     lines = [
         f"bubble    {100 * timeline.bubble:.1f}%, {100 * equal.bubble:.1f}% with equal stages",
-        f"speed-up  {speedup:.2f} over one process, {_speedup(equal):.2f} with equal stages "
+        f"speed-up  {speedup:.2f} over one process, {even:.2f} with equal stages "
         f"(1f1b's ideal, P x M / (M + P - 1), is {ideal:.2f})",
     ]
-    if replicas > 1:
-        lines.append(f"          {replicas * speedup:.2f} with {replicas} replicas")
+    if plan.replicas > 1:
+        lines.append(f"          {plan.replicas * speedup:.2f} with {plan.replicas} replicas")
     print("\n".join(["", *lines]))
     preview = asked()
     if preview is not None and preview.picture is not None:
@@ -149,31 +167,53 @@ def _show_schedule(timeline: Timeline, replicas: int) -> None:
         print(f"picture   {preview.picture}")
 
 
-def _speedup(timeline: Timeline) -> float:
-    """How much faster than one process that does all the work."""
-    return sum(timeline.busy) / timeline.makespan if timeline.makespan else 1.0
+def _run(
+    schedule: Schedule, costs: Callable[[bool], Costs], backend: PipelineConfig
+) -> tuple[Timeline, float]:
+    """When everything happens, and how much faster that is than one process that does all the
+    work, nothing of it twice."""
+    timeline = simulate(schedule, costs(backend.recompute))
+    work = sum(simulate(schedule, costs(False)).busy)
+    return timeline, work / timeline.makespan if timeline.makespan else 1.0
 
 
-def _memory(made: StagePlan) -> str:
-    """Memory of each process: its stages' variables with all that belongs to them, activations."""
+def _memory(made: StagePlan, factor: float) -> str:
+    """Memory of each process: its stages' variables with all that belongs to them, activations.
+
+    Args:
+        factor: bytes in memory for each byte of a trained variable.
+    """
     rows: list[Sequence[str]] = [("process", "stages", "parameters", "memory")]
     schedule = made.schedule
     for rank in range(schedule.ranks):
         mine = made.partition.stages[rank :: schedule.ranks]
+        again = _held_again(made, rank)
+        state = sum(_bytes(v) * (factor if v.trainable else 1) for v in again)
         rows.append(
             (
                 str(rank),
                 ", ".join(str(stage.index) for stage in mine),
-                f"{sum(stage.parameters for stage in mine):,}",
-                bytes_text(sum(stage.memory for stage in mine)),
+                f"{sum(stage.parameters for stage in mine) - sum(map(_size, again)):,}",
+                bytes_text(sum(stage.memory for stage in mine) - round(state)),
             )
         )
     return table(rows)
 
 
-def _schedule(backend: PipelineConfig, share: int) -> Schedule:
-    """The schedule of a batch: one of fewer examples than microbatches is cut into as many."""
-    microbatches = max(1, min(backend.microbatches, share))
+def _held_again(made: StagePlan, rank: int) -> list[Any]:
+    """The variables that several stages of a process share, once for each stage but the first."""
+    names = made.graph.variable_names
+    known = {names[id(v)]: v for node in made.graph.nodes for v in node.variables}
+    found = []
+    for name, stages in made.partition.shared.items():
+        here = [stage for stage in stages if made.schedule.rank_of(stage) == rank]
+        found += [known[name]] * (len(here) - 1)
+    return found
+
+
+def _schedule(config: Config, backend: PipelineConfig, share: int) -> Schedule:
+    """Of an update; a batch of fewer examples than microbatches is cut into as many."""
+    microbatches = max(1, min(backend.microbatches, share)) * config.trainer.accumulate
     return make_schedule(
         backend.schedule,
         backend.partitions,
@@ -221,11 +261,15 @@ def _state(model: Any) -> int:
 
     factor = state_factor(model.optimizer)
     trained = {id(v) for v in model.trainable_variables}
-    sizes = ((math.prod(v.shape) * _item(v), id(v) in trained) for v in model.variables)
+    sizes = ((_bytes(v), id(v) in trained) for v in model.variables)
     return round(sum(size * (factor if is_trained else 1) for size, is_trained in sizes))
 
 
-def _item(variable: Any) -> int:
+def _bytes(variable: Any) -> int:
     import tensorflow as tf
 
-    return int(tf.as_dtype(variable.dtype).size)
+    return _size(variable) * int(tf.as_dtype(variable.dtype).size)
+
+
+def _size(variable: Any) -> int:
+    return math.prod(variable.shape)

@@ -11,10 +11,15 @@ from keras import layers
 
 import ktrainer
 from ktrainer.backends.pipeline.actions import live_activations
-from ktrainer.backends.pipeline.planning import StagePlan, activations_by_stage, plan_stages
+from ktrainer.backends.pipeline.planning import (
+    StagePlan,
+    activations_by_stage,
+    plan_stages,
+    recomputed_by_stage,
+)
 from ktrainer.backends.pipeline.schedule import SCHEDULES, make_schedule
 from ktrainer.config import load_config
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, ModelError
 from tests.pipeline import models
 
 _TOKENS = tf.TensorSpec((None, 6), "int32")
@@ -48,7 +53,6 @@ def test_equal_layers_are_dealt_out_evenly() -> None:
     assert [len(stage.nodes) for stage in made.partition.stages] == [2, 2, 2, 2]
     assert made.stage_of == (0, 0, 1, 1, 2, 2, 3, 3)
     assert (made.schedule.name, made.schedule.ranks, made.schedule.microbatches) == ("1f1b", 4, 4)
-    assert (made.evaluation.name, made.evaluation.microbatches) == ("forward_only", 4)
     assert len(made.costs) == len(made.graph.nodes) == 8
 
 
@@ -66,6 +70,42 @@ def test_memory_counts_the_activations_of_the_schedule() -> None:
     }
     # Four dense layers: 16 floats each for two examples, of 4 microbatches in place of 2.
     assert first["gpipe"] - first["1f1b"] == 2 * 4 * 16 * 2 * 4
+
+
+def test_memory_with_recomputation_counts_what_is_received_and_one_microbatch() -> None:
+    words = ["backend.schedule=gpipe", "backend.recompute=true"]
+    kept, again = (_plan(_stack(), *words[:n]).partition.stages for n in (1, 2))
+    one = 4 * 16 * 2 * 4  # what four layers make of a microbatch
+    assert [x.memory - y.memory for x, y in zip(kept, again, strict=True)] == [3 * one, 3 * one]
+    with pytest.raises(ConfigError, match="The least that does is"):
+        _plan(_stack(), words[0], f"backend.memory_limit={again[1].memory}")
+    assert _plan(_stack(), *words, f"backend.memory_limit={again[1].memory}").stage_of
+
+
+def test_recomputed_activations_wait_for_late_gradients_of_weights() -> None:
+    assert recomputed_by_stage(make_schedule("1f1b", 3, 7)) == (1, 1, 1)
+    assert recomputed_by_stage(make_schedule("zero_bubble", 3, 7)) == (1, 2, 3)
+
+
+def test_all_microbatches_of_an_update_are_planned_for() -> None:
+    words = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
+    gpipe = [*words, "backend.schedule=gpipe", "backend.active_microbatches=4"]
+    load_config(None, gpipe)
+    with pytest.raises(ConfigError, match="all 8 microbatches of an update") as caught:
+        load_config(None, [*gpipe, "trainer.accumulate=2"])
+    assert caught.value.path == "backend.active_microbatches"
+
+
+def test_strings_stay_on_their_stage() -> None:
+    inputs = keras.Input((4,), dtype="string")
+    words = layers.Identity(dtype="string", name="words")(inputs)
+    numbers = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot", name="look")(words)
+    model = keras.Model(inputs, layers.Dense(3, name="head")(numbers))
+    made = _plan(model, "backend.stages={0: words|look, 1: head}")
+    assert [stage.sends != () for stage in made.cut(made.graph)] == [True, False]
+    made = _plan(model, "backend.stages={0: words, 1: look|head}")
+    with pytest.raises(ModelError, match="'words' makes strings"):
+        made.cut(made.graph)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zero_bubble", "interleaved"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import ConfigError, DataError, ModelError, Trainer
+from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.feed.share import Share
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import StepOptions
@@ -115,12 +117,30 @@ def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
             trainer.evaluate(model, (given, y))
 
 
-def test_the_global_seed_may_be_set_between_steps(trainer: Trainer) -> None:
-    model = build(layer=layers.Dropout(0.5))
-    trainer.fit(model, data())
-    keras.utils.set_random_seed(5)
-    trainer.fit(model, data())
-    assert np.isfinite(trainer.evaluate(model, data())["loss"])
+class Noise(layers.Layer):
+    """Draws from Keras' global generator."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
+def test_the_global_seed_may_be_set_between_steps() -> None:
+    """What is drawn then is what one process draws for the same microbatches."""
+
+    def train(seed: int, *words: dict[str, Any]) -> list[np.ndarray]:
+        keras.utils.set_random_seed(1)
+        with make({key: value for more in words for key, value in more.items()}) as it:
+            model = build(layer=Noise())
+            it.fit(model, data(32))
+            keras.utils.set_random_seed(seed)
+            it.fit(model, data(32))
+            return weights(it)
+
+    one = {"trainer": {"accumulate": 2}, "data": {"batch_size": 4, "shuffle": False}}
+    ours, expected, other = train(5, PIPELINE), train(5, one), train(6, PIPELINE)
+    for mine, theirs in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6)
+    assert not np.allclose(ours[0], other[0])
 
 
 def _size(_: Any, y_pred: Any) -> Any:
@@ -214,6 +234,27 @@ def test_callbacks_that_need_the_whole_model_are_refused(
         trainer.fit(build, data(), callbacks=[callback()])
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_recomputation_keeps_what_a_stage_is_given_alone(schedule: str) -> None:
+    kept: dict[bool, list[int]] = {}
+    original = CompiledStage.forward
+
+    def forward(stage: Any, arguments: Any) -> Any:
+        made = original(stage, arguments)
+        if stage.mode == "train":
+            kept[recompute].append(sum(x.numpy().nbytes for x in made[-1].saved))
+        return made
+
+    for recompute in (False, True):
+        kept[recompute] = []
+        words = {**PIPELINE["backend"], "schedule": schedule, "recompute": recompute}
+        with make({"backend": words}) as it, patch.object(CompiledStage, "forward", forward):
+            it.fit(build, data(16))
+    assert len(kept[False]) == 2 * 2  # in both batches of 8, four rows at a time
+    assert min(kept[False]) >= 4 * 5 * 4  # what the first layer makes
+    assert kept[True] == [0] * 4
+
+
 def test_models_are_let_go(trainer: Trainer) -> None:
     import gc
     import weakref
@@ -225,6 +266,28 @@ def test_models_are_let_go(trainer: Trainer) -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def _scored() -> keras.Model:
+    return build(loss="categorical_crossentropy", metrics=[keras.metrics.F1Score(average=None)])
+
+
+@pytest.mark.filterwarnings("ignore:the loss is not finite")
+def test_a_metric_of_several_numbers_is_put_back_with_an_update_that_is_skipped() -> None:
+    x, y = data(40)
+    x[9] = np.nan  # in the second of five batches
+    given = (x, np.eye(3, dtype="float32")[y])
+    scores: list[Any] = []
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: scores.append(logs["f1_score"])
+    )
+    for more in (PIPELINE, {}):
+        with make({**more, "health": {"nan": "skip"}}) as it:
+            it.fit(_scored, given, callbacks=[note])
+    ours, expected = np.split(np.array(scores), 2)
+    assert ours.shape == (5, 3)
+    np.testing.assert_allclose(ours, expected, 1e-5)
+    np.testing.assert_array_equal(ours[0], ours[1])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

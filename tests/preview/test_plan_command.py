@@ -217,6 +217,93 @@ def test_what_a_model_cannot_do(tmp_path, capsys):
     assert re.search(r"keeps each within 9000 bytes. The least .* is \d+", capsys.readouterr().err)
 
 
+PLAIN = 'model.compile("adam", "mse")'
+CHECKPOINT = 'callbacks=[keras.callbacks.ModelCheckpoint("x.keras")]'
+SEQUENTIAL = 'Sequential([keras.Input((16,)), *stack], name="stack")'
+PICKY = """
+class Picky(keras.Model):
+    def __init__(self, stack):
+        super().__init__()
+        self.stack = stack
+
+    def call(self, x, training=False):
+        for layer in self.stack:
+            x = layer(x)
+        return x if training else x[:, : int(x[0, 0])]
+
+"""
+CAP = ("backend.schedule=gpipe", "backend.active_microbatches=4", "trainer.accumulate=2")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words", "says"),
+    [
+        ('"adam"', "keras.optimizers.Adam(use_ema=True)", (), "use_ema=...) is not supported"),
+        (
+            '"adam"',
+            "keras.optimizers.Adam(gradient_accumulation_steps=2)",
+            (),
+            "set trainer.accumulate instead",
+        ),
+        (PLAIN, 'model.compile("sgd", "mse", run_eagerly=True)', (), "run_eagerly=True"),
+        ("*stack]", "*stack, layers.BatchNormalization(synchronized=True)]", ("-n", "4"), "=True"),
+        ("(x, x)", f"(x, x), {CHECKPOINT}", (), "ModelCheckpoint needs the weights of the whole"),
+        ('"--own"]', f'"--own"], {CHECKPOINT}', (), "needs the weights of the whole model"),
+        (f"keras.{SEQUENTIAL}", "Picky(stack)", (), "Picky 'picky' cannot be traced"),
+        ("x, x", "x, x", CAP, "all 8 microbatches of an update are in flight"),
+    ],
+    ids=["ema", "accumulates", "eager", "synchronized", "of-fit", "of-trainer", "inference", "cap"],
+)
+def test_what_fit_refuses(tmp_path, capsys, old, new, words, says):
+    path = tmp_path / "train.py"
+    text = SCRIPT.replace("except Exception", "except ZeroDivisionError")
+    assert old in text
+    path.write_text(text.replace("def build", PICKY + "\ndef build").replace(old, new))
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["plan", str(path), *PIPELINE, *words]) == 2
+    out, err = capsys.readouterr()
+    assert says in err
+    assert "rank 0" not in out
+
+
+def test_stages_by_hand(script, tmp_path, capsys):
+    stages = "backend.stages={0: 'dense_[0-1]', 1: 'dense_[2-7]'}"
+    assert cli.main(["plan", script, *PIPELINE, stages]) == 0
+    assert re.search(r"1 +dense_2 .. dense_7 \(6\) +1,632", capsys.readouterr().out)
+    path = tmp_path / "scopes.py"
+    scoped = "first = layers.Dense(16, name='first')\n    with ktrainer.partition(1): stack = "
+    text = SCRIPT.replace("import sys", "import sys, ktrainer").replace("stack = ", scoped)
+    path.write_text(text.replace("*stack", "first, *stack"))
+    assert cli.main(["plan", str(path), *PIPELINE]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"0 +first +272", out)
+    assert re.search(r"1 +dense_0 .. dense_7 \(8\)", out)
+
+
+def test_recomputation_is_no_gain_of_its_own(script, config, capsys):
+    """Four passes for three: of 2 x 8 / 9 three quarters are left."""
+    words = ["backend.microbatches=8", "backend.recompute=true"]
+    assert cli.main(["plan", config, *words]) == 0
+    assert "speed-up  1.33 over one process, 1.33 with equal stages" in capsys.readouterr().out
+    assert cli.main(["plan", script, *PIPELINE, *words]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"speed-up  1\.[123]\d over one process, 1\.33 with equal stages", out)
+    # Microbatches of 4: the first stage has received nothing that it must keep of two of them.
+    assert f" {(4 * 4352 + 4 * 4 * 16 * 4) / 1000:.1f} kB" in out
+
+
+def test_weights_that_stages_of_one_process_share_count_once(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    twice = "x = inputs = keras.Input((16,))\n    for i in (0, 1, 0, 2): x = stack[i](x)\n"
+    functional = f"{twice}    model = keras.Model(inputs, x)"
+    path.write_text(SCRIPT.replace(f"model = keras.{SEQUENTIAL}", functional))
+    words = ["backend.schedule=interleaved", "backend.chunks=2", "backend.costs=uniform"]
+    assert cli.main(["plan", str(path), *PIPELINE, *words]) == 0
+    rows = capsys.readouterr().out
+    assert re.search(r"^ +0 +0, 2 +272 ", rows, re.M)
+    assert re.search(r"^ +1 +1, 3 +544 ", rows, re.M)
+
+
 @pytest.mark.parametrize("script_text", ["", "raise SystemExit(0)"])
 def test_a_script_without_fit(tmp_path, capsys, script_text):
     path = tmp_path / "train.py"

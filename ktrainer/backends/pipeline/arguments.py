@@ -24,9 +24,9 @@ class StageSettings:
         replica: which copy of the model this is; other copies draw other random numbers.
         recompute: keep a stage's inputs only, and run it again before its backward pass.
         xla: compile with XLA.
-        weighs_losses: a microbatch's weight is in its loss, which is for nothing, and not put to
-            each gradient. In 16 bits a small factor could lose, or hide, what a loss scale looks
-            for. All partitions must do the same.
+        may_weigh_losses: a microbatch's weight may be in its loss, which is for nothing, and not
+            put to each gradient, where all gradients are linear. In 16 bits a small factor could
+            lose, or hide, what a loss scale looks for.
     """
 
     model: keras.Model
@@ -35,7 +35,7 @@ class StageSettings:
     replica: int = 0
     recompute: bool = False
     xla: bool = False
-    weighs_losses: bool = False
+    may_weigh_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Arguments:
         received: from the stage before; the last one is the sum of the losses that layers of
             earlier stages have added, a scalar.
         data: leaves of the microbatch that the stage needs.
-        scalars: float64: the microbatch's weight and the loss scale.
+        scalars: float64: the microbatch's weight, and what its losses are multiplied by before
+            they are differentiated: the loss scale, with the weight if losses are weighted.
         denominators: float64 vector; on the last stage.
     """
 

@@ -14,6 +14,7 @@ from ktrainer.backends.pipeline.deferred import build_deferred
 from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Waits
 from ktrainer.backends.pipeline.program import PipelineProgram
+from ktrainer.backends.pipeline.refusals import refuse_callbacks, refuse_model
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.world.base import SingleWorld
 from ktrainer.world.layout import Layout
@@ -56,17 +57,21 @@ class Pipeline(Backend):
         """The steps of `model`, which is cut when its data is known.
 
         Raises:
-            ModelError: a model that runs eagerly, or that was cut by another Trainer.
+            ModelError: see `refuse_model`; or it was cut by another Trainer.
         """
-        if model.compiled and model.run_eagerly:
-            raise ModelError(
-                f"model {model.name!r} was compiled with run_eagerly=True, but a pipeline compiles "
-                "its stages; leave it out, or debug with backend=local"
-            )
+        refuse_model(model, self.layout.replicas)
         planned = vars(model).get(_PLANNED)
         if planned is None:
             batch = max(self.plan.rank_batches)
-            planned = PlannedModel(model, self._keys, batch, self.layout, self.world, self.groups)
+            planned = PlannedModel(
+                model,
+                self._keys,
+                batch,
+                self.config.trainer.accumulate,
+                self.layout,
+                self.world,
+                self.groups,
+            )
             # With the model, past Keras' tracking: it lives as long as that does.
             vars(model)[_PLANNED] = planned
         elif planned.groups is not self.groups:
@@ -78,26 +83,8 @@ class Pipeline(Backend):
         return PipelineProgram(planned, options, self._keys, *self._planes, self._waits)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Refuse Keras' callbacks that save or swap the weights of a whole model.
-
-        Raises:
-            ConfigError: naming what does the same here.
-        """
-        import keras
-
-        names = ("ModelCheckpoint", "BackupAndRestore", "SwapEMAWeights", "OrbaxCheckpoint")
-        kinds = tuple(getattr(keras.callbacks, n) for n in names if hasattr(keras.callbacks, n))
-        for callback in callbacks:
-            histograms = bool(getattr(callback, "histogram_freq", 0))
-            if isinstance(callback, kinds) or histograms:
-                what = type(callback).__name__ + ("(histogram_freq=...)" if histograms else "")
-                raise ConfigError(
-                    f"{what} needs the weights of the whole model, which no process of a pipeline "
-                    "has: set checkpoint.every or checkpoint.best, and call trainer.save at the "
-                    "end.",
-                    path="callbacks",
-                    value=type(callback).__name__,
-                )
+        """Refuse those that need a whole model; see `refuse_callbacks`."""
+        refuse_callbacks(callbacks)
 
     @property
     def communication_seconds(self) -> float | None:

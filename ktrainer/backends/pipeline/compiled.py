@@ -99,7 +99,7 @@ class CompiledModel:
         self, stage: StageGraph, mode: Mode, microbatch: Microbatch, before: list[CompiledStage]
     ) -> CompiledStage:
         model, state, data = self.settings.model, self._state(stage, mode), specs_of(microbatch)
-        received, adds = self._told(stage, before)
+        received, adds, bends = self._told(stage, before)
         count = 0
         if stage.is_last and mode != "predict":
             denominators = Denominators(model, stage, data, mode == "train", self.uniform)
@@ -115,27 +115,30 @@ class CompiledModel:
             denominators=[tf.TensorSpec([count], tf.float64)] * bool(count),
         )
         settings, uniform = self.settings, self.uniform
-        return CompiledStage(stage, mode, settings, state, arguments, data, adds, uniform)
+        return CompiledStage(stage, mode, settings, state, arguments, data, adds, bends, uniform)
 
-    def _told(self, stage: StageGraph, before: list[CompiledStage]) -> tuple[list[Any], bool]:
-        """Shapes and types of what a stage receives, and whether layers before it add losses."""
+    def _told(self, stage: StageGraph, before: list[CompiledStage]) -> tuple[list[Any], bool, bool]:
+        """Shapes and types of what a stage receives, whether layers before it add losses, and
+        whether they have custom gradients."""
         if not stage.index:
-            return [((), keras.config.floatx())], False
+            return [((), keras.config.floatx())], False, False
         if self._partitions == 1:
             return _facts(before[-1])
         partition = (stage.index - 1) % self._partitions
         return self.post.hear(partition, "the shapes of activations")
 
     def _complete(self, made: list[CompiledStage]) -> None:
-        """Tell from the last stage to the first what the loss depends on, then compile."""
+        """Tell from the last stage to the first what the loss depends on, and whether it is
+        weighted, which the last one knows; then compile."""
         reaching: list[bool] = []
+        weighs = self.settings.may_weigh_losses and not made[-1].bends
         for compiled in reversed(made):
             stage, what = compiled.stage, "what the loss depends on"
             if not stage.is_last and self._partitions > 1 and compiled.mode == "train":
-                reaching = self.post.hear((stage.index + 1) % self._partitions, what)
-            reaching = compiled.reach(reaching)
+                reaching, weighs = self.post.hear((stage.index + 1) % self._partitions, what)
+            reaching = compiled.reach(reaching, weighs)
             if stage.index and self._partitions > 1 and compiled.mode == "train":
-                self.post.tell(reaching, (stage.index - 1) % self._partitions, what)
+                self.post.tell((reaching, weighs), (stage.index - 1) % self._partitions, what)
         for compiled in made:  # all processes at the same time
             compiled.compile()
 
@@ -163,9 +166,9 @@ def _inputs_of(microbatch: Microbatch) -> Any:
     return spec_of(inputs)
 
 
-def _facts(stage: CompiledStage) -> tuple[list[Any], bool]:
+def _facts(stage: CompiledStage) -> tuple[list[Any], bool, bool]:
     sent = [(tuple(spec.shape), spec.dtype.name) for spec in stage.sends]
-    return sent, stage.adds
+    return sent, stage.adds, stage.bends
 
 
 def _dtype(variable: Any) -> str:

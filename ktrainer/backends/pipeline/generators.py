@@ -55,9 +55,9 @@ def gpipe(shape: Shape) -> Rows:
     if shape.active is not None and shape.active < shape.microbatches:
         raise ConfigError(
             f"gpipe runs every forward pass before the first backward pass, so all "
-            f"{shape.microbatches} microbatches are in flight, more than {shape.active}: use "
-            f"{shape.microbatches} or more, or backend.schedule=1f1b, which is as fast with "
-            f"{min(shape.ranks, shape.microbatches)}.",
+            f"{shape.microbatches} microbatches of an update are in flight, more than "
+            f"{shape.active}: use {shape.microbatches} or more, or backend.schedule=1f1b, which is "
+            f"as fast with {min(shape.ranks, shape.microbatches)}.",
             path="backend.active_microbatches",
             value=shape.active,
         )

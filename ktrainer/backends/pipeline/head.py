@@ -24,23 +24,6 @@ from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.seams import seams
 
-_STEPS = {"fit": "train_step", "evaluate": "test_step", "predict": "predict_step"}
-
-
-def check_steps(model: keras.Model) -> None:
-    """Refuse a model whose steps are its own: they need all of the model in one process.
-
-    Raises:
-        ModelError: it overrides `train_step`, `test_step` or `predict_step`.
-    """
-    for name in _STEPS.values():
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise ModelError(
-                f"{type(model).__name__}.{name} is the model's own, and a pipeline runs a model in "
-                "parts, so it cannot call it. Override `compute_loss` or `compute_metrics`, which "
-                "work, or train with backend=data_parallel."
-            )
-
 
 def outputs_of(graph: Graph, tensors: Mapping[int, Any]) -> Any:
     """The model's outputs, structured as the model returns them, with their masks."""

@@ -148,18 +148,6 @@ class Graph:
                 names[id(variable)] = f"{path}:{count}" if count else path
         return names
 
-    @cached_property
-    def shared(self) -> dict[str, tuple[str, ...]]:
-        """Variables that several nodes read: name of the variable -> names of the nodes.
-
-        A layer that is called several times and weights that are tied both end here.
-        """
-        users: dict[int, list[str]] = {}
-        for node in self.nodes:
-            for key in {id(v): None for v in node.variables}:
-                users.setdefault(key, []).append(node.name)
-        return {self.variable_names[k]: tuple(n) for k, n in users.items() if len(n) > 1}
-
     @property
     def needed_at_the_end(self) -> tuple[int, ...]:
         """Ids of the outputs and of their masks, which Keras' losses look at."""

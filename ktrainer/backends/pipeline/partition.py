@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ktrainer.backends.pipeline.search import Measures, best_cuts, least_peak
+from ktrainer.backends.pipeline.search import Held, Measures, best_cuts, least_peak
 from ktrainer.backends.pipeline.stages import Partition, summarise
 from ktrainer.errors import ConfigError
 
@@ -67,6 +67,8 @@ class Settings:
             variable, its gradient, two slots). Other variables take their own size.
         in_flight: microbatches whose activations a stage holds at once: one number, or one for
             each stage (1F1B: partitions - stage).
+        whole: those of them of which it holds all activations, and not only what it received:
+            with recomputation, which makes the rest again for the backward pass. None: all.
     """
 
     optimize: str = "speed"
@@ -75,6 +77,7 @@ class Settings:
     time_per_byte: float = 0.0
     state_factor: float = 4.0
     in_flight: int | tuple[int, ...] = 1
+    whole: int | tuple[int, ...] | None = None
 
     @property
     def weight(self) -> float:
@@ -99,13 +102,19 @@ class Settings:
                 path="backend.memory_weight",
             )
 
-    def held(self, stages: int) -> tuple[int, ...]:
-        """Microbatches in flight on each of `stages` stages."""
-        if isinstance(self.in_flight, int):
-            return (self.in_flight,) * stages
-        if len(self.in_flight) != stages:
-            raise ValueError(f"in_flight has {len(self.in_flight)} numbers for {stages} stages")
-        return self.in_flight
+    def held(self, stages: int) -> tuple[Held, ...]:
+        """What each of `stages` stages holds at once."""
+        flying = _for_each("in_flight", self.in_flight, stages)
+        whole = flying if self.whole is None else _for_each("whole", self.whole, stages)
+        return tuple(Held(*pair) for pair in zip(flying, whole, strict=True))
+
+
+def _for_each(name: str, given: int | tuple[int, ...], stages: int) -> tuple[int, ...]:
+    if isinstance(given, int):
+        return (given,) * stages
+    if len(given) != stages:
+        raise ValueError(f"{name} has {len(given)} numbers for {stages} stages")
+    return given
 
 
 def partition(
@@ -218,7 +227,7 @@ def measure(
             uses.setdefault(v.name, (size, []))[1].append(position)
     return Measures.of(
         times=[node.cost for node in nodes],
-        activations=[sum(tensors[t] for t in node.outputs) for node in nodes],
+        made=[sum(tensors[t] for t in node.outputs) for node in nodes],
         spans=spans,
         variables=list(uses.values()),
         time_per_byte=settings.time_per_byte,

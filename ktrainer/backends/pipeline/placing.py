@@ -13,7 +13,6 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from ktrainer.backends.pipeline.cut import StageGraph
 from ktrainer.backends.pipeline.deferred import deferred, know_by_value, make_values
-from ktrainer.errors import ModelError
 from ktrainer.steps.elsewhere import take_away
 from ktrainer.steps.placement import Placement, place
 from ktrainer.world import World
@@ -41,21 +40,11 @@ def build_optimizer(model: Any) -> dict[int, Any]:
 
     Returns:
         For each slot, by `id()`, the weight that it belongs to.
-
-    Raises:
-        ModelError: the optimizer keeps what a pipeline cannot: an average of the weights, or
-            gradients accumulated in the optimizer.
     """
     optimizer = optimizer_of(model)
     if optimizer is None:
         return {}
     plain = getattr(optimizer, "inner_optimizer", optimizer)
-    if plain.use_ema or plain.gradient_accumulation_steps:
-        key = "use_ema" if plain.use_ema else "gradient_accumulation_steps"
-        remedy = "leave it out" if plain.use_ema else "set trainer.accumulate instead"
-        raise ModelError(
-            f"{type(plain).__name__}({key}=...) is not supported in a pipeline: {remedy}"
-        )
     belongs: dict[int, Any] = {}
     if not optimizer.built:
         with deferred(), _watch_slots(belongs):

@@ -9,11 +9,9 @@ from typing import Any
 import keras
 
 from ktrainer.backends.pipeline.costs import node_costs
-from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
+from ktrainer.backends.pipeline.cut import StageGraph
 from ktrainer.backends.pipeline.deferred import deferred
 from ktrainer.backends.pipeline.graph import trace, trace_open
-from ktrainer.backends.pipeline.head import check_steps
-from ktrainer.backends.pipeline.manual import stages_by_name
 from ktrainer.backends.pipeline.microbatches import leaves
 from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.backends.pipeline.optimizer_memory import state_factor
@@ -40,6 +38,7 @@ class PlannedModel:
         model: a compiled Keras model, whose variables may have no values yet.
         config: the pipeline's keys.
         batch: examples in a batch of one replica, as far as known, to weigh layers by.
+        accumulate: batches of an update, which go through in one schedule.
         layout: which rank has which partition.
         world: all ranks.
         groups: the processes of this replica, and those of this partition.
@@ -64,15 +63,15 @@ class PlannedModel:
         model: keras.Model,
         config: PipelineConfig,
         batch: int,
+        accumulate: int,
         layout: Layout,
         world: World,
         groups: tuple[World, World],
     ) -> None:
-        check_steps(model)
         self.model, self.config = model, config
         self.layout, self.world, self.groups = layout, world, groups
         self.partition = layout.partition_of(world.rank)
-        self._batch = max(1, batch // config.microbatches)
+        self._batch, self._accumulate = max(1, batch // config.microbatches), accumulate
         self._graphs: dict[bool, Graph] = {}
         self._stages: dict[bool, tuple[StageGraph, ...]] = {}
         self.sums = GradientSums()
@@ -131,13 +130,12 @@ class PlannedModel:
             self._trace_again(inputs)
             return
         config, model = self.config, self.model
-        _refuse_synchronized(model, self.layout.replicas)
         with deferred():
             self.plan = plan_stages(
                 model,
                 inputs,
                 config,
-                microbatches=config.microbatches,
+                microbatches=config.microbatches * self._accumulate,
                 batch=self._batch,
                 state_factor=state_factor(optimizer_of(model)),
                 costs=self._profiled(inputs),
@@ -196,11 +194,8 @@ class PlannedModel:
 
     def _cut(self, training: Graph, inference: Graph) -> None:
         """Cut both graphs alike."""
-        count = self.config.partitions * self.config.chunks
-        for mode, graph in ((True, training), (False, inference)):
-            stage_of = stages_by_name(self.plan.partition.stage_of, graph)
-            self._graphs[mode] = graph
-            self._stages[mode] = cut_graph(graph, stage_of, count)
+        self._graphs = {True: training, False: inference}
+        self._stages = {mode: self.plan.cut(graph) for mode, graph in self._graphs.items()}
 
     def regularised(self) -> dict[int, Sequence[Any]]:
         """For each stage, the variables whose regularisation loss it counts: each variable is
@@ -239,12 +234,3 @@ def _check_names(graph: Graph, inputs: Any) -> None:
             f"the model was cut into stages for {len(graph.inputs)} inputs ({', '.join(known)}), "
             f"and keeps them, but was given {given}: give it the same inputs"
         )
-
-
-def _refuse_synchronized(model: Any, replicas: int) -> None:
-    for layer in model._flatten_layers():
-        if replicas > 1 and getattr(layer, "synchronized", False):
-            raise ModelError(
-                f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not meet in "
-                "the forward pass; leave it out, or train with backend=data_parallel"
-            )

@@ -8,7 +8,7 @@ next: those are measured once and handed to all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -17,8 +17,9 @@ import keras
 
 from ktrainer.backends.pipeline.actions import Schedule
 from ktrainer.backends.pipeline.costs import describe, node_costs
+from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
 from ktrainer.backends.pipeline.graph import trace_open
-from ktrainer.backends.pipeline.manual import stages_by_pattern, stages_by_scope
+from ktrainer.backends.pipeline.manual import stages_by_name, stages_by_pattern, stages_by_scope
 from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.backends.pipeline.partition import Settings, assigned, partition
 from ktrainer.backends.pipeline.schedule import make_schedule
@@ -40,8 +41,7 @@ class StagePlan:
         graph: the model's graph for training, or for inference.
         partition: the stages; prints as a table.
         stage_of: the stage of each node of the graph, in its order.
-        schedule: of a batch in training.
-        evaluation: of a batch in evaluation: forward passes alone.
+        schedule: of an update.
         costs: of each node: operations, seconds or parameters, as `backend.costs` says.
         batch: examples in a microbatch that sizes and costs are for.
     """
@@ -50,9 +50,18 @@ class StagePlan:
     partition: Partition
     stage_of: tuple[int, ...]
     schedule: Schedule
-    evaluation: Schedule
     costs: tuple[float, ...]
     batch: int
+
+    def cut(self, graph: Graph) -> tuple[StageGraph, ...]:
+        """The stages of another graph of the same model, cut alike: that for inference, or one of
+        other shapes.
+
+        Raises:
+            ModelError: see `cut_graph`.
+        """
+        stage_of = stages_by_name(self.partition.stage_of, graph)
+        return cut_graph(graph, stage_of, self.schedule.stages)
 
 
 def plan_stages(
@@ -66,7 +75,7 @@ def plan_stages(
     training: bool = True,
     costs: Sequence[float] | None = None,
 ) -> StagePlan:
-    """Trace a model, cut it into stages, and make its schedules.
+    """Trace a model, cut it into stages, and make its schedule.
 
     Nothing is allocated: variables without values, of a model made in
     `keras.StatelessScope(initialize_variables=False)`, or not built before, have none afterwards.
@@ -76,7 +85,7 @@ def plan_stages(
         model: any Keras model that can be traced.
         inputs_spec: a batch of its inputs, or their shapes and types, as for `trace_open`.
         config: the pipeline's keys.
-        microbatches: parts of a batch.
+        microbatches: parts of all batches of an update.
         batch: examples in one of them.
         state_factor: bytes in memory for each byte of a trainable variable, for the variable
             itself, its gradient and its optimizer slots.
@@ -88,8 +97,9 @@ def plan_stages(
         ConfigError: it cannot be cut, or not as the configuration says.
     """
     count = config.partitions * config.chunks
-    shape = (config.partitions, microbatches, config.chunks)
-    schedule = make_schedule(config.schedule, *shape, config.active_microbatches)
+    schedule = make_schedule(
+        config.schedule, config.partitions, microbatches, config.chunks, config.active_microbatches
+    )
     # The outermost scope: when one ends without this, Keras gives all variables their values.
     with keras.StatelessScope(initialize_variables=False):
         graph = trace_open(model, inputs_spec, training=training)
@@ -102,6 +112,7 @@ def plan_stages(
         time_per_byte=_TIME_PER_BYTE.get(config.costs, 0.0),
         state_factor=state_factor,
         in_flight=activations_by_stage(schedule),
+        whole=recomputed_by_stage(schedule) if config.recompute else None,
     )
     by_hand = _stages_by_hand(graph, config, count)
     if by_hand is None:
@@ -113,15 +124,33 @@ def plan_stages(
         partition=made,
         stage_of=tuple(made.stage_of[node.name] for node in graph.nodes),
         schedule=schedule,
-        evaluation=make_schedule("forward_only", *shape),
         costs=tuple(measured),
         batch=batch,
     )
 
 
+def trace_inference(model: Any, inputs_spec: Any) -> Graph:
+    """The graph for inference of a model that was planned; as little is allocated.
+
+    Raises:
+        ModelError: it cannot be traced.
+    """
+    with keras.StatelessScope(initialize_variables=False):
+        return trace_open(model, inputs_spec, training=False)
+
+
 def activations_by_stage(schedule: Schedule) -> tuple[int, ...]:
     """The most microbatches of which each stage keeps activations at one time; at least 1."""
-    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    return _most_by_stage(schedule, {"F": 1, "B": -1, "I": 0, "W": -1})
+
+
+def recomputed_by_stage(schedule: Schedule) -> tuple[int, ...]:
+    """The same with recomputation, which has all activations of those microbatches only whose
+    backward pass has begun and not ended; of the others it keeps what the stage received."""
+    return _most_by_stage(schedule, {"F": 0, "B": 0, "I": 1, "W": -1})
+
+
+def _most_by_stage(schedule: Schedule, change: Mapping[str, int]) -> tuple[int, ...]:
     most = []
     for stage in range(schedule.stages):
         row = schedule.actions[schedule.rank_of(stage)]

@@ -115,7 +115,7 @@ class PipelineProgram(Steps):
             replica=planned.placement.replica,
             recompute=self.config.recompute,
             xla=self.options.xla,
-            weighs_losses=planned.in_full_precision,
+            may_weigh_losses=planned.in_full_precision,
         )
         self._compiled = CompiledModel(planned, settings, self.post)
         self._compiled.forget(is_uniform(spec))
@@ -143,9 +143,11 @@ class PipelineProgram(Steps):
         # Stages before this one may still be at work: what needs nothing from them goes first.
         shared = set(map(id, self._shared.variables))
         own = [v for v in self._held if id(v) not in shared]
-        self._guarded(self._update.reduce, own, slices, weight)
+        self._guarded(self._update.reduce, own, slices, weight, self._shared.variables)
         self._shared(slices)
-        self._guarded(self._update.reduce, self._shared.variables, slices, weight)
+        # In one message what is so for all holders: sums over ranks are rounded by their place.
+        for variables in self._shared.by_holders():
+            self._guarded(self._update.reduce, variables, slices, weight)
         dense = {id(v) for v in self._held if self._sums.has(v)}
         guard = self.options.guard
         bad = guard is not None and self._is_bad(guard, slices, dense)
@@ -285,7 +287,8 @@ class PipelineProgram(Steps):
             logs = keras.tree.pack_sequence_as(structure, values)
             if put_back and isinstance(logs, dict):
                 again = self.model.get_metrics_result()
-                logs |= {k: float(v) for k, v in again.items() if k in logs}
+                kept = {k: v for k, v in again.items() if k in logs}
+                logs |= keras.tree.map_structure(keras.ops.convert_to_numpy, kept)
         world = self.planned.placement.model
         return world.broadcast(logs, world.size - 1, "logs of the last stage")
 

@@ -112,7 +112,7 @@ class _Step:
         self.post, self._compiled, self._ranks = post, compiled, schedule.ranks
         self.transfers = Transfers(schedule)
         self.microbatches, self.values = microbatches, values
-        self._scale = tf.constant(scale, tf.float64)
+        self._scale = scale
         self.denominators = denominators
         self.outcome = Outcome()
         self._kept: dict[tuple[int, int], Kept] = {}
@@ -175,12 +175,13 @@ class _Step:
         received = self._received(action, stage.receives)
         if not action.stage:  # no losses so far
             received = [tf.constant(0, stage.receives[-1].dtype)]
+        seed = self._scale * (microbatch.weight if stage.weighs_losses else 1.0)
         return Arguments(
             trainable=[self.values.trainable[id(v)] for v in stage.stage.trainable],
             state=[self.values.state[id(v)] for v in stage.state],
             received=received,
             data=stage.data_of(microbatch),
-            scalars=[tf.constant(microbatch.weight, tf.float64), self._scale],
+            scalars=[tf.constant(x, tf.float64) for x in (microbatch.weight, seed)],
             denominators=[self.denominators] if stage.specs.denominators else [],
         )
 

@@ -59,13 +59,13 @@ def make_schedule(
     chunks: int = 1,
     active_microbatches: int | None = None,
 ) -> Schedule:
-    """What each rank runs, in order, for one batch; checked by `validate`.
+    """What each rank runs, in order, for one update; checked by `validate`.
 
     Args:
         name: one of `SCHEDULES`, or of `ALIASES`.
         ranks: processes in the pipeline.
-        microbatches: parts that a batch is cut into. Fewer than `ranks`, and numbers that are no
-            multiple of it, are fine everywhere.
+        microbatches: parts that a batch is cut into, or all batches of an update. Fewer than
+            `ranks`, and numbers that are no multiple of it, are fine everywhere.
         chunks: stages on each rank; stage s is on rank s modulo `ranks`.
         active_microbatches: the most microbatches in flight on a rank: run forward there, and
             not yet backward. None: as many as the schedule takes.

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
+
+
+class Held(NamedTuple):
+    """Microbatches of which a stage holds activations at once.
+
+    Attributes:
+        received: what came in over the cut.
+        made: what its nodes have made.
+    """
+
+    received: int
+    made: int
 
 
 @dataclass(frozen=True)
@@ -18,7 +31,7 @@ class Measures:
     Attributes:
         time: compute, and what crosses the cut behind.
         state: bytes of the variables with all that belongs to them, shared ones once.
-        activations: bytes for a microbatch: what nodes make, and what comes in over the cut.
+        made: bytes of what nodes make of a microbatch.
         crossing: bytes over the cut before each position, 0 to n.
         total_time: of all nodes, without cuts.
         total_state: of all variables.
@@ -26,7 +39,7 @@ class Measures:
 
     time: Matrix
     state: Matrix
-    activations: Matrix
+    made: Matrix
     crossing: Matrix
     total_time: float
     total_state: float
@@ -35,7 +48,7 @@ class Measures:
     def of(
         cls,
         times: Sequence[float],
-        activations: Sequence[int],
+        made: Sequence[int],
         spans: Sequence[tuple[int, int, int]],
         variables: Sequence[tuple[float, Sequence[int]]],
         time_per_byte: float,
@@ -55,21 +68,21 @@ class Measures:
         crossing = np.cumsum(crossing)[: n + 1]
         # Nothing is sent past the last stage: outputs have arrived there.
         crossing[n] = 0
-        spent, made = (np.concatenate([[0.0], np.cumsum(x)]) for x in (times, activations))
+        spent, sizes = (np.concatenate([[0.0], np.cumsum(x)]) for x in (times, made))
         return cls(
             time=spent[None, :] - spent[:, None] + time_per_byte * crossing[None, :],
             state=_state(n, variables),
-            activations=made[None, :] - made[:, None] + crossing[:, None],
+            made=sizes[None, :] - sizes[:, None],
             crossing=crossing,
             total_time=float(spent[-1]),
             total_state=float(sum(size for size, _ in variables)),
         )
 
-    def memory(self, held: int) -> Matrix:
-        """Bytes of each possible stage with the activations of `held` microbatches."""
-        return self.state + held * self.activations
+    def memory(self, held: Held) -> Matrix:
+        """Bytes of each possible stage with the activations that it holds."""
+        return self.state + held.received * self.crossing[:, None] + held.made * self.made
 
-    def load(self, held: int, weight: float) -> Matrix:
+    def load(self, held: Held, weight: float) -> Matrix:
         """Weighted share of the time and of the memory of each possible stage; inf if empty."""
         memory = self.memory(held)
         total_memory = memory[0, -1]
@@ -82,12 +95,12 @@ class Measures:
 
 
 def best_cuts(
-    measures: Measures, held: Sequence[int], weight: float, limit: int | None
+    measures: Measures, held: Sequence[Held], weight: float, limit: int | None
 ) -> list[int] | None:
     """Where the stages after the first begin, for the least greatest load; None if none fits.
 
     Args:
-        held: microbatches in flight, by stage.
+        held: microbatches, by stage.
         weight: of memory, 0 to 1.
         limit: bytes that a stage may take.
     """
@@ -105,7 +118,7 @@ def best_cuts(
     return _least_sum(allowed, loads, measures.crossing)
 
 
-def least_peak(measures: Measures, held: Sequence[int]) -> int:
+def least_peak(measures: Measures, held: Sequence[Held]) -> int:
     """The least number of bytes that the greatest stage can be brought to."""
     return int(np.ceil(_least_maximum([_only_stages(measures.memory(count)) for count in held])))
 

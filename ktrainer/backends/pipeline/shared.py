@@ -58,6 +58,13 @@ class SharedGradients:
         self._sending: list[tuple[list[Any], Any, str]] = []
         self._told: set[int] = set()
 
+    def by_holders(self) -> list[list[Any]]:
+        """`variables` in groups that the same partitions hold; each of those has the group."""
+        groups: dict[tuple[int, ...], list[Any]] = {}
+        for variable in self.variables:
+            groups.setdefault(tuple(self.holders[id(variable)]), []).append(variable)
+        return list(groups.values())
+
     def begin(self) -> None:
         """A step begins: whatever comes has somewhere to go, while stages compute."""
         self._told.clear()

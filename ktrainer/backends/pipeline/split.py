@@ -13,6 +13,7 @@ nothing is computed twice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -29,12 +30,20 @@ class Traced:
 
     Attributes:
         python: where it runs Python functions.
+        has_custom_gradients: whether an op's gradient is code of somebody's own, as
+            `ops.custom_gradient` makes it, or may be, inside a Python function. It need not be
+            linear in the gradient that it is given: it may clip that, or take its sign.
     """
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self._definition = graph.as_graph_def()
         self.python = PythonFunctions(self._definition)
+        bodies = [f.node_def for f in self._definition.library.function]
+        every = itertools.chain(self._definition.node, *bodies)
+        self.has_custom_gradients = any(
+            "_gradient_op_type" in node.attr or node.op == "EagerPyFunc" for node in every
+        )
 
     def needed_for(
         self,

@@ -31,6 +31,7 @@ class CompiledStage:
         specs: of its arguments.
         data: nested specs of the whole microbatch.
         added_before: whether layers of earlier stages have added losses.
+        bent_before: whether earlier stages have custom gradients.
         uniform: whether all data has the same shapes but for the first dimension.
     """
 
@@ -43,6 +44,7 @@ class CompiledStage:
         specs: Arguments,
         data: Any,
         added_before: bool = False,
+        bent_before: bool = False,
         uniform: bool = True,
     ) -> None:
         self._uniform = uniform
@@ -51,26 +53,35 @@ class CompiledStage:
         self.state, self.specs, self._data = list(state), specs, data
         self.logs: Any = None  # the structure of what the last stage returns
         self.changes: list[Any] = []  # those of the state that a forward pass changes
+        self.weighs_losses = False  # whether its losses are weighted, and not its gradients
         self._gradients: Gradients | None = None
+        self._of_weighted_loss: Gradients | None = None
         function = tf.compat.v1.wrap_function(self._trace, [specs.flat()])
         self._traced = Traced(function.graph)
+        # Up to this stage: what need not be linear in the gradient of the loss.
+        self.bends = bent_before or self._traced.has_custom_gradients
         self._arguments = list(function.inputs[: len(specs.flat())])
 
-    def reach(self, reaching: Sequence[bool]) -> list[bool]:
-        """Leave out the gradients of what the loss does not depend on.
+    def reach(self, reaching: Sequence[bool], weighs_losses: bool) -> list[bool]:
+        """Choose the gradients, and leave out those of what the loss does not depend on.
 
         A variable of which the loss knows nothing must have no gradient, as in one process: zeros
         would let weight decay act on it.
 
         Args:
             reaching: for each of `gradient_specs`, whether the loss depends on it.
+            weighs_losses: whether a microbatch's weight is in its loss, which saves putting it to
+                each gradient; on all stages alike.
 
         Returns:
             The same for the differentiable things that it receives.
         """
         if self._gradients is None:
             return []
-        self._gradients, received = self._gradients.reaching(self._traced, reaching)
+        self.weighs_losses = weighs_losses
+        chosen = self._of_weighted_loss if weighs_losses else self._gradients
+        assert chosen is not None
+        self._gradients, received = chosen.reaching(self._traced, reaching)
         return received
 
     def compile(self) -> None:
@@ -207,12 +218,10 @@ class CompiledStage:
         return tf.add_n(mine) if mine else tf.zeros((), floats)
 
     def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
-        weight, scale = given.scalars
+        weight, seed = given.scalars
         sent = [t for t in self._sent[:-1] if is_differentiable(t)]
         placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
         targets = [*sent, self._own]
-        # Gradients that come from the stage after are weighted then, too.
-        seed = scale * weight if self.settings.weighs_losses else scale
         cotangents = [*placeholders, tf.cast(seed, self._own.dtype)]
         found = tape.gradient(targets, sources, output_gradients=cotangents)
         trainable = self.stage.trainable
@@ -221,11 +230,11 @@ class CompiledStage:
             tf.zeros(s.shape, s.dtype) if g is None else tf.convert_to_tensor(g)
             for g, s in zip(found[len(trainable) :], sources[len(trainable) :], strict=True)
         ]
-        gradients = found[: len(trainable)]
-        if not self.settings.weighs_losses:
-            gradients = [_weighted(g, weight) for g in gradients]
-        of_variables = list(zip(trainable, gradients, strict=True))
-        self._gradients = Gradients(of_inputs, of_variables, placeholders, cotangents[-1])
+        # Both, of which what is not chosen is never run.
+        plain = list(zip(trainable, found[: len(trainable)], strict=True))
+        weighted = [(v, _weighted(g, weight)) for v, g in plain]
+        self._gradients = Gradients(of_inputs, weighted, placeholders, cotangents[-1])
+        self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, cotangents[-1])
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:

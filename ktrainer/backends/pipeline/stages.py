@@ -52,11 +52,6 @@ class Partition:
     stage_of: Mapping[str, int]
     shared: Mapping[str, tuple[int, ...]]
 
-    @property
-    def slowest(self) -> Stage:
-        """The stage that takes the longest."""
-        return max(self.stages, key=lambda stage: stage.time)
-
     def __str__(self) -> str:
         head = ("stage", "nodes", "parameters", "bytes", "cost", "crossing after it")
         rows = [head, *(_row(stage) for stage in self.stages)]
@@ -88,7 +83,8 @@ def summarise(
         cost = sum(node.cost for node in mine)
         sent = sum(tensors[t] for t in crossing[index])
         received = sum(tensors[t] for t in crossing[index - 1]) if index else 0
-        activations = sum(tensors[t] for node in mine for t in node.outputs) + received
+        made = sum(tensors[t] for node in mine for t in node.outputs)
+        activations = held[index].received * received + held[index].made * made
         state = sum(v.bytes * (settings.state_factor if v.trainable else 1) for v in variables)
         stages.append(
             Stage(
@@ -98,7 +94,7 @@ def summarise(
                 bytes=sum(v.bytes for v in variables),
                 cost=cost,
                 time=cost + settings.time_per_byte * sent,
-                memory=round(state + held[index] * activations),
+                memory=round(state + activations),
                 crossing=crossing[index],
                 crossing_bytes=sent,
             )

@@ -76,16 +76,21 @@ class GradientSums:
         self._filled.add(id(variable))
         self.of(variable).assign(value)
 
-    def memory(self, variables: Iterable[Any]) -> list[np.ndarray] | None:
+    def memory(
+        self, variables: Iterable[Any], others: Iterable[Any] = ()
+    ) -> list[np.ndarray] | None:
         """The memory of some filled sums, flat; what is written there is in the sums.
 
         It may be used until a sum is next taken, added to or put.
+
+        Args:
+            others: variables whose sums, where filled, are in none of this memory.
 
         Returns:
             An array for each; None unless all are in the host's memory.
         """
         arrays: list[np.ndarray] = []
-        seen: set[int] = set()
+        seen = {address_of(self.of(v).read_value()) for v in others if self.has(v)}
         for variable in variables:
             value = self.of(variable).read_value()
             if "CPU" not in value.backing_device:

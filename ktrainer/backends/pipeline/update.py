@@ -78,25 +78,32 @@ class StageUpdate:
             )
         self._functions[key](parts, tf.constant(weight, tf.float64))
 
-    def reduce(self, variables: Sequence[Any], slices: dict[int, list[Any]], weight: float) -> None:
+    def reduce(
+        self,
+        variables: Sequence[Any],
+        slices: dict[int, list[Any]],
+        weight: float,
+        others: Sequence[Any] = (),
+    ) -> None:
         """Sum the gradients of some variables over replicas, in place, and before `__call__`.
 
         Args:
             variables: with what they have, the same ones in all replicas.
             slices: values and indices in turn, by variable.
             weight: this replica's part of the update's examples.
+            others: variables whose sums stay as they are.
         """
         dense = [v for v in variables if self.sums.has(v)]
         sparse = [v for v in variables if id(v) in slices and not self.sums.has(v)]
-        if self.replicas is None:
+        if self.replicas is None or not (dense or sparse):
             return
-        arrays = self.sums.memory(dense)
+        arrays = self.sums.memory(dense, others)
         if arrays is not None:
             # They are weighted already; those of a stand-in are not looked at.
             self.replicas.reduce_in_place(arrays, float(weight > 0))
             dense = []
-        if not (dense or sparse):
-            return
+            if not sparse:
+                return
         key = ("reduce", tuple(map(id, dense)), tuple(map(id, sparse)))
         if key not in self._functions:
             self._functions[key] = tf.function(
