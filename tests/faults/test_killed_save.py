@@ -11,7 +11,8 @@ import pytest
 
 import ktrainer.checkpoint.format as format_module
 import ktrainer.checkpoint.store as store_module
-from ktrainer.checkpoint import read_checkpoint, verify, write_checkpoint
+from ktrainer.checkpoint import read_checkpoint, verify
+from ktrainer.checkpoint.format import write_checkpoint
 from ktrainer.checkpoint.store import Store
 from tests.dist.harness import RanksTimeout
 from tests.faults.runs import CASES, killed_after, train
