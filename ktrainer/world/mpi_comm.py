@@ -98,6 +98,9 @@ class MpiComm(World):
         """A communicator of the same ranks, for messages that must not meet others."""
         return self.comm.Dup()
 
+    def watch(self, comm: MPI.Intracomm) -> None:
+        """Ranks of this world wait in `comm` too: when one dies, they are to leave it."""
+
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.comm.Free()
