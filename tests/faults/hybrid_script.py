@@ -1,6 +1,6 @@
 """A hybrid training whose ranks die; `test_just_in_time.py` launches it.
 
-    ktrainer launch --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:3:update,0:0:saving ...
+    ktrainer launch --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
 
 Each start takes the next word: who dies, after which step, and where. The start that has no word
 left trains to the end, and then once more without a fault.
@@ -99,7 +99,8 @@ def train(run: str, callbacks: list[Any], *words: str) -> Any:
     """One `fit`: History, and the bits of the weights that this rank holds."""
     words = (*WORDS, f"run.dir={run}", *words)
     x, y = data()
-    with Trainer(overrides=words, callbacks=callbacks) as trainer:
+    keeps_weights = keras.callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True)
+    with Trainer(overrides=words, callbacks=[keeps_weights, *callbacks]) as trainer:
         history = trainer.fit(build, (x, y), validation_data=(x[:40], y[:40])).history
         weights = trainer.model.get_weights()
     return history, [None if w is None else w.tobytes() for w in weights]
