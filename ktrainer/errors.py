@@ -98,6 +98,24 @@ class PeerLost(WorldError):
     """Another rank died while this one was communicating with it."""
 
 
+class RanksDied(PeerLost):
+    """Ranks have died, and those that were left have ended, having saved what they could.
+
+    Args:
+        message: who died, and what became of the state.
+        checkpoint: path of the newest checkpoint; None if there is none.
+
+    Attributes:
+        exit_code: what a launched process ends with: 75 (EX_TEMPFAIL: the same command goes on)
+            where there is a checkpoint, else 1.
+    """
+
+    def __init__(self, message: str, checkpoint: str | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.exit_code = RUN_AGAIN if checkpoint else 1
+        super().__init__(message)
+
+
 class DivergenceError(WorldError):
     """Ranks that must agree do not: on config, model, data, weights or log keys."""
 

@@ -91,9 +91,9 @@ class Fit:
     def _train(self, loop: Loop) -> keras.callbacks.History:
         if not self.trainer.world.heals:
             return loop.run()
-        from ktrainer.healing import Survival
+        from ktrainer.healing import survival_of
 
-        loop.survival = Survival(self, loop, self.trainer.world)  # type: ignore[arg-type]
+        loop.survival = survival_of(self, loop, self.trainer.world)  # type: ignore[arg-type]
         try:
             return loop.survival.run()
         finally:

@@ -51,7 +51,7 @@ from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
     from ktrainer.feed import Feed, Share
-    from ktrainer.healing import Survival
+    from ktrainer.healing import JustInTime, Survival
     from ktrainer.trainer import Trainer
 
 
@@ -68,13 +68,13 @@ class Loop:
         interruption: what asks the process to end.
 
     Attributes:
-        survival: what goes on after the death of ranks, if anything does.
+        survival: what goes on after the death of ranks, or saves what is left, if anything does.
         examples: this rank's, in the epoch so far.
         validated: step and logs of the last validation inside an epoch.
         late: `max_time` has passed, on any rank.
     """
 
-    survival: Survival | None = None
+    survival: Survival | JustInTime | None = None
 
     def __init__(
         self,
@@ -173,11 +173,13 @@ class Loop:
             self.model.stop_training
             or self.late
             or self.trainer.progress.epoch >= self.schedule.epochs
-            or self._steps_left() == 0
+            or self.steps_left == 0
             or self.feed.exhausted
         )
 
-    def _steps_left(self) -> int | None:
+    @property
+    def steps_left(self) -> int | None:
+        """Updates until `trainer.max_steps`; None without that limit."""
         if self.schedule.max_steps is None:
             return None
         return max(0, self.schedule.max_steps - self.trainer.progress.step)
@@ -242,7 +244,7 @@ class Loop:
         """Lists of updates that go into one call, each a list of shares."""
         timers = self.trainer.timers
         while True:
-            left = self._steps_left()
+            left = self.steps_left
             calls = self.schedule.steps_per_call
             calls = calls if left is None else min(calls, left)
             start = time.perf_counter()
@@ -317,7 +319,7 @@ class Loop:
         highest = self._highest if self.survival is None else self.survival.highest
         stopped, self.late = self.interruption.agree(highest, flags, what)
         self.model.stop_training = stopped
-        return stopped or self.late or self._steps_left() == 0
+        return stopped or self.late or self.steps_left == 0
 
     def _highest(self, values: np.ndarray, what: str) -> np.ndarray:
         return self.world.oob_allreduce(values, "max", what)

@@ -109,6 +109,7 @@ def _check_backend(config: Config, facts: WorldFacts) -> None:
         raise ConfigError(message, path="backend", value=name)
     if isinstance(config.backend, PipelineConfig):
         _check_partitions(config.backend.partitions, facts.size)
+        _check_copies(config, facts.size)
 
 
 def _strategy(config: Config, facts: WorldFacts) -> StrategyPlan | None:
@@ -132,6 +133,20 @@ def _check_partitions(partitions: int, size: int) -> None:
         path="backend.partitions",
         value=partitions,
     )
+
+
+def _check_copies(config: Config, size: int) -> None:
+    """What heals needs a second copy of everything."""
+    partitions = config.backend.partitions if isinstance(config.backend, PipelineConfig) else 1
+    if config.world.heal and size == partitions:
+        raise ConfigError(
+            "no other process has what one of this pipeline holds, so nobody could save the state "
+            f"of one that dies: start {2 * size} processes for two replicas, or set "
+            "world.heal=false and let `ktrainer launch --max-restarts` start it again from its "
+            "last checkpoint.",
+            path="world.heal",
+            value=True,
+        )
 
 
 def _layout(backend: PipelineConfig, replicas: int) -> str:
@@ -212,6 +227,11 @@ def _pipeline_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
     backend, notes = config.backend, list[str]()
     if not isinstance(backend, PipelineConfig):
         return notes
+    if config.world.heal:
+        notes.append(
+            "world.heal=true: if processes die, the replicas that are left save the state, and all "
+            "end; for that, weights and optimizer are in memory twice during each update."
+        )
     if min(batches) < backend.microbatches:
         notes.append(
             f"a replica's batch of {min(batches)} examples is less than "

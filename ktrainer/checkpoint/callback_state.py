@@ -26,17 +26,18 @@ _WEIGHTS: dict[type, tuple[str, ...]] = {keras.callbacks.EarlyStopping: ("best_w
 
 
 def callback_states(
-    callbacks: Iterable[Any], model: Any = None
+    callbacks: Iterable[Any], model: Any = None, held: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """(a JSON-able state per callback that has one, their arrays by name).
 
     Args:
         model: whose weights the callbacks hold. If it is cut into stages, the arrays are those
             that this process saves; the states tell the number of all.
+        held: all arrays that are in this process, whoever saves them.
     """
     states: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
-    saved = _saved_here(model)
+    saved = _held_here(model) if held else _saved_here(model)
     for name, callback in _named(callbacks):
         state = _state(callback)
         weights = {}

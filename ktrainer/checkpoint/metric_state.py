@@ -24,6 +24,20 @@ def metric_states(model: Any, world: World) -> Arrays:
     }
 
 
+def states_of_ranks(model: Any, every: Mapping[int, Sequence[np.ndarray]]) -> Arrays:
+    """As `metric_states`, of states that are known already.
+
+    Args:
+        every: by rank, in the order of `model.metrics_variables`.
+    """
+    names = [name for name, _ in _metric_variables(model)]
+    return {
+        f"{name}@{rank}": state
+        for rank, states in every.items()
+        for name, state in zip(names, states, strict=True)
+    }
+
+
 def counting_ranks(model: Any, world: World) -> list[int]:
     """The ranks that count metrics: all, or under a pipeline those of the last stage.
     All ranks call it together."""

@@ -142,7 +142,7 @@ class Saver:
         """
         if not self.world.is_root or self._lock is not None:
             return
-        self._lock, error = _hold(self.store)
+        self._lock, error = hold_folder(self.store)
         if error is not None:
             raise SetupError(error)
         self._texts = model_text(self._model)
@@ -233,14 +233,14 @@ class Saver:
 
 def _take_folder(store: Store, world: World) -> FolderLock | None:
     """Before the first step: nobody else is in the folder, and it can be written."""
-    lock, error = _hold(store) if world.is_root else (None, None)
+    lock, error = hold_folder(store) if world.is_root else (None, None)
     error = world.broadcast(error, 0, "folder of checkpoints")
     if error is not None:
         raise SetupError(error)
     return lock
 
 
-def _hold(store: Store) -> tuple[FolderLock | None, str | None]:
+def hold_folder(store: Store) -> tuple[FolderLock | None, str | None]:
     """(lock of the folder, what is wrong with it); clears up what a killed run left."""
     try:
         make_private(store.directory)

@@ -186,6 +186,13 @@ def variables_of(model: Any) -> list[tuple[str, Any]]:
     return [*all_variables(model), *_global_seed()]
 
 
+def variables_here(model: Any) -> list[tuple[str, Any]]:
+    """Those of `variables_of` whose values are in this process."""
+    placement = placement_of(model)
+    named = variables_of(model)
+    return [(n, v) for n, v in named if placement is None or n == _SEED or placement.holds(v)]
+
+
 def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
     """Whether this rank takes `variable` into a checkpoint."""
     if placement is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ktrainer.config.backends import DataParallelConfig
+from ktrainer.config.backends import DataParallelConfig, PipelineConfig
 from ktrainer.config.schema import Config
 from ktrainer.errors import ConfigError
 
@@ -30,7 +30,9 @@ def check_healing(config: Config) -> None:
             value=world.max_size,
         )
     _check_backend(config)
-    if config.data.batch != "global" or config.data.shard != "batch":
+    if isinstance(config.backend, PipelineConfig):
+        _check_pipeline(config)
+    elif config.data.batch != "global" or config.data.shard != "batch":
         key = "batch" if config.data.batch != "global" else "shard"
         raise ConfigError(
             "world.heal=true needs data that every rank could cut anew: set data.batch=global and "
@@ -52,9 +54,10 @@ def check_healing(config: Config) -> None:
 def _check_backend(config: Config) -> None:
     backend = config.backend
     remedy = "set world.heal=false, and let `ktrainer launch --max-restarts` start it again."
-    if not isinstance(backend, DataParallelConfig):
+    if not isinstance(backend, (DataParallelConfig, PipelineConfig)):
         raise ConfigError(
-            f"only backend=data_parallel goes on without ranks that die: {remedy}",
+            "only backend=data_parallel goes on without ranks that die, and only backend=pipeline "
+            f"with replicas saves what is left: {remedy}",
             path="world.heal",
             value=True,
         )
@@ -64,10 +67,25 @@ def _check_backend(config: Config) -> None:
             path="backend.engine",
             value="horovod",
         )
-    if backend.op == "sum":
+    if getattr(backend, "op", "average") == "sum":
         raise ConfigError(
             "the sum over ranks changes with their number, so that world.heal=true would change "
             "the results: set backend.op=average.",
             path="backend.op",
             value="sum",
         )
+
+
+def _check_pipeline(config: Config) -> None:
+    """A pipeline ends with the first death, whose state the replicas save."""
+    world = config.world
+    given = {"replace": world.replace, "max_size": world.max_size, "min_size": world.min_size > 1}
+    for key, value in given.items():
+        if value:
+            raise ConfigError(
+                "the ranks of a pipeline cannot do each other's work, so all end with the first "
+                "that dies, once its state is saved: leave it out, and let `ktrainer launch --heal "
+                "--max-restarts` start all of them again.",
+                path=f"world.{key}",
+                value=getattr(world, key),
+            )

@@ -263,8 +263,9 @@ class WorldConfig:
         deadline: seconds that any wait for another rank may last before it ends with an error.
         threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer
             launch` sets it), else the machine's cores divided by its processes.
-        heal: go on without ranks that die, data_parallel with engine mpi alone; the processes must
-            have been started by `ktrainer launch --heal`, or `mpirun --with-ft ulfm`.
+        heal: with engine mpi: go on without ranks that die (data_parallel), or save the state that
+            their replicas hold, and end (pipeline). The processes must have been started by
+            `ktrainer launch --heal`, or `mpirun --with-ft ulfm`.
         replace: start a process in the place of each that died; it joins the others when it is
             ready.
         min_size: fewest ranks to go on with; with fewer left the rest save a checkpoint and end.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from ktrainer.checkpoint.encoding import dtype_named
+
 _MOST = 1 << 16  # numbers a rank that are told after each update
 
 
@@ -29,6 +31,14 @@ class Counts:
         if not self.told or not self._variables:
             return np.zeros(0)
         return np.concatenate([np.ravel(v.numpy()).astype(np.float64) for v in self._variables])
+
+    def states(self, row: np.ndarray | None = None) -> list[np.ndarray]:
+        """The states in a `row`, in their shapes and types; None: those of now."""
+        if row is None:
+            return [np.array(v.numpy()) for v in self._variables]
+        parts = np.split(row, np.cumsum(self._sizes)[:-1])
+        pairs = zip(self._variables, parts, strict=True)
+        return [p.reshape(tuple(v.shape)).astype(dtype_named(v.dtype)) for v, p in pairs]
 
     def add(self, row: np.ndarray) -> None:
         """Count what another rank had counted."""

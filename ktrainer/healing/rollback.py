@@ -7,12 +7,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.checkpoint.state import variables_of
+from ktrainer.checkpoint.state import variables_here
 from ktrainer.steps.optimizers import optimizers_of
 
 
 class Rollback:
-    """Keeps the values of all variables of a model, its optimizers, metrics and seeds.
+    """Keeps the values of all variables of a model, its optimizers, metrics and seeds, as far as
+    they are in this process.
 
     TensorFlow copies a variable's memory only when it is written while somebody else still holds
     it, so to keep values costs next to nothing, and memory only for those that change.
@@ -24,7 +25,7 @@ class Rollback:
     """
 
     def __init__(self, model: keras.Model, several: bool) -> None:
-        named = [variable for _, variable in variables_of(model)]
+        named = [variable for _, variable in variables_here(model)]
         every = {id(v): v for v in [*named, *model.metrics_variables]}
         updated = set() if several else _updated(model)
         self._groups = {

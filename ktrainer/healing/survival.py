@@ -30,7 +30,7 @@ from ktrainer.healing.recruiting import Recruiting
 from ktrainer.healing.rollback import Rollback
 from ktrainer.progress import Phase, Progress
 from ktrainer.steps.metric_states import unadded_metrics
-from ktrainer.world.healing import HealingWorld, Peer, is_loss
+from ktrainer.world.healing import HealingWorld, Peer
 
 if TYPE_CHECKING:
     from ktrainer.fit import Fit
@@ -106,7 +106,7 @@ class Survival:
             except _Joined:
                 self._mend(None)
             except Exception as error:
-                if not self._is_death(error):
+                if not self.world.has_lost(error):
                     raise
                 self._mend(error)
 
@@ -179,10 +179,6 @@ class Survival:
             rows = [take_slice(share.batch, n, 0, 1) for share, n in zip(first, few, strict=True)]
             self.fit.program.train([Share(b, n, n) for b, n in zip(rows, few, strict=True)])
 
-    def _is_death(self, error: BaseException) -> bool:
-        """Whether an error says that a rank died, and not that it failed or did not answer."""
-        return is_loss(error) or (self.world.broken and isinstance(error, PeerLost))
-
     def _mend(self, error: Exception | None) -> None:
         """Go on with the ranks of now.
 
@@ -198,7 +194,7 @@ class Survival:
                 self._resume(began, [p.slot for p in lost], [_rank_in(before, p) for p in lost])
                 break
             except Exception as another:  # one more died meanwhile
-                if not self._is_death(another):
+                if not self.world.has_lost(another):
                     raise
                 cause = another
         least = self.fit.trainer.config.world.min_size

@@ -17,13 +17,15 @@ _MPIRUN = ("--with-ft", "ulfm")
 def add_healing_arguments(parser: argparse.ArgumentParser, positive: Any) -> None:
     """Declare the options; they stand for keys of the `world` section."""
     group = parser.add_argument_group(
-        "self-healing", "for backend=data_parallel with engine mpi; see the keys of `world`"
+        "self-healing",
+        "for backend=data_parallel with engine mpi; see the keys of `world`. With backend=pipeline "
+        "--heal alone: the replicas of processes that die save the state of all before they end",
     )
     group.add_argument(
         "--heal",
         action="store_const",
         const=True,
-        help="go on without processes that die (world.heal)",
+        help="go on without processes that die (world.heal); with a pipeline, see above",
     )
     group.add_argument(
         "--replace",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ktrainer.config import Config, load_config, parse_known_cli
 from ktrainer.config.backends import BACKENDS
-from ktrainer.config.launched import SPARE, to_environment
+from ktrainer.config.launched import SPARE, as_launched, to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.launch import command, healing
@@ -125,7 +125,8 @@ def run(args: argparse.Namespace) -> int:
             f"there is no script {args.script!r}; give the path from the current folder"
         )
     _count(args)
-    config = _check(args.args, args.ranks, args.workers) if args.check else None
+    told = to_environment(healing.asked(args))
+    config = _check(args.args, args.ranks, args.workers, told) if args.check else None
     heal = healing.settings(args, config)
     line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
@@ -215,8 +216,11 @@ def _python_path(given: Mapping[str, str]) -> str:
     return os.pathsep.join(path if own in path else [*path, own])
 
 
-def _check(words: Sequence[str], ranks: int, workers: int | None = None) -> Config | None:
-    """The configuration that `words` make, checked; None when they say nothing of one."""
+def _check(
+    words: Sequence[str], ranks: int, workers: int | None, told: Mapping[str, str]
+) -> Config | None:
+    """The configuration that `words` make, checked with what ranks are `told` besides; None when
+    they say nothing of one."""
     path, overrides, _ = parse_known_cli(words)
     if path is None and not overrides:
         return None
@@ -231,7 +235,8 @@ def _check(words: Sequence[str], ranks: int, workers: int | None = None) -> Conf
         cores = len(command.available_cpus()) or os.cpu_count() or 1
         size = ranks if workers is None else 1
         horovod = find_spec("horovod") is not None
-        make_plan(config, WorldFacts(size, size, cores, horovod=horovod, workers=workers))
+        facts = WorldFacts(size, size, cores, horovod=horovod, workers=workers)
+        make_plan(as_launched(config, told), facts)
         _check_cluster(config, workers)
     return config
 

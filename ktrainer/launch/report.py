@@ -13,6 +13,7 @@ from ktrainer.launch.channel import Note
 _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ .*?exited\s+on\s+signal (\d+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)")
 
+_DIED = "ktrainer.errors.RanksDied"
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus its number
 
 
@@ -55,6 +56,8 @@ def first_failure(
     said = sorted(notes.items(), key=lambda item: (item[1].follows, item[1].time))
     if said and not said[0][1].follows:
         return _raised(*said[0])
+    if said and said[0][1].kind == _DIED:
+        return _died(said[0][1])
     killed = _killed(mpirun_said, faults)
     if killed is not None and killed.rank not in notes:
         return killed
@@ -73,8 +76,9 @@ def others(notes: Mapping[int, Note], first: Failure) -> list[str]:
     """One line for each further rank that reported a failure."""
     lines = []
     for rank, note in sorted(notes.items()):
-        if rank != first.rank:
-            lines.append(f"rank {rank} then failed too: {_message(note)}")
+        message = _message(note)
+        if rank != first.rank and message != f"{note.kind}: {first.headline}":
+            lines.append(f"rank {rank} then failed too: {message}")
     return lines
 
 
@@ -83,6 +87,11 @@ def _message(note: Note) -> str:
     text = note.text.strip().splitlines()
     named = [line for line in text if line.startswith(f"{note.kind}:")]
     return [*named[-1:], *text[-1:], f"exit code {note.code}"][0]
+
+
+def _died(note: Note) -> Failure:
+    """All that were left say the same, and have ended together."""
+    return Failure(None, note.code, _message(note).removeprefix(f"{note.kind}: "))
 
 
 def _raised(rank: int, note: Note) -> Failure:

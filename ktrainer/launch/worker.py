@@ -44,6 +44,7 @@ _FINAL = frozenset(
         "builtins.KeyboardInterrupt",
     }
 )
+_DIED = "ktrainer.errors.RanksDied"
 _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> None:
         elif error.code not in (None, 0):
             _fail(say, error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
-        _fail(say, error, _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+        _fail(say, error, _exit_code(error))
     if "KTRAINER_RANK" in os.environ or "KTRAINER_WORLD" in os.environ:
         _leave()
 
@@ -124,6 +125,13 @@ def _run(script: str, args: list[str]) -> None:
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+
+
+def _exit_code(error: BaseException) -> int:
+    """The code that goes with an error that nobody has caught."""
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    return int(vars(error)["exit_code"]) if _name(type(error)) == _DIED else 1
 
 
 def _fail(say: int, error: BaseException, code: int) -> NoReturn:

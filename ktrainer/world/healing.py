@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from mpi4py import MPI
 from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
 from ktrainer.world.blocking import in_time
 from ktrainer.world.mpi import MpiWorld
+from ktrainer.world.mpi_group import MpiGroup
 from ktrainer.world.rollcall import RollCall, silent
 from ktrainer.world.stacks import Process, answering, end
 
@@ -120,6 +121,10 @@ class HealingWorld(MpiWorld):
         """Whether a rank has died, or a wait here was revoked, since the world was last whole."""
         return self._broken
 
+    def has_lost(self, error: BaseException) -> bool:
+        """Whether an error says that a rank died, and not that it failed or did not answer."""
+        return is_loss(error) or (self.broken and isinstance(error, PeerLost))
+
     def wait(self, request: Any, what: str) -> None:
         try:
             super().wait(request, what)
@@ -153,8 +158,17 @@ class HealingWorld(MpiWorld):
 
     def duplicate(self) -> MPI.Intracomm:
         copy = in_time(self, self.comm.Dup, "open a communicator")
-        self._copies.append(copy)
+        self.watch(copy)
         return copy
+
+    def watch(self, comm: MPI.Intracomm) -> None:
+        self._copies.append(comm)
+
+    def group(self, ranks: Sequence[int], name: str) -> MpiGroup:
+        """As of any world of processes; it is lost with the first rank of the world that dies."""
+        made = super().group(ranks, name)
+        self.watch(made.comm)
+        return made
 
     def agree(self, what: str) -> None:
         """Go on together; all ranks call it, at the same place.

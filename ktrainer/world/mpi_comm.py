@@ -104,6 +104,9 @@ class MpiComm(World):
         self.wait(request, "open a communicator")
         return copy
 
+    def watch(self, comm: MPI.Intracomm) -> None:
+        """Ranks of this world wait in `comm` too: when one dies, they are to leave it."""
+
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
             self.comm.Free()

@@ -41,5 +41,10 @@ class MpiGroup(MpiComm):
         """Seconds that any wait may last, in the world."""
         return self._world.deadline
 
+    def duplicate(self) -> MPI.Intracomm:
+        copy = super().duplicate()
+        self._world.watch(copy)
+        return copy
+
     def wait(self, request: Any, what: str) -> None:
         self._world.wait(request, f"{what} among {self._among}")

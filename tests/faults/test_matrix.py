@@ -42,6 +42,7 @@ ROWS = {
     9: [
         "faults/test_healing.py::test_deaths_at_four_three_and_two_ranks",
         "faults/test_healing.py::test_newcomers_take_the_places_of_the_dead",
+        "faults/test_just_in_time.py::test_replicas_save_the_state_of_the_dead",
         "launch/test_launch.py::test_rank_that_ends_without_a_traceback_is_named",
         "tf_distribute/test_launch.py::test_a_worker_that_stops_or_is_killed_is_named",
     ],

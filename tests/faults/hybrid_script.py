@@ -1,0 +1,120 @@
+"""A hybrid training whose ranks die; `test_just_in_time.py` launches it.
+
+    ktrainer launch --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
+
+Each start takes the next word: who dies, after which step, and where. The start that has no word
+left trains to the end, and then once more without a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+from ktrainer import Callback, Trainer
+from ktrainer.backends.pipeline.post import Post
+from ktrainer.backends.pipeline.update import StageUpdate
+from ktrainer.healing import saving
+
+WORDS = (
+    *("backend=pipeline", "backend.partitions=2", "backend.microbatches=3"),
+    *("data.batch_size=25", "trainer.epochs=2", "trainer.clip.global_norm=0.5"),
+    "logging.progress=none",
+)
+DISK = ("checkpoint.every=10ba", "checkpoint.asynchronous=false")
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    x = random.normal(size=(200, 6))
+    return x, (x @ random.normal(size=(6, 3))).argmax(-1)
+
+
+def build() -> keras.Model:
+    """With seeds and statistics, that forward passes change before a step may fail."""
+    keras.utils.clear_session()  # layers have the same names in both models
+    keras.utils.set_random_seed(3)
+    inner = [layers.Dense(8, "tanh"), layers.Dropout(0.1), layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6,)), *inner, layers.Dense(8, "tanh"), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
+    return model
+
+
+class Dies(Callback):
+    """Ends this process in the middle of things.
+
+    Args:
+        rank, step, where: who, by its rank at the start, after which step, and where: `schedule`
+            is between microbatches, `update` once its own weights have changed, `saving` once it
+            has written its part of the state, because others have died.
+    """
+
+    def __init__(self, rank: str, step: str, where: str) -> None:
+        super().__init__()
+        self.rank, self.step, self.where = int(rank), int(step), where
+        self._received = 0  # tensors of other stages in this step
+
+    def at(self, where: str) -> None:
+        mine = where == self.where and self.world.slot == self.rank
+        if mine and self.progress.step >= self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        _after(Post, "receive", self._count)
+        _after(StageUpdate, "__call__", lambda: self.at("update"))
+        _after(saving, "written", lambda: self.at("saving"))
+
+    def on_step_begin(self, step: int) -> None:
+        self._received = 0
+
+    def _count(self) -> None:
+        self._received += 1
+        if self._received == 2:
+            self.at("schedule")
+
+
+def _after(home: Any, name: str, then: Callable[[], None]) -> None:
+    """Let `then` happen after each call of a function of `home`."""
+    original = getattr(home, name)
+
+    def call(*args: Any) -> Any:
+        found = original(*args)
+        then()
+        return found
+
+    setattr(home, name, call)
+
+
+def train(run: str, callbacks: list[Any], *words: str) -> Any:
+    """One `fit`: History, and the bits of the weights that this rank holds."""
+    words = (*WORDS, f"run.dir={run}", *words)
+    x, y = data()
+    keeps_weights = keras.callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True)
+    with Trainer(overrides=words, callbacks=[keeps_weights, *callbacks]) as trainer:
+        history = trainer.fit(build, (x, y), validation_data=(x[:40], y[:40])).history
+        weights = trainer.model.get_weights()
+    return history, [None if w is None else w.tobytes() for w in weights]
+
+
+def main() -> None:
+    keras.config.set_floatx("float64")
+    results, *faults = sys.argv[1:]
+    now = faults[int(os.environ["KTRAINER_RESTART"]) :][:1]
+    deaths = [Dies(*who.split(":")) for word in now for who in word.split(",")]
+    found = train(f"{results}/run", deaths, *DISK)
+    whole = train(f"{results}/whole", [], "checkpoint.every=1ba", "checkpoint.keep=20")
+    print(json.dumps([one == other for one, other in zip(found, whole, strict=True)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Ranks of a hybrid pipeline die, and nothing of what they knew is lost (row 9)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktrainer.checkpoint import read_checkpoint, verify
+from ktrainer.checkpoint.format import MANIFEST
+from ktrainer.healing.saving import Grid
+from ktrainer.world.layout import Layout
+from tests.faults import hybrid_script
+from tests.faults.test_healing import launch
+
+SCRIPT = hybrid_script.__file__
+HEAL = ("--heal", "-n", "4")
+
+
+@pytest.mark.timeout(300)
+def test_replicas_save_the_state_of_the_dead(tmp_path: Path) -> None:
+    """In the update, and one more while it saves; then all copies of a stage, in the schedule."""
+    ended = launch(tmp_path, *HEAL, SCRIPT, str(tmp_path), "3:9:update,0:0:saving")
+    assert ended.returncode == 75, ended.stdout + ended.stderr
+    saved = tmp_path / "run" / "checkpoints" / "step-00000009"
+    (last,) = ended.stderr.splitlines()
+    assert "rank 0 (partition 0 of replica 0) and rank 3 (partition 1 of replica 1) died" in last
+    assert f"died after step 9: the state of that step is saved in {saved}" in last
+    assert f"Started again with checkpoint.resume={saved}" in last
+    assert not verify(saved)
+    ninth = read(saved)
+
+    restarts = ("--max-restarts", "1", "--backoff", "0.1")
+    fault = "0:12:schedule,2:12:schedule"
+    ended = launch(tmp_path, *HEAL, *restarts, SCRIPT, str(tmp_path), fault)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # History and weights are those of an undisturbed run, to the bit.
+    lines = [line.partition("] ")[2] for line in ended.stdout.splitlines()]
+    assert lines == ["[true, true]"] * 4
+    first, _ = ended.stderr.splitlines()
+    assert "rank 0 (partition 0 of replica 0) and rank 2 (partition 0 of replica 1) died" in first
+    assert "died after step 12: no copy of partition 0 is left, so its state is lost" in first
+    assert first.endswith(f"the last checkpoint, of step 10, is {saved.parent}/step-00000010")
+    same(ninth, read(tmp_path / "whole" / "checkpoints" / saved.name))
+
+
+def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:
+    """Arrays, state, and what the manifest says of the run."""
+    arrays, state = read_checkpoint(path)
+    manifest = json.loads((path / MANIFEST).read_text())
+    names = ("step", "epoch", "batch", "world_size", "replicas", "partitions")
+    copies = {name: np.array(array) for name, array in arrays.items()}
+    return copies, state, {name: manifest[name] for name in names}
+
+
+def same(found: Any, expected: Any) -> None:
+    """The checkpoint is just what all ranks together would have written, to the bit."""
+    arrays, state, facts = found
+    whole, of_all, all_facts = expected
+    assert facts == all_facts
+    assert list(arrays) == list(whole)
+    assert all(arrays[name].tobytes() == whole[name].tobytes() for name in whole)
+    assert set(state) == set(of_all)
+    for each in (state, of_all):
+        del each["progress"]["elapsed"]
+        each["callbacks"] = [c for c in each["callbacks"] if "Checkpoint" not in c["callback"]]
+    assert any(name.endswith("/best_weights/0") for name in whole)
+    assert state == of_all
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread"])
+def test_who_writes_what(placement: Any) -> None:
+    layout = Layout(3, 2, placement)
+    grid = Grid({r: (layout.partition_of(r), layout.replica_of(r)) for r in range(6)})
+    first = {p: layout.rank_of(p, 0) for p in range(3)}
+    second = {p: layout.rank_of(p, 1) for p in range(3)}
+    assert grid.writers(range(6)) == first
+    left = [first[0], second[0], second[1], first[2]]
+    assert grid.writers(left) == {0: first[0], 1: second[1], 2: first[2]}
+    assert grid.lost(left) == []
+    assert grid.lost([first[0], second[0]]) == [1, 2]
+    # Whoever is the first rank afterwards writes, too: it completes the checkpoint.
+    assert min(left) in grid.writers(left).values()
+    assert grid.counting() == sorted([first[2], second[2]])
+    assert grid.name(second[1]) == f"rank {second[1]} (partition 1 of replica 1)"
