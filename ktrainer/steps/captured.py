@@ -105,7 +105,7 @@ class CapturedUpdate:
             capture=True,
         )
         with (
-            keras.StatelessScope(),
+            _Counting(),
             seams(context, optimizers_of(self.model)),
             patch.object(keras.layers.Layer, "_get_regularization_losses", _no_penalties),
         ):
@@ -195,6 +195,14 @@ class CapturedUpdate:
             else:
                 gradients.append(None if total is None else tf.identity(total))
         return gradients
+
+
+class _Counting(keras.StatelessScope):
+    """Keeps what is assigned, but to weights: they are differentiated by, where they are."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        if not update[0].trainable:
+            super().add_update(update)
 
 
 def one_capture(context: StepContext, model: keras.Model) -> tuple[Any, list[Any], list[Any]]:

@@ -34,6 +34,7 @@ from ktrainer.backends.tf_distribute.scopes import (
     outside_of_scopes,
     with_settings_of_this_thread,
 )
+from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
@@ -118,6 +119,10 @@ class Replicas:
         counted = {id(v): v for v in self._added_metrics()}
         assigned: list[Any] = []
         settings.setdefault("uniform", is_uniform(batch))
+        record = settings.get("record", False)  # nothing may change then
+        assign_weight = self._assign_weight
+        if record or xla:
+            assign_weight = _leave_weight if record else _refuse_weight
 
         def on_replica(number: Any, part: Any) -> Any:
             rows, weight = part
@@ -126,12 +131,12 @@ class Replicas:
             def compute() -> Any:
                 with (
                     self.contexts.entered(context),
-                    ReplicaScope(counted.values(), None if xla else self._assign_weight) as scope,
+                    ReplicaScope(counted.values(), assign_weight) as scope,
                 ):
                     if context.guard is not None:
                         context.loss = LossOfStep(self.model)
                     values = step(rows)
-                assigned[:] = list(scope.assigned.values())
+                assigned[:] = [] if record else scope.assigned.values()
                 return values, [scope.get_current_value(v) for v in assigned]
 
             if xla:
@@ -301,6 +306,16 @@ class Replicas:
             replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
 
         return update_state
+
+
+def _leave_weight(_: Any, __: Any) -> None: ...
+
+
+def _refuse_weight(variable: Any, _: Any) -> None:
+    raise ModelError(
+        f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
+        "replicas do together and XLA cannot compile. Set trainer.xla=false."
+    )
 
 
 def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
