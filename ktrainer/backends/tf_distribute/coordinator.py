@@ -26,6 +26,7 @@ from ktrainer.backends.tf_distribute.sharded import sharded_variables
 from ktrainer.backends.tf_distribute.workers import Workers
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs
+from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike
 
@@ -49,16 +50,17 @@ class RemoteReplicas(Replicas):
                     self.sums[id(variable)] = tf.Variable(zeros, trainable=False)
         self._names = set(self.model.get_metrics_result() if self.model.metrics else {})
 
-    def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
+    def conclude(self, outcome: Outcome, logs: list[Any], logged: LoggedResults) -> Any:
         """Assign statistics, count metrics; returns the logs that are no metrics'."""
         for variable, value in outcome.statistics:
             variable.assign(value)
         for variable, parts in outcome.metrics:
             self.sums[id(variable)].assign_add(tf.add_n(parts))
-        joined = joined_logs(None, logs, outcome.weights)
+        joined = joined_logs(logs, outcome.weights, {})
         if not isinstance(joined, dict):
             return joined
-        return {key: value for key, value in joined.items() if key not in self._names}
+        counted = logged.of_metrics(joined, self._names)
+        return {key: value for key, value in joined.items() if key not in counted}
 
     @contextmanager
     def _seams(self, metrics: bool) -> Iterator[None]:
@@ -166,8 +168,9 @@ class CoordinatedProgram(ReplicatedProgram):
         if reset:
             self._before = None
         if isinstance(self._logs, dict):
-            results = self.model.get_metrics_result() if self._remote.sums else {}
-            self._logs = {**results, **self._logs}
+            logged = self._logged["test" if self._kind == "test" else "train"]
+            values = {**self._logs, **logged.now(logged.keys)}
+            self._logs = {key: values[key] for key in logged.keys if key in values}
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:
@@ -187,7 +190,12 @@ class CoordinatedProgram(ReplicatedProgram):
     def _update(self, batches: tuple[Any, ...], facts: tuple[tf.Tensor, ...]) -> Any:
         """One update of several shares, in one function."""
         update = Accumulated(
-            self.model, self.options, self.replicas, self._specs.get("train"), compiled=False
+            self.model,
+            self.options,
+            self.replicas,
+            self._specs.get("train"),
+            self._logged["train"],
+            compiled=False,
         )
         return update.of(list(zip(batches, facts, strict=True)))
 
