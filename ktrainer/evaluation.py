@@ -36,14 +36,15 @@ def evaluate(
     callbacks.on_test_begin()
     model.reset_metrics()
     logs: Any = {}
-    examples = 0
+    examples = last = 0
     shares = feed.epoch(0)
     with closing(shares):  # type: ignore[type-var]
         for batch, share in enumerate(shares):
             program.build(feed.spec, training=False)
             callbacks.on_test_batch_begin(batch)
             logs = program.test(share)
-            examples += share.examples if program.counts_metrics else 0
+            last = share.examples if program.counts_metrics else 0
+            examples += last
             callbacks.on_test_batch_end(batch, logs)
             if agree(bool(model.stop_evaluating)):
                 break
@@ -53,7 +54,14 @@ def evaluate(
             "yields batches"
         )
     logs = program.finish() or logs
-    results = global_results(model.metrics, world, logs=logs, examples=examples)
+    results = global_results(
+        model.metrics,
+        world,
+        logs=logs,
+        examples=examples,
+        last_examples=last,
+        sources=program.sources("test"),
+    )
     callbacks.on_test_end(results)
     return results
 

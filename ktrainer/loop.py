@@ -69,7 +69,7 @@ class Loop:
 
     Attributes:
         survival: what goes on after the death of ranks, or saves what is left, if anything does.
-        examples: this rank's, in the epoch so far.
+        examples, last_examples: this rank's, in the epoch so far and in its newest share.
         validated: step and logs of the last validation inside an epoch.
         late: `max_time` has passed, on any rank.
     """
@@ -94,7 +94,7 @@ class Loop:
         known = trainer.steps_per_epoch
         self._validate = Every(schedule.validate if validation is not None else None, known)
         self._log = Every(schedule.log, known)
-        self.examples = 0
+        self.examples = self.last_examples = 0
         self.validated: tuple[int, dict[str, Any]] = (-1, {})
         self.late = False
         self._started = 0.0
@@ -279,6 +279,7 @@ class Loop:
             progress.advance(sum(share.global_examples for share in shares))
             if self.program.counts_metrics:
                 self.examples += sum(share.examples for share in shares)
+                self.last_examples = shares[-1].examples
         progress.elapsed = time.monotonic() - self._started
         if (waited := self.trainer.communication_seconds) is not None:
             self.trainer.timers["communication"] = waited - self._waited
@@ -328,7 +329,9 @@ class Loop:
         logs = self.program.finish() or logs
         if self.trainer.progress.counted <= 0:
             return {}  # all updates were left out, or made undone: that is no loss of 0
-        return global_results(self.model.metrics, self.world, logs=logs, examples=self.examples)
+        seen: Any = {"examples": self.examples, "last_examples": self.last_examples}
+        sources = self.program.sources("train")
+        return global_results(self.model.metrics, self.world, logs=logs, sources=sources, **seen)
 
     def _validate_inside_epoch(self) -> None:
         self.trainer.progress.validation_due = True  # should it be interrupted

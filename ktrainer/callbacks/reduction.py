@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
@@ -18,6 +19,7 @@ import numpy as np
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.errors import DivergenceError
+from ktrainer.steps.logged import Source
 from ktrainer.steps.metric_states import adds_up, is_compiled_metrics
 from ktrainer.world import World
 
@@ -38,6 +40,8 @@ def global_results(
     logs: Mapping[str, Any] | None = None,
     states: States | None = None,
     examples: float | None = None,
+    last_examples: float | None = None,
+    sources: Mapping[str, Source | None] | None = None,
 ) -> dict[str, Any]:
     """Results of `metrics` over the data of all ranks, without changing any rank's states.
 
@@ -47,11 +51,15 @@ def global_results(
         metrics: `model.metrics`.
         world: the ranks; all of them call this function together.
         logs: the last step's logs. As in Keras they are the result when their keys are not
-            those of the metrics (a user's own `train_step`): a key that a metric has too is
-            taken from the metric, another is averaged over ranks.
+            those of the metrics (a user's own `train_step`): what is a metric's result, by
+            `sources` or else by its name, is computed of all ranks' states; another is averaged
+            over ranks.
         states: what `take_states` returned, to use instead of the present states.
         examples: examples that this rank saw: the weight of what can only be averaged. Default:
             the count of the loss metric.
+        last_examples: those of them in the step of `logs`: the weight of logs that are averaged.
+            Default: `examples`.
+        sources: what logs are, by key; see `steps.logged`.
 
     Returns:
         Floats by name, in the metrics' order; arrays for results that are not scalar.
@@ -62,10 +70,11 @@ def global_results(
     states = take_states(metrics) if states is None else [list(s) for s in states]
     # Keras makes the compiled metrics at the first batch; before, they have no result.
     built = [i for i, m in enumerate(metrics) if getattr(m, "built", True)]
-    reduction = _Reduction([metrics[i] for i in built], [states[i] for i in built], logs, world)
+    of = [metrics[i] for i in built], [states[i] for i in built]
+    reduction = _Reduction(*of, logs, world, sources or {})
     if world.size > 1:
         reduction.check()
-        reduction.sum_over_ranks(examples)
+        reduction.sum_over_ranks(examples, last_examples)
     return reduction.results()
 
 
@@ -94,9 +103,11 @@ class _Reduction:
         states: States,
         logs: Mapping[str, Any] | None,
         world: World,
+        sources: Mapping[str, Source | None],
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.logs: dict[str, float] = as_floats(logs)
+        self.sources = {key: sources[key] for key in self.logs if key in sources}
         self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
 
     def check(self) -> None:
@@ -105,7 +116,10 @@ class _Reduction:
             f"metric {leaf.metric.name!r} {[tuple(v.shape) for v in leaf.metric.variables]}"
             for leaf in self.leaves
         ]
-        here += [f"log {key!r}" for key in sorted(self.logs)]
+        here += [
+            f"log {key!r}" + ("" if key in self.extra else " of metrics")
+            for key in sorted(self.logs)
+        ]
         digest = zlib.crc32("\n".join(here).encode())
         both = np.array([digest, -digest], np.int64)
         highest, lowest = self.world.oob_allreduce(both, "max", "comparison of log keys")
@@ -124,38 +138,41 @@ class _Reduction:
             + ". Return the same logs from train_step and test_step on every rank."
         )
 
-    def sum_over_ranks(self, examples: float | None) -> None:
+    def sum_over_ranks(self, examples: float | None, last_examples: float | None) -> None:
         weight = _examples(self.metrics, self.states) if examples is None else float(examples)
+        last = weight if last_examples is None else float(last_examples)
         unknown = [leaf for leaf in self.leaves if not leaf.additive]
         _warn_once(leaf.metric.name for leaf in unknown)
         local = [self._local_result(leaf) for leaf in unknown]
-        extra = sorted(set(self.logs) - self._names()) if self.logs else []
-        values = [keras.tree.flatten(r) for r in local] + [[self.logs[k]] for k in extra]
+        values = [(v, weight) for result in local for v in keras.tree.flatten(result)]
+        values += [(self.logs[key], last) for key in self.extra]
         # 0 * nan is nan: a rank without examples must not spoil the others' mean.
-        weighted = [
-            np.float64(v) * weight if weight else np.zeros(np.shape(v))
-            for value in values
-            for v in value
-        ]
+        weighted = [np.float64(v) * w if w else np.zeros(np.shape(v)) for v, w in values]
         known = [(leaf.top, k) for leaf in self.leaves if leaf.additive for k in leaf.span]
         summed = [np.float64(self.states[top][k]) for top, k in known]
-        total = _sum_fused([np.float64(weight), *weighted, *summed], self.world)
-        weight_of_all = float(total[0]) or 1.0
-        means = iter([v / weight_of_all for v in total[1 : 1 + len(weighted)]])
+        first = 2 + len(weighted) - len(self.extra)
+        total = _sum_fused([np.float64(weight), np.float64(last), *weighted, *summed], self.world)
+        weight_of_all, last_of_all = (float(total[i]) or 1.0 for i in range(2))
+        means = iter([v / weight_of_all for v in total[2:first]])
         for leaf, result in zip(unknown, local, strict=True):
             flat = [next(means) for _ in keras.tree.flatten(result)]
             leaf.averaged = keras.tree.pack_sequence_as(result, flat)
-        self.logs.update({key: float(next(means)) for key in extra})
-        for (top, k), value in zip(known, total[1 + len(weighted) :], strict=True):
+        for key, value in zip(self.extra, total[first:], strict=False):
+            self.logs[key] = float(value) / last_of_all
+        for (top, k), value in zip(known, total[2 + len(weighted) :], strict=True):
             self.states[top][k] = value.astype(self.states[top][k].dtype)
 
     def _local_result(self, leaf: _Leaf) -> Any:
         return _result(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
 
-    def _names(self) -> set[str]:
-        """The keys of the metrics' results."""
+    @cached_property
+    def extra(self) -> list[str]:
+        """The keys of the logs that are no metrics'."""
         names = {leaf.metric.name for leaf in self.leaves}
-        return names if set(self.logs) <= names else set(self._metric_results())
+        unknown = self.logs.keys() - self.sources.keys() - names
+        if unknown:
+            unknown -= self._metric_results().keys()
+        return sorted(unknown.union(k for k, source in self.sources.items() if source is None))
 
     def results(self) -> dict[str, Any]:
         found = self._metric_results()
@@ -163,7 +180,17 @@ class _Reduction:
             return found
         if self.world.size == 1:
             return dict(self.logs)
-        return {key: found.get(key, value) for key, value in self.logs.items()}
+        values = {**self.logs, **{k: v for k, v in found.items() if k in self.logs}}
+        values |= {key: self.logs[key] for key in self.extra}
+        for key, source in self.sources.items():
+            if source is not None:
+                values[key] = float(source.of([self._result_of(m) for m in source.metrics]))
+        return values
+
+    def _result_of(self, metric: Any) -> Any:
+        """The result over all ranks of one of the metrics, which may be a compiled one."""
+        (leaf,) = (leaf for leaf in self.leaves if leaf.metric is metric)
+        return self._local_result(leaf) if leaf.averaged is None else leaf.averaged
 
     def _metric_results(self) -> dict[str, Any]:
         found: dict[str, Any] = {}

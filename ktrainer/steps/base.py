@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 
+from ktrainer.steps.logged import Source
 from ktrainer.steps.model_step import ShareLike
 
 Logs = Any  # dict of scalars as tensors, or what a user's step returns
@@ -53,6 +54,10 @@ class Steps(ABC):
     def predict(self, share: ShareLike) -> Any:
         """The model's outputs for one share's true examples, as NumPy arrays; None in a process
         that computes no outputs."""
+
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
+        """Where logs come from that are no metrics' of their names; see `steps.logged`."""
+        return {}
 
     def abandon(self) -> None:  # noqa: B027 - most steps keep nothing between calls
         """Forget what an interrupted update had added up."""

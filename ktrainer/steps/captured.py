@@ -13,6 +13,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import Before
+from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.model_step import ShareLike, average_statistics, is_uniform, python_step
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.options import StepOptions
@@ -37,9 +38,11 @@ class CapturedUpdate:
         plane: GradientPlane | None,
         rank: int,
         uniform: bool | None = None,
+        logged: LoggedResults | None = None,
     ) -> None:
         self.model, self.options, self.plane, self.rank = model, options, plane, rank
         self._uniform = uniform  # of all the data: one batch alone may be of one length
+        self._logged = logged or LoggedResults(model)
         self._optimizer: Any = None
         self._variables: list[Any] = []
         self._sums: list[Any] = []
@@ -65,7 +68,7 @@ class CapturedUpdate:
         bad = self._compiled("update", False)(weight, slices, loss)
         if before is not None and bad is not None:
             before.put_back(bad, self._assigned)
-            logs = before.logs(bad, logs)
+            logs = before.logs(bad, logs, self._logged)
         return logs
 
     def _count(self, shares: Sequence[ShareLike], weights: list[np.float64]) -> Any:
@@ -105,7 +108,7 @@ class CapturedUpdate:
             capture=True,
         )
         with (
-            keras.StatelessScope(),
+            _Counting(),
             seams(context, optimizers_of(self.model)),
             patch.object(keras.layers.Layer, "_get_regularization_losses", _no_penalties),
         ):
@@ -128,8 +131,8 @@ class CapturedUpdate:
             xla=self.options.xla,
         )
         kept = [(v, tf.identity(v)) for v in self.model.metrics_variables] if blank else []
-        with seams(context, optimizers_of(self.model)):
-            logs = self._step(batch)
+        with seams(context, optimizers_of(self.model)), self._logged.recording():
+            logs = self._logged.noting(self._step)(batch)
         sparse = self._add(context)
         for variable, value in kept:
             variable.assign(value)
@@ -195,6 +198,14 @@ class CapturedUpdate:
             else:
                 gradients.append(None if total is None else tf.identity(total))
         return gradients
+
+
+class _Counting(keras.StatelessScope):
+    """Keeps what is assigned, but to weights: they are differentiated by, where they are."""
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        if not update[0].trainable:
+            super().add_update(update)
 
 
 def one_capture(context: StepContext, model: keras.Model) -> tuple[Any, list[Any], list[Any]]:

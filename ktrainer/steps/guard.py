@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
+from ktrainer.steps.logged import LoggedResults
 
 
 class Guard:
@@ -90,7 +91,6 @@ class Before:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        self._model = model
         floats = [v for v in model.non_trainable_variables if tf.as_dtype(v.dtype).is_floating]
         metrics = model.metrics_variables
         own = {id(v) for v in metrics}
@@ -108,11 +108,11 @@ class Before:
             if assigned is None or id(variable) in assigned:
                 variable.assign(tf.where(bad, value, variable.value))
 
-    def logs(self, bad: tf.Tensor, logs: Any) -> Any:
+    def logs(self, bad: tf.Tensor, logs: Any, logged: LoggedResults) -> Any:
         """A step's logs; those of metrics as `put_back` has left them, if it is `bad`."""
         if not isinstance(logs, dict):
             return logs
-        again = self._model.get_metrics_result() if self._model.metrics else {}
+        again = logged.now(logs)
         plain = {k: v for k, v in logs.items() if k in again and not isinstance(v, Mapping)}
         return {**logs, **{k: tf.where(bad, again[k], v) for k, v in plain.items()}}
 

@@ -10,8 +10,8 @@ Three ways to run an update, from the simplest that will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -21,6 +21,7 @@ from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import Before, check_one_update
+from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.model_step import (
     ShareLike,
     average_statistics,
@@ -56,6 +57,7 @@ class Program(Steps):
         self._functions: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._specs: dict[str, Any] = {}
         self._captured: CapturedUpdate | None = None
+        self._logged = {kind: LoggedResults(model) for kind in ("train", "test")}
 
     def build(self, spec: Any, training: bool = True) -> None:
         """Create all variables by tracing, without running a step.
@@ -81,12 +83,14 @@ class Program(Steps):
         """One update of the weights from its shares (one, unless gradients accumulate)."""
         if self.options.accumulate == 1 and not (self.options.xla and self.plane):
             (share,) = shares
-            return self._call(self._function("train", share), share.batch, _weight(share))
+            return self._call(
+                self._function("train", share.examples == 0), share.batch, _weight(share)
+            )
         if self._captured is None:
             spec = self._specs.get("train")
             uniform = None if spec is None else is_uniform(spec)
             self._captured = CapturedUpdate(
-                self.model, self.options, self.plane, self.rank, uniform
+                self.model, self.options, self.plane, self.rank, uniform, self._logged["train"]
             )
         captured = self._captured
         return self._call(captured, shares)
@@ -102,8 +106,13 @@ class Program(Steps):
             return logs
         key = ("many", False)
         if key not in self._functions:
-            self._functions[key] = compile_many(self._function("train", shares[0]))
+            self._functions[key] = compile_many(self._function("train", shares[0].examples == 0))
         return self._call(self._functions[key], *stacked)
+
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
+        if self.plane is not None and kind in self._specs and not self._logged[kind].keys:
+            self._function(kind, blank=False)  # a newcomer has not traced it yet
+        return self._logged[kind].sources
 
     def abandon(self) -> None:
         if self._captured is not None:
@@ -111,11 +120,13 @@ class Program(Steps):
 
     def test(self, share: ShareLike) -> Logs:
         """Loss and metrics of one share, the weights left as they are."""
-        return self._call(self._function("test", share), share.batch, _weight(share))
+        return self._call(self._function("test", share.examples == 0), share.batch, _weight(share))
 
     def predict(self, share: ShareLike) -> Any:
         """The model's outputs for one share's true examples, as NumPy arrays."""
-        outputs = self._call(self._function("predict", share), share.batch, _weight(share))
+        outputs = self._call(
+            self._function("predict", share.examples == 0), share.batch, _weight(share)
+        )
         return keras.tree.map_structure(lambda t: t.numpy()[: share.examples], outputs)
 
     def is_built(self, training: bool) -> bool:
@@ -149,16 +160,16 @@ class Program(Steps):
         else:
             trace(model.train_step, spec)
 
-    def _function(self, kind: str, share: ShareLike) -> Callable[..., Any]:
+    def _function(self, kind: str, blank: bool) -> Callable[..., Any]:
         """The compiled step for shares of examples, or for stand-ins, made at first use."""
-        key = (kind, share.examples == 0)
+        key = (kind, blank)
         if key not in self._functions:
             step = {
                 "train": self.model.train_step,
                 "test": self.model.test_step,
                 "predict": self.model.predict_step,
             }[kind]
-            traced = self._traced(python_step(step), kind, blank=key[1])
+            traced = self._traced(python_step(step), kind, blank)
             if self.model.run_eagerly:
                 traced = on_tensors(traced)
             else:
@@ -176,6 +187,7 @@ class Program(Steps):
         guard = self.options.guard if kind == "train" else None
         if kind == "predict" or (self.plane is None and not hooks and guard is None):
             return lambda batch, weight: step(batch)
+        logged = self._logged[kind]
 
         def distributed(batch: Any, weight: tf.Tensor) -> Any:
             context = StepContext(
@@ -188,8 +200,8 @@ class Program(Steps):
             before = Before(self.model) if guard is not None else None
             if before is not None:
                 context.guard, context.loss = guard, before.loss
-            with seams(context, optimizers_of(self.model)):
-                logs = step(batch)
+            with seams(context, optimizers_of(self.model)), logged.recording():
+                logs = logged.noting(step)(batch)
             if kind == "train":
                 check_applied(context, self.model)
                 average_statistics(context, self.model)
@@ -198,7 +210,7 @@ class Program(Steps):
             if before is not None and context.bad is not None:
                 check_one_update(context.applies, self.model)
                 before.put_back(context.bad, context.assigned)
-                logs = before.logs(context.bad, logs)
+                logs = before.logs(context.bad, logs, logged)
             return logs
 
         return distributed

@@ -19,6 +19,7 @@ from tests.contracts.zoo_parts import (
     Confident,
     Distilled,
     Gan,
+    Judged,
     Nested,
     Vae,
     features_and_labels,
@@ -187,6 +188,13 @@ def regularised() -> keras.Model:
 @case(lambda rows: (floats(rows, 8),), exact=False)
 def vae() -> keras.Model:
     model = Vae()
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+@case(lambda rows: (floats(rows, 8), floats(rows, 1, seed=1) > 0))
+def own_logs() -> keras.Model:
+    model = Judged()
     model.compile(keras.optimizers.Adam(0.01))
     return model
 

@@ -88,6 +88,45 @@ class Nested(keras.Model):
         return self.head(self.blocks["second"](self.blocks["first"](x)))
 
 
+class Judged(keras.Model):
+    """A step of its own whose logs are not called like the metrics that they come from: a result
+    as it is, one computed from two results, and one of the batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Dense(1, activation="sigmoid")
+        self.total = keras.metrics.Mean(name="total_error")
+        self.parts = [keras.metrics.Precision(name="exact"), keras.metrics.Recall(name="complete")]
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        return [self._loss_tracker, self.total, *self.parts]  # the first is never updated
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def log(self, y: Any, guess: Any, error: Any) -> dict[str, Any]:
+        self.total.update_state(error)
+        for part in self.parts:
+            part.update_state(y, guess)
+        exact, complete = (part.result() for part in self.parts)
+        both = 0.5 * (exact + complete)
+        return {"loss": error, "mean_error": self.total.result(), "precision": exact, "both": both}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[0], ops.cast(data[1], self.compute_dtype)
+        with tf.GradientTape() as tape:
+            guess = self(x, training=True)
+            error = ops.mean(ops.square(y - guess))
+        self.optimizer.apply(tape.gradient(error, self.trainable_weights), self.trainable_weights)
+        return self.log(y, guess, error)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[0], ops.cast(data[1], self.compute_dtype)
+        guess = self(x)
+        return self.log(y, guess, ops.mean(ops.square(y - guess)))
+
+
 class Confident(layers.Layer):
     """Adds a loss that is a mean over examples."""
 

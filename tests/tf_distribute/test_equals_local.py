@@ -36,11 +36,11 @@ SOME = [
     ("several_outputs", "adamw"),
 ]
 FEW = [("plain", "sgd"), ("plain", "adamw"), ("sample_weights", "sgd"), ("regularised", "adamw")]
-MIRRORED = ["gan", "many_metrics", "regularised", "averaged_weights", "masked_lstm"]
+MIRRORED = ["gan", "own_logs", "many_metrics", "regularised", "averaged_weights", "masked_lstm"]
 
 # With MIRRORED all kinds of metrics, gradients and optimizers; ALL has the other models' parts.
 CENTRAL = ["skip_connections", "many_metrics", "own_loss_and_metrics", "two_inputs_two_outputs"]
-CENTRAL += ["gan", "averaged_weights", "masked_lstm"]
+CENTRAL += ["gan", "own_logs", "averaged_weights", "masked_lstm"]
 
 
 def compare(

@@ -49,10 +49,11 @@ def evaluated_by_another(strategy: str, other: str) -> Any:
                 with trainer(other, 2) as its_own:
                     its_own.evaluate(self.model, (x, y))
 
+    make_devices()
     keras.utils.set_random_seed(0)
+    model = small_model()
+    model.compile(keras.optimizers.Adam(0.01), model.loss)  # with slots, which move too
     with trainer(strategy, 2, (Evaluate(),), data__batch_size=16, trainer__epochs=3) as it:
-        model = small_model()
-        model.compile(keras.optimizers.Adam(0.01), model.loss)  # whose moments move too
         it.fit(model, (x, y))
         steps = int(it.model.optimizer.iterations.numpy())
         return steps, weights_of(it.model), it.predict(it.model, x)
@@ -71,28 +72,79 @@ def test_another_trainer_may_take_the_model_in_between(
     np.testing.assert_array_equal(outputs, expected)
 
 
-def normalised_weights(strategy: str) -> Any:
-    """A layer that assigns its weight in every call."""
+def normalised_weights(strategy: str, **more: Any) -> Any:
+    """Layers that assign their weights in every call, once."""
     import keras
 
+    class Shrinking(keras.layers.Dense):
+        def call(self, x: Any) -> Any:
+            self.kernel.assign(0.9 * self.kernel)
+            return super().call(x)
+
     keras.utils.set_random_seed(0)
-    x, y = vectors(32)
-    with trainer(strategy, 2, data__batch_size=16) as it:
+    x, y = vectors(64)
+    with trainer(strategy, 2, data__batch_size=16, **more) as it:
         inputs = keras.Input((8,))
-        outputs = keras.layers.SpectralNormalization(keras.layers.Dense(3))(inputs)
-        model = keras.Model(inputs, outputs)
+        hidden = keras.layers.SpectralNormalization(keras.layers.Dense(8))(inputs)
+        model = keras.Model(inputs, Shrinking(3)(hidden))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.SGD(0.1), loss)
         it.fit(model, (x, y))
         return weights_of(model)
 
 
-def test_a_layer_that_assigns_its_weight(ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_layers_that_assign_their_weights(
+    ranks: Callable[..., Any], strategy: str, accumulate: int
+) -> None:
     group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(normalised_weights, "mirrored")
-    (reference,) = group.run(normalised_weights, "local")
+    words = {"trainer__accumulate": accumulate}
+    (ours,) = group.run(normalised_weights, strategy, **words)
+    (reference,) = group.run(normalised_weights, "local", **words)
     for mine, value in zip(ours, reference, strict=True):
         np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
+
+
+def refused_with_xla() -> str:
+    from ktrainer.errors import ModelError
+
+    with pytest.raises(ModelError) as caught:
+        normalised_weights("mirrored", trainer__xla="true")
+    return str(caught.value)
+
+
+def test_xla_and_layers_that_assign_their_weights(ranks: Callable[..., Any]) -> None:
+    (text,) = ranks(1, ONE_PROCESS).run(refused_with_xla)
+    assert "Set trainer.xla=false" in text
+
+
+def moved_with_slots(strategy: str) -> Any:
+    """Trained in one process, under a strategy, and in one process again, by optimizers that know
+    their variables: whose slots are whose, and which weights decay."""
+    import keras
+
+    make_devices()
+    keras.utils.set_random_seed(0)
+    x, y = vectors(32)
+    model = small_model()
+    decaying, others = keras.optimizers.AdamW(0.01, weight_decay=0.9), keras.optimizers.Adam()
+    decaying.exclude_from_weight_decay(var_list=model.trainable_variables[:1])
+    which = keras.optimizers.OptimizerMap(decaying, {".*/bias": others})
+    model.compile(keras.optimizers.MultiOptimizer(which), model.loss)
+    for name in ("local", strategy, "local"):
+        with trainer(name, 2, data__batch_size=16) as it:
+            it.fit(model, (x, y))
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+def test_optimizers_find_their_variables_again(ranks: Callable[..., Any], strategy: str) -> None:
+    group = ranks(1, ONE_PROCESS)
+    (ours,) = group.run(moved_with_slots, strategy)
+    (reference,) = group.run(moved_with_slots, "local")
+    for mine, value in zip(ours, reference, strict=True):
+        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-6)
 
 
 def random_outputs(strategy: str) -> Any:

@@ -25,7 +25,7 @@ CHOSEN = [
     ("masked_accumulated", "sgd"),
     ("several_outputs", "adamw"),
 ]
-EXACT, NOISY = ["gan", "averaged_weights"], ["batch_norm_cnn", "vae"]
+EXACT, NOISY = ["gan", "own_logs", "averaged_weights"], ["batch_norm_cnn", "vae"]
 _strategies: dict[int, Any] = {}
 
 

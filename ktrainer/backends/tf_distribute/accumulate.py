@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.steps.captured import one_capture
+from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike, is_uniform, python_step
 from ktrainer.steps.options import StepOptions
@@ -35,6 +36,7 @@ class Accumulated:
         options: how steps run.
         replicas: where they run.
         spec: of the data, nested `tf.TensorSpec`; one batch alone may be of one length.
+        logged: which of the step's logs are metrics' results.
         compiled: compile each part for itself; False leaves that to the caller.
 
     Raises:
@@ -47,9 +49,11 @@ class Accumulated:
         options: StepOptions,
         replicas: Replicas,
         spec: Any,
+        logged: LoggedResults,
         compiled: bool = True,
     ) -> None:
         self.model, self.options, self.replicas = model, options, replicas
+        self._logged = logged
         self._uniform = None if spec is None else is_uniform(spec)
         self._optimizer: Any = None
         self._variables: list[Any] = []
@@ -102,21 +106,22 @@ class Accumulated:
 
         def compute(rows: Any) -> Any:
             context = self.replicas.contexts.here
-            logs = python_step(self.model.train_step)(rows)
+            logs = self._logged.noting(python_step(self.model.train_step))(rows)
             self._optimizer, gradients, self._variables = one_capture(context, self.model)
             self._kinds = [None if g is None else type(g) for g in gradients]
             return logs, [_parts(g, context.weight) for g in gradients if g is not None]
 
-        outcome = self.replicas.run(
-            compute,
-            batch,
-            share,
-            xla=self.options.xla,
-            applies=True,
-            make_denominators=lambda: tf.unstack(denominators),
-            **self._settings(batch),
-        )
-        logs = self.replicas.conclude(outcome, [v[0] for v in outcome.values])
+        with self._logged.recording():
+            outcome = self.replicas.run(
+                compute,
+                batch,
+                share,
+                xla=self.options.xla,
+                applies=True,
+                make_denominators=lambda: tf.unstack(denominators),
+                **self._settings(batch),
+            )
+        logs = self.replicas.conclude(outcome, [v[0] for v in outcome.values], self._logged)
         return logs, [v[1] for v in outcome.values]
 
     def _add(self, total: list[Gradients], more: list[Gradients]) -> list[Gradients]:

@@ -28,6 +28,7 @@ from ktrainer.backends.tf_distribute.sharded import sharded_variables
 from ktrainer.backends.tf_distribute.workers import Workers
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs
+from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike
 
@@ -63,7 +64,7 @@ class RemoteReplicas(Replicas):
 
         return counted
 
-    def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
+    def conclude(self, outcome: Outcome, logs: list[Any], logged: LoggedResults) -> Any:
         """Assign statistics, note what metrics count; returns the logs that are no metrics'."""
         for variable, value in outcome.statistics:
             variable.assign(value)
@@ -71,10 +72,11 @@ class RemoteReplicas(Replicas):
             place = self._place_of(variable)
             before = [self._more[place]] if place in self._more else []
             self._more[place] = tf.add_n([*before, *parts])
-        joined = joined_logs(None, logs, outcome.weights)
+        joined = joined_logs(logs, outcome.weights, {})
         if not isinstance(joined, dict):
             return joined
-        return {key: value for key, value in joined.items() if key not in self._names}
+        counted = logged.of_metrics(joined, self._names)
+        return {key: value for key, value in joined.items() if key not in counted}
 
     def _place_of(self, variable: Any) -> int:
         for place, each in enumerate(self.counted):
@@ -176,8 +178,9 @@ class CoordinatedProgram(ReplicatedProgram):
             for place, more in counted.items():
                 self._remote.counted[place].assign_add(more)
         if isinstance(self._logs, dict):
-            results = self.model.get_metrics_result() if self.model.metrics else {}
-            self._logs = {**results, **self._logs}
+            logged = self._logged["test" if self._kind == "test" else "train"]
+            values = {**self._logs, **logged.now(logged.keys)}
+            self._logs = {key: values[key] for key in logged.keys if key in values}
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:
@@ -195,7 +198,12 @@ class CoordinatedProgram(ReplicatedProgram):
     def _update(self, batches: tuple[Any, ...], facts: tuple[tf.Tensor, ...]) -> Any:
         """One update of several shares, in one function."""
         update = Accumulated(
-            self.model, self.options, self.replicas, self._specs.get("train"), compiled=False
+            self.model,
+            self.options,
+            self.replicas,
+            self._specs.get("train"),
+            self._logged["train"],
+            compiled=False,
         )
         return update.of(list(zip(batches, facts, strict=True)))
 

@@ -66,10 +66,10 @@ def move_in(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     into = [v for v in variables_of(model) if not is_inside(v, strategy)]
     out = [v for v in model.metrics_variables if is_inside(v, strategy)]
     values = [v.numpy() for v in into]  # read outside of the scope: they may be in another one
-    with scope_of(strategy):
-        _renew(into, values)
-    _renew(out, [v.numpy() for v in out])
-    _tell_optimizers(model, strategy)
+    with _optimizers_follow(model, strategy):
+        with scope_of(strategy):
+            _renew(into, values)
+        _renew(out, [v.numpy() for v in out])
     if into or out:
         _forget_functions(model)
 
@@ -77,8 +77,8 @@ def move_in(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
 def move_out(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     """Make ordinary variables of those that are in `strategy`, with their values."""
     out = [v for v in variables_of(model) if is_inside(v, strategy)]
-    _renew(out, [v.numpy() for v in out])
-    _tell_optimizers(model, tf.distribute.get_strategy())
+    with _optimizers_follow(model, tf.distribute.get_strategy()):
+        _renew(out, [v.numpy() for v in out])
     if out:
         _forget_functions(model)
 
@@ -115,23 +115,29 @@ def _forget_functions(model: keras.Model) -> None:
 
 
 def _all_optimizers(model: keras.Model) -> list[Any]:
-    """The optimizers of `model`, those inside of a LossScaleOptimizer too."""
+    """The optimizers of `model`, those inside of others too."""
     found = []
     for optimizer in optimizers_of(model):
-        found.append(optimizer)
-        inner = getattr(optimizer, "inner_optimizer", None)
-        if inner is not None:
-            found.append(inner)
+        inner = getattr(optimizer, "inner_optimizer", None)  # of a LossScaleOptimizer
+        several = getattr(inner or optimizer, "_inner_optimizers", ())  # of a MultiOptimizer
+        found += [optimizer, *([] if inner is None else [inner]), *several]
     return found
 
 
-def _tell_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Let optimizers update under `strategy`, and find their variables again: they know them by
-    the `tf.Variable` inside."""
-    for optimizer in _all_optimizers(model):
+@contextmanager
+def _optimizers_follow(model: keras.Model, strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let optimizers update under `strategy`, and find variables that are moved meanwhile again:
+    they know them by the `tf.Variable` inside."""
+    optimizers = _all_optimizers(model)
+    variables = model.variables if optimizers else []
+    before = [optimizers[0]._var_key(v) for v in variables]
+    yield
+    now = {key: optimizers[0]._var_key(v) for key, v in zip(before, variables, strict=True)}
+    for optimizer in optimizers:
         optimizer._distribution_strategy = strategy
-        indices = getattr(optimizer, "_trainable_variables_indices", None)
-        if indices is not None and optimizer.built:
-            optimizer._trainable_variables_indices = {
-                optimizer._var_key(v): i for i, v in enumerate(optimizer._trainable_variables)
-            }
+        optimizer._exclude_from_weight_decay_cache = {}
+        excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+        optimizer._exclude_from_weight_decay = {now.get(key, key) for key in excluded}
+        for name in ("_trainable_variables_indices", "_var_to_optimizer_idx"):
+            if places := getattr(optimizer, name, None):
+                setattr(optimizer, name, {now.get(key, key): i for key, i in places.items()})

@@ -1,4 +1,5 @@
-"""What comes out of a step on several replicas: one set of logs, one batch of outputs."""
+"""What comes out of a step on several replicas: one set of logs, one batch of outputs, statistics
+that are the same on all."""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.feed.datasets import graph_bounds
+from ktrainer.steps.context import StepContext
 
 
 def joined_logs(
-    model: keras.Model | None, logs: Sequence[Any], weights: Sequence[tf.Tensor]
+    logs: Sequence[Any], weights: Sequence[tf.Tensor], results: Mapping[str, Any]
 ) -> Any:
     """The logs of all replicas: of metrics their results, of the rest the weighted mean.
 
     Args:
-        model: whose metrics have counted all replicas' outputs; None: they are counted later.
         logs: what the step returned on each replica.
         weights: each replica's part of the update.
+        results: those logs that are known.
     """
     first = logs[0]
     if not isinstance(first, Mapping):
         return _mean(list(logs), weights)
-    results = model.get_metrics_result() if model is not None and model.metrics else {}
     return {
         key: results[key] if key in results else _mean([log[key] for log in logs], weights)
         for key in first
@@ -46,6 +47,25 @@ def joined_outputs(outputs: Sequence[Any], rows: tf.Tensor) -> Any:
         return kept[0] if count == 1 else tf.concat(kept, 0)
 
     return keras.tree.map_structure(join, *outputs)
+
+
+def averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
+    """The weighted means over replicas of those that are floats; the rest as they are."""
+    floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
+    if context.plane is None or not floats:
+        return values
+    # The weights of the shares of one update add up to 1, those of one share alone need not.
+    widest = max((values[i].dtype for i in floats), key=lambda dtype: dtype.size)
+    each = [*(values[i] for i in floats), tf.ones([], widest)]
+    *sums, weight = context.plane.reduce(each, context.weight, context.order)
+    for i, total in zip(floats, sums, strict=True):
+        values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    return values
+
+
+def if_present(context: StepContext, value: tf.Tensor) -> tf.Tensor:
+    """`value`, or zeros on a replica that has no rows of its own."""
+    return tf.where(context.weight > 0, value, tf.zeros_like(value))
 
 
 def _mean(values: list[Any], weights: Sequence[tf.Tensor]) -> Any:

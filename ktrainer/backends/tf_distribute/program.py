@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
@@ -55,6 +56,7 @@ class ReplicatedProgram(Steps):
         self._specs: dict[str, Any] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
         self._accumulated: Accumulated | None = None
+        self._logged = {kind: LoggedResults(model) for kind in ("train", "test")}
 
     def build(self, spec: Any, training: bool = True) -> None:
         kind = "train" if training else "test"
@@ -75,7 +77,11 @@ class ReplicatedProgram(Steps):
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
         if self._accumulated is None:
             self._accumulated = Accumulated(
-                self.model, self.options, self.replicas, self._specs.get("train")
+                self.model,
+                self.options,
+                self.replicas,
+                self._specs.get("train"),
+                self._logged["train"],
             )
         with self.guard():
             return self._accumulated(shares)
@@ -108,6 +114,9 @@ class ReplicatedProgram(Steps):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
+        return self._logged[kind].sources
+
     def _function(self, kind: str) -> Callable[..., Any]:
         """The compiled step, made at first use."""
         if kind not in self._functions:
@@ -125,14 +134,18 @@ class ReplicatedProgram(Steps):
         training = kind == "train"
         if training and self.options.guard is not None:
             check_metrics(self.model)
-        step = python_step(self.model.train_step if training else self.model.test_step)
+        logged = self._logged[kind]
+        step = logged.noting(
+            python_step(self.model.train_step if training else self.model.test_step)
+        )
 
         def on_all(batch: Any, share: tf.Tensor) -> Any:
             settings: dict[str, Any] = {}
             if training:
                 settings = {"hooks": self.options.all_hooks(), "guard": self.options.guard}
-            outcome = self.replicas.run(step, batch, share, applies=training, **settings)
-            return self.replicas.conclude(outcome, outcome.values)
+            with logged.recording():
+                outcome = self.replicas.run(step, batch, share, applies=training, **settings)
+            return self.replicas.conclude(outcome, outcome.values, logged)
 
         return on_all
 

@@ -15,7 +15,7 @@ happen at once, for they are shared:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.outputs import joined_logs
+from ktrainer.backends.tf_distribute.outputs import averaged, if_present, joined_logs
 from ktrainer.backends.tf_distribute.parts import parts_of, spread
 from ktrainer.backends.tf_distribute.scopes import (
     Contexts,
@@ -34,9 +34,11 @@ from ktrainer.backends.tf_distribute.scopes import (
     outside_of_scopes,
     with_settings_of_this_thread,
 )
+from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
+from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.model_step import check_applied, is_uniform
 from ktrainer.steps.seams import seams
@@ -118,6 +120,10 @@ class Replicas:
         counted = {id(v): v for v in self._added_metrics()}
         assigned: list[Any] = []
         settings.setdefault("uniform", is_uniform(batch))
+        record = settings.get("record", False)  # nothing may change then
+        assign_weight: Callable[[Any, Any], None] = self._assign_weight
+        if record or xla:
+            assign_weight = _leave_weight if record else _refuse_weight
 
         def on_replica(number: Any, part: Any) -> Any:
             rows, weight = part
@@ -126,12 +132,12 @@ class Replicas:
             def compute() -> Any:
                 with (
                     self.contexts.entered(context),
-                    ReplicaScope(counted.values(), None if xla else self._assign_weight) as scope,
+                    ReplicaScope(counted.values(), assign_weight) as scope,
                 ):
                     if context.guard is not None:
                         context.loss = LossOfStep(self.model)
                     values = step(rows)
-                assigned[:] = list(scope.assigned.values())
+                assigned[:] = [] if record else scope.assigned.values()
                 return values, [scope.get_current_value(v) for v in assigned]
 
             if xla:
@@ -140,8 +146,8 @@ class Replicas:
             if applies:
                 check_applied(context, self.model)
             pairs = list(zip(assigned, states, strict=True))
-            statistics = _averaged(context, [s for v, s in pairs if id(v) not in counted])
-            added = [_if_present(context, s) for v, s in pairs if id(v) in counted]
+            statistics = averaged(context, [s for v, s in pairs if id(v) not in counted])
+            added = [if_present(context, s) for v, s in pairs if id(v) in counted]
             bad = tf.constant(False) if context.bad is None else context.bad
             return values, context.weight, statistics, added, bad
 
@@ -158,15 +164,22 @@ class Replicas:
             self.local(bad)[0] if settings.get("guard") is not None else None,
         )
 
-    def conclude(self, outcome: Outcome, logs: list[Any]) -> Any:
-        """Give the model's variables their new values; returns the logs of all replicas."""
+    def conclude(self, outcome: Outcome, logs: list[Any], logged: LoggedResults) -> Any:
+        """Give the model's variables their new values; returns the logs of all replicas.
+
+        Args:
+            outcome: of a step that has run.
+            logs: what it logs, on each replica of this process.
+            logged: which of them are metrics' results.
+        """
         bad = outcome.bad
         for variable, value in outcome.statistics:
             variable.assign(value if bad is None else _unless(bad, value, variable.value))
         for variable, parts in outcome.metrics:
             more = tf.add_n(parts)
             variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
-        return joined_logs(self.model, logs, outcome.weights)
+        results = logged.now(logs[0]) if isinstance(logs[0], Mapping) else {}
+        return joined_logs(logs, outcome.weights, results)
 
     def apply(
         self,
@@ -303,28 +316,19 @@ class Replicas:
         return update_state
 
 
+def _leave_weight(_: Any, __: Any) -> None: ...
+
+
+def _refuse_weight(variable: Any, _: Any) -> None:
+    raise ModelError(
+        f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
+        "replicas do together and XLA cannot compile. Set trainer.xla=false."
+    )
+
+
 def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     return tf.where(bad, tf.cast(other, value.dtype), value)
 
 
 def _done(_: Any = None) -> tf.Tensor:
     return tf.constant(0)
-
-
-def _averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The weighted means over replicas of those that are floats; the rest as they are."""
-    floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
-    if context.plane is None or not floats:
-        return values
-    # The weights of the shares of one update add up to 1, those of one share alone need not.
-    widest = max((values[i].dtype for i in floats), key=lambda dtype: dtype.size)
-    each = [*(values[i] for i in floats), tf.ones([], widest)]
-    *sums, weight = context.plane.reduce(each, context.weight, context.order)
-    for i, total in zip(floats, sums, strict=True):
-        values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
-    return values
-
-
-def _if_present(context: StepContext, value: tf.Tensor) -> tf.Tensor:
-    """`value`, or zeros on a replica that has no rows of its own."""
-    return tf.where(context.weight > 0, value, tf.zeros_like(value))

@@ -59,17 +59,15 @@ class ReplicaScope(keras.StatelessScope):
 
     Args:
         zero: variables that begin at zero.
-        assign_weight: assigns a variable that is trained, which is read, and differentiated by,
-            where it is.
+        assign_weight: what is done with a value for a variable that is trained, which is read,
+            and differentiated by, where it is.
 
     Attributes:
         assigned: the variables that were assigned, by id.
         losses_of: what layers have passed to `add_loss`, by the layer's id.
     """
 
-    def __init__(
-        self, zero: Collection[Any] = (), assign_weight: Callable[[Any, Any], None] | None = None
-    ) -> None:
+    def __init__(self, zero: Collection[Any], assign_weight: Callable[[Any, Any], None]) -> None:
         mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in zero]
         super().__init__(mapping, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
@@ -78,7 +76,7 @@ class ReplicaScope(keras.StatelessScope):
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if variable.trainable and self._assign_weight is not None:
+        if variable.trainable:
             self._assign_weight(variable, value)
             return
         self.assigned[id(variable)] = variable

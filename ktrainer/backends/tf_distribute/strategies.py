@@ -33,11 +33,17 @@ def open_strategy(
         backend: the configuration's section.
         plan: its devices.
         cluster: the processes of a strategy that has several.
-        timeout: seconds that a sum over processes may take.
+        timeout: seconds that a sum over processes may take, if it is made now.
     """
-    key = (plan, backend.cross_device_ops, backend.communication, backend.bytes_per_pack)
-    if plan.strategy in ("multi_worker_mirrored", "parameter_server"):
-        key = (*key, timeout, backend.min_shard_bytes, backend.tpu)  # type: ignore[assignment]
+    # Not the time that a sum may take: a step's sums are told theirs one by one.
+    key = (
+        plan,
+        backend.cross_device_ops,
+        backend.communication,
+        backend.bytes_per_pack,
+        backend.min_shard_bytes,
+        backend.tpu,
+    )
     if key not in _made:
         _made[key] = _make(backend, plan, cluster, timeout)
     return _made[key]

@@ -1,0 +1,212 @@
+"""Which of a step's logs are results of metrics, whatever they are called.
+
+What a metric's `result()` returns inside of a step says how the metric stands in this process, or
+on this replica; on all data together it is known only when everybody's states have been added up.
+So it is remembered, while a step is traced, what came from which metric, also through further
+computation: `{"f1": 2 * p * r / (p + r)}` is computed anew from what `p` and `r` are then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import tensorflow as tf
+
+from ktrainer.steps.metric_states import is_compiled_metrics, leaf_metrics
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A log as a function of metrics' results.
+
+    Attributes:
+        metrics: whose results it takes.
+        dtypes: of these results.
+        graph: what is computed from them; None: nothing, the log is the one metric's result.
+        inputs, output: names of the results' tensors and of the log's in `graph`.
+    """
+
+    metrics: tuple[Any, ...]
+    dtypes: tuple[tf.DType, ...]
+    graph: Any = None
+    inputs: tuple[str, ...] = ()
+    output: str = ""
+
+    def of(self, results: Sequence[Any]) -> Any:
+        """The log, from the metrics' results."""
+        if self.graph is None:
+            return results[0]
+        return self._computed(*map(tf.cast, results, self.dtypes))
+
+    @cached_property
+    def _computed(self) -> Callable[..., Any]:
+        def compute(*results: tf.Tensor) -> tf.Tensor:
+            given = dict(zip(self.inputs, results, strict=True))
+            return tf.graph_util.import_graph_def(self.graph, given, [self.output])[0]
+
+        return tf.function(compute, autograph=False)
+
+
+class LoggedResults:
+    """The logs of one kind of step that are metrics' results.
+
+    Args:
+        model: whose step it is.
+
+    Attributes:
+        keys: of the logs, in the step's order.
+        sources: what logs are, by key; None for one that is no metric's, though called like one.
+            The others are what they are called like.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self.keys: list[str] = []
+        self.sources: dict[str, Source | None] = {}
+        self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
+        self._updated: set[int] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Remember what metrics return meanwhile; a step is traced inside, in any thread."""
+        self._returned.clear()
+        self._updated.clear()
+        with ExitStack() as stack:
+            for metric in leaf_metrics(self._model):
+                for name, recorded in (("result", self._result), ("update_state", self._update)):
+                    stack.enter_context(patch.object(metric, name, recorded(metric)))
+            yield
+        self._returned.clear()
+
+    def noting(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`step`, of which it is noted where its logs come from."""
+
+        def noted(batch: Any) -> Any:
+            logs = step(batch)
+            if isinstance(logs, Mapping):
+                self.keys = list(logs)
+                for key, value in logs.items():
+                    self._note(key, value)
+            return logs
+
+        return noted
+
+    def of_metrics(self, keys: Collection[str], names: Collection[str]) -> set[str]:
+        """Those of `keys` that are metrics' results, whose names are `names`."""
+        found = {key for key, source in self.sources.items() if source is not None}
+        return {key for key in keys if key in found or (key in names and key not in self.sources)}
+
+    def now(self, keys: Collection[str]) -> dict[str, Any]:
+        """Those of the logs `keys` that are metrics' results, as the metrics stand now."""
+        named: Mapping[str, Any] = {}
+        if self._model.metrics and not self.sources.keys() >= set(keys):
+            named = self._model.get_metrics_result()
+        values = dict(named)
+        for key, source in self.sources.items():
+            if source is not None:
+                values[key] = source.of([metric.result() for metric in source.metrics])
+        return {key: values[key] for key in keys if key in self.of_metrics(keys, named)}
+
+    def _result(self, metric: Any) -> Callable[[], Any]:
+        original = _method(metric, "result")
+
+        def result() -> Any:
+            value = original()
+            if isinstance(value, keras.Variable):
+                value = tf.identity(value.value)
+            if tf.is_tensor(value):
+                self._returned[id(value)] = value, metric
+            return value
+
+        return result
+
+    def _update(self, metric: Any) -> Callable[..., Any]:
+        original = _method(metric, "update_state")
+
+        def update_state(*args: Any, **kwargs: Any) -> Any:
+            self._updated.add(id(metric))
+            return original(*args, **kwargs)
+
+        return update_state
+
+    def _note(self, key: str, value: Any) -> None:
+        idle = {
+            metric.name
+            for metric in self._model.metrics
+            if not is_compiled_metrics(metric) and id(metric) not in self._updated
+        }
+        self.sources.pop(key, None)
+        if id(value) in self._returned:
+            tensor, metric = self._returned[id(value)]
+            self.sources[key] = Source((metric,), (tensor.dtype,))
+        elif (source := self._computed(key, value)) is not None:
+            self.sources[key] = source
+        elif key in idle:
+            self.sources[key] = None
+
+    def _computed(self, key: str, value: Any) -> Source | None:
+        """What `value` is computed from, if that is metrics' results and nothing else."""
+        if not tf.is_symbolic_tensor(value):
+            return None
+        operations: dict[str, Any] = {}
+        results: dict[str, tuple[Any, Any]] = {}
+        only, waiting = True, [value]
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in self._returned:
+                results[tensor.name] = self._returned[id(tensor)]
+            elif tensor.op.name not in operations:
+                operations[tensor.op.name] = tensor.op
+                waiting.extend(tensor.op.inputs)
+                only = only and _is_computed(tensor.op)
+        if not results:
+            return None
+        if not only:
+            _warn(key)
+            return None
+        metrics = tuple(metric for _, metric in results.values())
+        dtypes = tuple(tensor.dtype for tensor, _ in results.values())
+        return Source(metrics, dtypes, _graph(operations.values()), tuple(results), value.name)
+
+
+def _method(metric: Any, name: str) -> Callable[..., Any]:
+    """A method of a metric, looked up when it is called: its class may be patched meanwhile."""
+    if name in vars(metric):
+        return vars(metric)[name]
+    return lambda *args, **kwargs: getattr(type(metric), name)(metric, *args, **kwargs)
+
+
+def _is_computed(operation: Any) -> bool:
+    """Whether an operation's outputs follow from its inputs, and it can be moved alone."""
+    constant = operation.type == "Const"
+    plain = bool(operation.inputs) and operation.type not in _CALLS
+    return (constant or plain) and not operation._is_stateful
+
+
+def _graph(operations: Collection[Any]) -> Any:
+    graph = tf.compat.v1.GraphDef()
+    for operation in operations:
+        node = graph.node.add()
+        node.CopyFrom(operation.node_def)
+        inputs = [name for name in node.input if not name.startswith("^")]  # order needs no care
+        del node.input[:]
+        node.input.extend(inputs)
+    return graph
+
+
+def _warn(key: str) -> None:
+    warnings.warn(
+        f"the log {key!r} is computed from results of metrics and from the batch itself. Only one "
+        "process can do that: over several it is the mean of what each makes of its own part. Log "
+        "a metric instead.",
+        stacklevel=2,
+    )
