@@ -27,6 +27,7 @@ _WHERE = {
     "WorldError": "ktrainer.errors",
     "DeadlineExceeded": "ktrainer.errors",
     "PeerLost": "ktrainer.errors",
+    "RanksDied": "ktrainer.errors",
     "DivergenceError": "ktrainer.errors",
     "CheckpointError": "ktrainer.errors",
     "Interrupted": "ktrainer.errors",
@@ -44,6 +45,7 @@ __all__ = [
     "KtrainerError",
     "ModelError",
     "PeerLost",
+    "RanksDied",
     "Trainer",
     "WorldError",
     "__version__",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         KtrainerError,
         ModelError,
         PeerLost,
+        RanksDied,
         WorldError,
     )
     from ktrainer.registry import register

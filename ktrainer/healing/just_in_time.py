@@ -153,6 +153,8 @@ class JustInTime:
         for callback in self.fit.every:
             if isinstance(callback, Checkpoint):
                 callback.close()  # what it writes is completed, or given up
+        if self.fit.trainer.config.trainer.fast_dev_run:
+            return "trainer.fast_dev_run saves nothing", None
         store = Store(self.fit.trainer.checkpoint_dir)
         latest = store.latest() if self.world.is_root else None
         latest = self.world.broadcast(latest, 0, "the last checkpoint")
@@ -180,8 +182,6 @@ class JustInTime:
             return f"no copy of partition {names} is left, so its state is lost"
         if self._point.unsound:
             return "that step had spoilt the model, so its state was not saved"
-        if self.fit.trainer.config.trainer.fast_dev_run:
-            return "trainer.fast_dev_run saves nothing"
         return ""
 
     def _write(self, store: Store) -> Path:
