@@ -27,6 +27,7 @@ _WHERE = {
     "WorldError": "ktrainer.errors",
     "DeadlineExceeded": "ktrainer.errors",
     "PeerLost": "ktrainer.errors",
+    "RanksDied": "ktrainer.errors",
     "DivergenceError": "ktrainer.errors",
     "CheckpointError": "ktrainer.errors",
     "Interrupted": "ktrainer.errors",
@@ -45,6 +46,7 @@ __all__ = [
     "KtrainerError",
     "ModelError",
     "PeerLost",
+    "RanksDied",
     "SetupError",
     "Trainer",
     "WorldError",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         KtrainerError,
         ModelError,
         PeerLost,
+        RanksDied,
         SetupError,
         WorldError,
     )

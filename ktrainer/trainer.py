@@ -154,6 +154,8 @@ class Trainer(CustomLoop):
             DataError, ModelError: what was given cannot be trained on.
             DivergenceError: ranks have different data, models, configs or library versions.
             DeadlineExceeded, PeerLost: another rank did not answer.
+            RanksDied: ranks of a pipeline with `world.heal` died, and the others have saved what
+                they could.
             Interrupted: the process was asked to end (`trainer.interrupt`), on all ranks at the
                 same step; a SystemExit.
         """

@@ -153,14 +153,13 @@ class JustInTime:
         for callback in self.fit.every:
             if isinstance(callback, Checkpoint):
                 callback.close()  # what it writes is completed, or given up
+        if self.fit.trainer.config.trainer.fast_dev_run:
+            return "trainer.fast_dev_run saves nothing", None
         store = Store(self.fit.trainer.checkpoint_dir)
         latest = store.latest() if self.world.is_root else None
         latest = self.world.broadcast(latest, 0, "the last checkpoint")
         why = self._why_not()
         if not why:
-            assert self._point is not None
-            if latest and latest.run == self._run and latest.step >= self._point.order[0]:
-                return f"the checkpoint {latest.path}, of step {latest.step}, has it", latest.path
             try:
                 path = self._write(store)
                 return f"the state of that step is saved in {path}", path
@@ -180,8 +179,6 @@ class JustInTime:
             return f"no copy of partition {names} is left, so its state is lost"
         if self._point.unsound:
             return "that step had spoilt the model, so its state was not saved"
-        if self.fit.trainer.config.trainer.fast_dev_run:
-            return "trainer.fast_dev_run saves nothing"
         return ""
 
     def _write(self, store: Store) -> Path:
@@ -207,11 +204,8 @@ class JustInTime:
         names = names_to_save(model, arrays, state) if world.is_root else ()
         texts = model_text(model) if world.is_root else {}
         last = LastState(progress.step, arrays, names, state, self._facts(progress), texts)
-        path = write_together(world, store, self._placement, writes, last)
-        keep = self.fit.trainer.config.checkpoint
-        if world.is_root and keep.best is None:  # else the next save knows which are to stay
-            store.prune(keep.keep)
-        return path
+        # Older ones stay: the next save of a run that saves by itself removes them.
+        return write_together(world, store, self._placement, writes, last)
 
     def _states_of_all(self) -> dict[int, Sequence[np.ndarray]]:
         """The metrics' states of all ranks at the point, the dead ones' included. Where they are
@@ -224,20 +218,16 @@ class JustInTime:
         return {**dict.fromkeys(self.grid.places, nothing), **dict(told)}
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
+        """What the manifest says of the run, as it was before anybody died."""
+        savers = [c for c in self.fit.every if isinstance(c, Checkpoint)]
         return {
             "epoch": progress.epoch,
             "batch": progress.batch,
             "world_size": len(self.grid.places),
             "replicas": self._placement.replicas,
             "partitions": self._placement.partitions,
-            "run": self._run or "",
+            "run": savers[0].state_dict()["run"] if savers else "",
         }
-
-    @property
-    def _run(self) -> str | None:
-        """Names this run in its checkpoints; None if it saves none by itself."""
-        savers = [c for c in self.fit.every if isinstance(c, Checkpoint)]
-        return str(savers[0].state_dict()["run"]) if savers else None
 
 
 def _advice(path: Path | None) -> str:

@@ -151,7 +151,7 @@ def _complete(
         )
     except CheckpointError as problem:
         return str(problem)
-    note_save(store.directory, last.step)
+    note_save(store.directory, last.step, str(last.facts.get("run", "")))
     return None
 
 

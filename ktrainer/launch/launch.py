@@ -113,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
 
     0 when all ranks ended well; the code of the rank that failed first, 128 plus the number of the
     signal that ended it; 124 after `--timeout`; 75 where the ranks were asked to end, by a signal
-    to this process or to one of them, and a checkpoint is there to go on from; else, after Ctrl-C
-    or SIGTERM, the code that a rank chose to exit with, or 130 or 143.
+    to this process or to one of them, or ended because others of a pipeline that heals had died,
+    and a checkpoint is there to go on from; else, after Ctrl-C or SIGTERM, the code that a rank
+    chose to exit with, or 130 or 143.
 
     Raises:
         ConfigError: the script's configuration cannot work, or there is no such script.

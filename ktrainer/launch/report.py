@@ -56,8 +56,9 @@ def first_failure(
     said = sorted(notes.items(), key=lambda item: (item[1].follows, item[1].time))
     if said and not said[0][1].follows:
         return _raised(*said[0])
-    if said and said[0][1].kind == _DIED:
-        return _died(said[0][1])
+    died = [note for _, note in said if note.kind == _DIED]
+    if died:
+        return _died(died[0])
     killed = _killed(mpirun_said, faults)
     if killed is not None and killed.rank not in notes:
         return killed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktrainer.launch.channel import Note, decode, encode
 from ktrainer.launch.report import first_failure, others
 
@@ -44,6 +46,16 @@ def test_killed_rank_comes_before_those_that_lost_it() -> None:
     assert first is not None
     assert (first.rank, first.code, first.text) == (1, 137, "the stack")
     assert "signal 9 (SIGKILL" in first.headline
+
+
+def test_what_all_that_are_left_say_is_said_once() -> None:
+    kind = "ktrainer.errors.RanksDied"
+    said = replace(failed(1.0, follows=True, kind=kind), code=75, text=f"Traceback\n{kind}: of 1\n")
+    notes = {0: said, 2: said, 3: failed(0.5, follows=True)}
+    first = first_failure(notes, [1], 1, SIGNALLED, {})
+    assert first is not None
+    assert (first.rank, first.code, first.headline, first.text) == (None, 75, "of 1", "")
+    assert others(notes, first) == ["rank 3 then failed too: builtins.ValueError: at 0.5"]
 
 
 def test_rank_that_left_with_a_code_is_named() -> None:
