@@ -21,13 +21,16 @@ MULTI_WORKER = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored
 SERVERS = ("backend=tf_distribute", "backend.strategy=parameter_server")
 
 SCRIPT = """
-import sys
+import os, sys, time
 import keras, numpy as np
 from ktrainer import Trainer
 
 class Slow(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 6 and os.environ.get("LATE") == str(trainer.world.rank):
+            time.sleep(60)
+
     def on_train_batch_end(self, batch, logs=None):
-        import time
         if batch == 4:
             print("ready", flush=True)
         if batch >= 4:
