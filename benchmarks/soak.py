@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-SETTLE_SECONDS = 5.0  # a process younger than this is left alone
+SETTLE_SECONDS = 5.0  # a process younger than this is left alone; at restarts, than `every`
 
 
 def train(out: str, pause: float, words: list[str]) -> None:
@@ -79,9 +79,9 @@ def ranks(launcher: psutil.Process) -> list[psutil.Process]:
 class Disturber(threading.Thread):
     """Kills a rank now and then, and notes how much memory the ranks take."""
 
-    def __init__(self, launcher: int, every: float) -> None:
+    def __init__(self, launcher: int, every: float, settled: float) -> None:
         super().__init__(daemon=True)
-        self.launcher, self.every = psutil.Process(launcher), every
+        self.launcher, self.every, self.settled = psutil.Process(launcher), every, settled
         self.kills: list[float] = []
         self.memory: list[tuple[float, float]] = []
         self.began, self.over = time.monotonic(), threading.Event()
@@ -95,7 +95,8 @@ class Disturber(threading.Thread):
                 now = time.monotonic()
                 if used:
                     self.memory.append((now - self.began, max(used)))
-                old = [p for p in alive if time.time() - p.create_time() > SETTLE_SECONDS]
+                settled = max(SETTLE_SECONDS, self.settled)
+                old = [p for p in alive if time.time() - p.create_time() > settled]
                 if self.every and now - last > self.every and len(old) == 2:
                     random.choice(old).kill()
                     self.kills.append(now - self.began)
@@ -121,7 +122,11 @@ def launch(args: argparse.Namespace, folder: Path, name: str) -> Disturber:
     command += [__file__, "--train", str(folder / f"{name}.npz"), str(pause), *more, *words]
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
-        disturber = Disturber(process.pid, 0.0 if name == "calm" else args.every)
+        disturber = Disturber(
+            process.pid,
+            every=0.0 if name == "calm" else args.every,
+            settled=args.every if name == "restart" else 0.0,
+        )
         disturber.start()
         code = process.wait()
     disturber.over.set()

@@ -194,7 +194,12 @@ class JustInTime:
         place(model, replace(self._placement, replica=0 if writes else 1))
         progress = Progress.from_dict(point.progress)
         captured, state = capture(
-            model, progress, world, callbacks=self.fit.every, history=point.history
+            model,
+            progress,
+            world,
+            callbacks=self.fit.every,
+            history=point.history,
+            place=self.fit.place_facts(),
         )
         state |= {"world_size": len(self.grid.places), "counting": self.grid.counting()}
         arrays = {k: v for k, v in captured.items() if not k.startswith("metrics/")}

@@ -17,6 +17,7 @@ from ktrainer.launch.report import Failure
 from ktrainer.launch.watch import End
 
 MOST_SECONDS = 60.0  # between a failure and the next start
+SOON_SECONDS = 60.0  # a group that lasted longer did not fail soon
 _LOOK_SECONDS = 0.1
 
 
@@ -26,14 +27,19 @@ class Restarts:
 
     Args:
         limit: how many there may be.
-        backoff: seconds before the first; twice as long before each further one, up to a minute.
+        backoff: seconds before the first; twice as long before each one that follows within a minute,
+            up to a minute.
         memory: a folder that is there as long as the launch.
+        count: restarts so far.
+        soon: how many of them followed one another soon.
     """
 
     limit: int
     backoff: float
     memory: Path
     count: int = 0
+    soon: int = 0
+    _started: float = field(default_factory=time.monotonic, repr=False)
     _saves: dict[str, int] | None = field(default=None, repr=False)
 
     @property
@@ -45,7 +51,7 @@ class Restarts:
     @property
     def seconds(self) -> float:
         """How long to wait before the next start."""
-        return float(min(MOST_SECONDS, self.backoff * 2**self.count))
+        return float(min(MOST_SECONDS, self.backoff * 2**self.soon))
 
     def why_not(self, end: End, failure: Failure) -> str | None:
         """Why the group is not started again; None if it is. Empty: nothing need be said.
@@ -74,6 +80,8 @@ class Restarts:
             signals: those that this process has got; the first one is taken out and returned.
             until: when `--timeout` is over, by the monotonic clock; `"timeout"` is returned.
         """
+        if time.monotonic() - self._started > SOON_SECONDS:
+            self.soon = 0
         start = time.monotonic() + self.seconds
         while (now := time.monotonic()) < start:
             if signals:
@@ -81,7 +89,7 @@ class Restarts:
             if until is not None and now >= until:
                 return "timeout"
             time.sleep(min(_LOOK_SECONDS, start - now))
-        self.count += 1
+        self.count, self.soon, self._started = self.count + 1, self.soon + 1, time.monotonic()
         return None
 
 

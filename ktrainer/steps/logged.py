@@ -3,7 +3,8 @@
 What a metric's `result()` returns inside of a step says how the metric stands in this process, or
 on this replica; on all data together it is known only when everybody's states have been added up.
 So it is remembered, while a step is traced, what came from which metric, also through further
-computation: `{"f1": 2 * p * r / (p + r)}` is computed anew from what `p` and `r` are then.
+computation: `{"f1": 2 * p * r / (p + r)}` is computed anew from what `p` and `r` are then. A model that runs eagerly leaves no trace of such
+computation; of it the results themselves are known.
 """
 
 from __future__ import annotations

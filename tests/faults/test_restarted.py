@@ -187,8 +187,8 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
     saved(tmp_path, "a-2", 2)
     assert again.why_not(end, killed) == "not started again: that was restart 9 of 9"
     assert Restarts(9, 2.0, tmp_path).seconds == 2.0
-    assert Restarts(9, 2.0, tmp_path, count=3).seconds == 16.0
-    assert Restarts(9, 2.0, tmp_path, count=8).seconds == 60.0
+    assert Restarts(9, 2.0, tmp_path, soon=3).seconds == 16.0
+    assert Restarts(9, 2.0, tmp_path, soon=8).seconds == 60.0
     note = Note("failed", kind="ktrainer.errors.CheckpointError", final=True)
     assert Restarts(9, 2.0, tmp_path).why_not(End(failures={1: note}, started=True), killed)
     assert Restarts(9, 2.0, tmp_path).why_not(End(), killed)

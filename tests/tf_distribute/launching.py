@@ -21,7 +21,7 @@ MULTI_WORKER = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored
 SERVERS = ("backend=tf_distribute", "backend.strategy=parameter_server")
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import keras, numpy as np
 from ktrainer import Trainer
 
@@ -29,9 +29,10 @@ class Slow(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 5 and os.environ.get("TEST_RANK") == str(trainer.world.rank):
             os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))  # the others go on into a sum
+        if batch == 6 and os.environ.get("LATE") == str(trainer.world.rank):
+            time.sleep(60)
 
     def on_train_batch_end(self, batch, logs=None):
-        import time
         if batch == 4:
             print("ready", flush=True)
         if batch >= 4:

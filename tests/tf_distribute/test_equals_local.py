@@ -101,7 +101,7 @@ def test_models_of_the_zoo(
 @pytest.mark.parametrize(
     ("size", "devices", "chosen"),
     [
-        (2, 1, [*FEW, ("several_outputs", "sgd"), ("accumulated", "adamw")]),
+        (2, 1, [*FEW, ("several_outputs", "sgd"), ("masked_accumulated", "adamw")]),
         (3, 1, [*FEW[1:2], ("plain", "sgd")]),
         (2, 2, [("plain", "adamw"), ("synchronized_batch_norm", "sgd")]),
     ],
@@ -157,20 +157,29 @@ def test_several_steps_a_call_of_which_one_rank_has_fewer_rows(ranks: Callable[.
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("strategy", "size", "settings"),
     [
-        {"trainer__steps_per_call": 3},
-        {"trainer__xla": "true"},
-        {"backend__cross_device_ops": "hierarchical_copy"},
+        ("mirrored", 1, {"trainer__steps_per_call": 3}),
+        ("central_storage", 1, {"trainer__steps_per_call": 3}),
+        ("mirrored", 1, {"trainer__xla": "true"}),
+        ("one_device", 1, {"trainer__xla": "true"}),
+        ("multi_worker_mirrored", 2, {"trainer__xla": "true"}),
+        ("mirrored", 1, {"backend__cross_device_ops": "hierarchical_copy"}),
     ],
-    ids=lambda s: next(iter(s)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_do_not_change_the_numbers(ranks: Callable[..., Any], settings: Any) -> None:
-    chosen = [("plain", "sgd")]
-    (ours,) = ranks(1, ONE_PROCESS).run(
-        cases_under, "mirrored", 2, chosen, "float64", deadline=200, **settings
-    )
-    compare(ours, chosen)
+def test_options_do_not_change_the_numbers(
+    ranks: Callable[..., Any], strategy: str, size: int, settings: Any
+) -> None:
+    few = {"trainer__epochs": 2}
+    # The second has sparse gradients, and a loss whose denominator is counted over all replicas.
+    chosen = [("plain", "sgd"), ("masked", "adamw")] if "trainer__xla" in settings else FEW[:1]
+    group = ranks(size, ONE_PROCESS if size == 1 else f"{CLUSTER} 1")
+    devices = 2 if strategy in ("mirrored", "central_storage") else 1
+    for ours in group.run(
+        cases_under, strategy, devices, chosen, "float64", deadline=200, **settings, **few
+    ):
+        compare(ours, chosen, **few)
 
 
 @pytest.mark.parametrize(

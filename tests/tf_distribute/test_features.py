@@ -14,6 +14,11 @@ from tests.dist.small import small_model
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 
 STRATEGIES = [("mirrored", 2), ("central_storage", 2)]
+OTHERS = {  # backends that are no strategies
+    "local": ["backend=local"],
+    "data_parallel": ["backend=data_parallel", "backend.engine=mpi"],
+    "pipeline": ["backend=pipeline", "backend.partitions=2", "backend.microbatches=2"],
+}
 
 
 def trainer(
@@ -22,10 +27,11 @@ def trainer(
     """A quiet Trainer; `more` are keys with `__` for dots."""
     from ktrainer import Trainer
 
-    make_devices()
     words = [f"{key.replace('__', '.')}={value}" for key, value in more.items()]
-    if strategy == "local":
-        words = ["backend=local", *words]
+    if strategy not in ("data_parallel", "pipeline"):  # which have processes of their own
+        make_devices()
+    if strategy in OTHERS:
+        words = [*OTHERS[strategy], *words]
     else:
         words = ["backend=tf_distribute", f"backend.strategy={strategy}", *words]
         if strategy == "multi_worker_mirrored":
@@ -68,13 +74,17 @@ def half_precision(strategy: str, policy: str, bad: int | None, **more: Any) -> 
         )
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("mirrored", {}), ("central_storage", {}), ("mirrored", {"trainer__xla": "true"})],
+    ids=["mirrored", "central_storage", "mirrored XLA"],
+)
 @pytest.mark.parametrize("bad", [None, 18, 30], ids=["finite", "NaN on one", "NaN on the other"])
 def test_mixed_float16_replicas_agree_on_the_loss_scale(
-    ranks: Callable[..., Any], strategy: str, bad: int | None
+    ranks: Callable[..., Any], strategy: str, words: dict[str, str], bad: int | None
 ) -> None:
     group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(half_precision, strategy, "mixed_float16", bad)
+    (ours,) = group.run(half_precision, strategy, "mixed_float16", bad, **words)
     (reference,) = group.run(half_precision, "local", "mixed_float16", bad)
     assert ours[1:] == reference[1:]
     assert ours[2] == (5 if bad is None else 4)  # of 5 batches
@@ -207,7 +217,7 @@ def test_a_model_made_in_the_scope_is_taken_as_it_is(
 
 
 def statistics(strategy: str) -> Any:
-    """Those of a plain BatchNormalization, on each replica."""
+    """Those of a plain BatchNormalization, on each replica of this process."""
     import keras
 
     x, y = vectors(33)  # the last batch has one row: one replica has a stand-in
@@ -216,19 +226,24 @@ def statistics(strategy: str) -> Any:
         model = small_model(extra=(keras.layers.BatchNormalization(),))
         it.fit(model, (x, y))
         moving = [v for v in model.non_trainable_variables if "moving" in v.path]
-        return [
-            [np.array(each) for each in it.strategy.experimental_local_results(v.value)]
-            for v in moving
-        ]
+        found = [it.strategy.experimental_local_results(v.value) for v in moving]
+        leaks.expect_ports() if strategy == "multi_worker_mirrored" else None
+        return [[np.array(each) for each in values] for values in found]
 
 
 def test_statistics_are_the_same_on_all_replicas(ranks: Callable[..., Any]) -> None:
-    (found,) = ranks(1, ONE_PROCESS).run(statistics, "mirrored")
-    assert len(found) == 2
-    for first, second in found:
+    """And in all processes; however two halves of a batch are computed."""
+    (mirrored,) = ranks(1, ONE_PROCESS).run(statistics, "mirrored")
+    (central,) = ranks(1, ONE_PROCESS).run(statistics, "central_storage")
+    by_rank = ranks(2, f"{CLUSTER} 1").run(statistics, "multi_worker_mirrored", deadline=120)
+    assert len(mirrored) == 2
+    for i, (first, second) in enumerate(mirrored):
         assert np.isfinite(first).all()
         assert first.std() > 0
         np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(by_rank[0][i][0], by_rank[1][i][0])
+        for other in (central[i][0], by_rank[0][i][0]):
+            np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-7)
 
 
 def own_metric(strategy: str) -> Any:

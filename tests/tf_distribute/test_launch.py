@@ -57,6 +57,19 @@ def test_a_worker_names_the_one_that_stops_or_dies(
     both[victim].kill()
 
 
+def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None:
+    """A process that lives, and whose TensorFlow answers, but that does not come."""
+    command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET, "backend.timeout=1")
+    launcher = start(*command, "data.batch_size=16", LATE="1")
+    wait_for(launcher, "ready")
+    began = time.monotonic()
+    _, errors = launcher.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert launcher.returncode != 0
+    assert "rank 0 raised DeadlineExceeded" in errors
+    assert "'a sum over processes' for other ranks. No answer from rank 1" in errors
+
+
 def test_tasks_of_slurm_and_a_peer_that_does_not_come(start: Start, script: Path) -> None:
     """Without MPI; the same weights as in one process."""
     words = (sys.executable, script, *QUIET, "data.batch_size=16")
