@@ -27,8 +27,8 @@ class Restarts:
 
     Args:
         limit: how many there may be.
-        backoff: seconds before the first; twice as long before each one that follows within a minute,
-            up to a minute.
+        backoff: seconds before the first; twice as long before each one that follows within a
+            minute, up to a minute.
         memory: a folder that is there as long as the launch.
         count: restarts so far.
         soon: how many of them followed one another soon.
