@@ -10,6 +10,7 @@ again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from ktrainer.steps.logged import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.model_step import ShareLike
 
+Places = tuple[int, ...]
 _AHEAD = 4  # updates a worker that may wait
 
 
@@ -54,15 +56,29 @@ class RemoteReplicas(Replicas):
         self._names = set(self.model.get_metrics_result() if self.model.metrics else {})
 
     def counting(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """`step`, returning its logs that are no metrics', and what to add to each metric."""
+        """`step`, returning its logs that are no metrics', and what to add to the metrics: for
+        `add_counts`, in one vector of each dtype, because each tensor is a message of its own."""
 
-        def counted(*args: Any) -> tuple[Any, dict[int, tf.Tensor]]:
+        def counted(*args: Any) -> tuple[Any, dict[Places, tf.Tensor]]:
             self._more = {}
             logs = step(*args)
             more, self._more = self._more, {}
-            return logs, more
+            kinds = {tensor.dtype for tensor in more.values()}
+            places = [tuple(p for p in more if more[p].dtype == kind) for kind in kinds]
+            return logs, {
+                these: tf.concat([tf.reshape(more[p], [-1]) for p in these], 0) for these in places
+            }
 
         return counted
+
+    def add_counts(self, counted: dict[Places, np.ndarray]) -> None:
+        """Add to the metrics what steps have counted."""
+        for places, values in counted.items():
+            first = 0
+            for variable in (self.counted[place] for place in places):
+                last = first + math.prod(variable.shape)
+                variable.assign_add(values[first:last].reshape(variable.shape))
+                first = last
 
     def conclude(self, outcome: Outcome, logs: list[Any], logged: LoggedResults) -> Any:
         """Assign statistics, note what metrics count; returns the logs that are no metrics'."""
@@ -173,14 +189,16 @@ class CoordinatedProgram(ReplicatedProgram):
 
     def _take(self, leave: int) -> None:
         """Count all but the newest few steps, which are there, and bring the logs up to date."""
+        total: dict[Places, np.ndarray] = {}
         while len(self._waiting) > leave:
             self._logs, counted = self._waiting.popleft().fetch()
-            for place, more in counted.items():
-                self._remote.counted[place].assign_add(more)
+            for places, values in counted.items():
+                total[places] = total[places] + values if places in total else values
+        self._remote.add_counts(total)
         if isinstance(self._logs, dict):
             logged = self._logged["test" if self._kind == "test" else "train"]
-            values = {**self._logs, **logged.now(logged.keys)}
-            self._logs = {key: values[key] for key in logged.keys if key in values}
+            known = {**self._logs, **logged.now(logged.keys)}
+            self._logs = {key: known[key] for key in logged.keys if key in known}
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:
