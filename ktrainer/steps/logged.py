@@ -3,8 +3,8 @@
 What a metric's `result()` returns inside of a step says how the metric stands in this process, or
 on this replica; on all data together it is known only when everybody's states have been added up.
 So it is remembered, while a step is traced, what came from which metric, also through further
-computation: `{"f1": 2 * p * r / (p + r)}` is computed anew from what `p` and `r` are then. A model that runs eagerly leaves no trace of such
-computation; of it the results themselves are known.
+computation: `{"f1": 2 * p * r / (p + r)}` is computed anew from what `p` and `r` are then. A model
+that runs eagerly leaves no trace of such computation, and has only the results themselves known.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import keras
 import tensorflow as tf
 
 from ktrainer.steps.metric_states import is_compiled_metrics, leaf_metrics
-
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "StatelessIf", "While")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +170,13 @@ class LoggedResults:
         if not results:
             return None
         if not only:
-            _warn(key)
+            if key not in {metric.name for metric in leaf_metrics(self._model)}:
+                _warn(key)
             return None
         metrics = tuple(metric for _, metric in results.values())
         dtypes = tuple(tensor.dtype for tensor, _ in results.values())
-        return Source(metrics, dtypes, _graph(operations.values()), tuple(results), value.name)
+        graph = _graph(value.graph, operations.values())
+        return Source(metrics, dtypes, graph, tuple(results), value.name)
 
 
 def _method(metric: Any, name: str) -> Callable[..., Any]:
@@ -187,13 +187,13 @@ def _method(metric: Any, name: str) -> Callable[..., Any]:
 
 
 def _is_computed(operation: Any) -> bool:
-    """Whether an operation's outputs follow from its inputs, and it can be moved alone."""
-    constant = operation.type == "Const"
-    plain = bool(operation.inputs) and operation.type not in _CALLS
-    return (constant or plain) and not operation._is_stateful
+    """Whether an operation's outputs follow from its inputs."""
+    known = bool(operation.inputs) or operation.type == "Const"
+    return known and not operation._is_stateful
 
 
-def _graph(operations: Collection[Any]) -> Any:
+def _graph(whole: Any, operations: Collection[Any]) -> Any:
+    """A part of a graph by itself, with the functions that it calls."""
     graph = tf.compat.v1.GraphDef()
     for operation in operations:
         node = graph.node.add()
@@ -201,6 +201,8 @@ def _graph(operations: Collection[Any]) -> Any:
         inputs = [name for name in node.input if not name.startswith("^")]  # order needs no care
         del node.input[:]
         node.input.extend(inputs)
+    if any(value.HasField("func") for node in graph.node for value in node.attr.values()):
+        graph.library.CopyFrom(whole.as_graph_def().library)
     return graph
 
 

@@ -27,6 +27,7 @@ from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist.cases import CASES, difference, several
 from tests.dist.harness import keras_state
 from tests.tf_distribute.running import make_devices
+from tests.tf_distribute.test_custom import trained
 from tests.tf_distribute.test_features import half_precision
 
 FOLDER = Path(sys.argv[1])
@@ -73,6 +74,7 @@ def contracts() -> dict[str, str]:
     for policy in ("mixed_float16", "mixed_bfloat16"):
         for bad in (None, 18):
             checks[f"{policy} {bad}"] = lambda p=policy, b=bad: half_precision_equals(p, b)
+    checks["loop of one's own"] = own_loop
     for name in playing.TOUCHING:
         checks[f"callback {name}"] = lambda name=name: stock_callback(name)
     return {name: said(check) for name, check in checks.items()}
@@ -101,6 +103,13 @@ def half_precision_equals(policy: str, bad: int | None) -> None:
     assert ours[1:] == reference[1:], (ours[1:], reference[1:])
     for mine, value in zip(ours[0], reference[0], strict=True):
         np.testing.assert_allclose(mine, value, rtol=0, atol=1e-6)
+
+
+def own_loop() -> None:
+    (ours, weights), (reference, expected) = trained("parameter_server"), trained("local")
+    np.testing.assert_allclose(ours, reference, rtol=1e-5)
+    for mine, value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-6)
 
 
 def stock_callback(name: str) -> None:

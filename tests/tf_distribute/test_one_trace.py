@@ -128,7 +128,8 @@ def made_by_tensorflow() -> list[Counter[str]]:
         program = it.backend.prepare(model, StepOptions())
         program.build(spec)
         functions = [program._function("train").get_concrete_function(spec, share)]
-        parts = Accumulated(model, StepOptions(accumulate=2), program.replicas, spec)
+        logged = program._logged["train"]
+        parts = Accumulated(model, StepOptions(accumulate=2), program.replicas, spec, logged)
         counted = parts._count.get_concrete_function(spec, share)
         denominators = tf.TensorSpec(counted.structured_outputs.shape, tf.float64)
         functions.append(parts._compute.get_concrete_function(spec, share, denominators))
