@@ -39,6 +39,10 @@ class Asks(Callback):
             self.step = -1
             os.kill(os.getpid(), self.number)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        self._ask("begin")
+
     def on_step_end(self, step: int, logs: Any = None) -> None:
         self._ask("step")
 

@@ -18,6 +18,7 @@ import pytest
 import ktrainer.checkpoint.format as format_module
 from ktrainer import ConfigError, Interrupted, Trainer, interruption
 from ktrainer.checkpoint.format import MANIFEST
+from ktrainer.checkpoint.store import Store
 from ktrainer.config import load_config
 from ktrainer.feed.prefetch import Prefetcher
 from tests.dist.small import ENGINES, group_mode
@@ -65,6 +66,30 @@ def test_row_08_in_validation(
     assert (ended.code, ended.step, ended.saved_at) == (75, step, step)
     assert not differences(found, expected)
     assert again == validated
+
+
+def test_row_08_before_the_first_step(tmp_path: Path) -> None:
+    """There is nothing to save: the same command begins anew."""
+    expected, _ = whole(tmp_path, "compiled")
+    ended, found, _ = in_two(tmp_path, "compiled", Asks(0, during="begin"))
+    assert (ended.code, ended.step, ended.checkpoint) == (143, 0, None)
+    assert not differences(found, expected)
+
+
+def test_row_08_in_a_save(tmp_path: Path, monkeypatch: Any) -> None:
+    """What is being written is completed; the state of the last step is saved after it."""
+
+    def asks(at: str, path: Path) -> None:
+        if at == "before file" and path.name == MANIFEST and "step-00000002" in path.parent.name:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(format_module, "probe", asks)
+    with pytest.raises(Interrupted) as ended:
+        train(tmp_path, CASES["compiled"], "checkpoint.every=2ba")
+    steps = {entry.step for entry in Store(tmp_path / "checkpoints").entries()}
+    assert {2, ended.value.step} <= steps
+    assert ended.value.saved_at == ended.value.step
+    assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name[0] == "."]
 
 
 def test_row_08_while_it_waits_for_data(

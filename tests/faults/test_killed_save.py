@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ktrainer.checkpoint.format as format_module
 import ktrainer.checkpoint.store as store_module
-from ktrainer.checkpoint import read_checkpoint, verify
+from ktrainer.checkpoint import read_checkpoint, resume, verify
+from ktrainer.checkpoint.encoding import encode_json
 from ktrainer.checkpoint.format import write_checkpoint
+from ktrainer.checkpoint.reading import read_manifest
+from ktrainer.checkpoint.saver import Saver
+from ktrainer.checkpoint.snapshot import Snapshot
 from ktrainer.checkpoint.store import Store
+from ktrainer.world import SingleWorld
+from tests.checkpoint.stages import same, values, whole_model
 from tests.dist.harness import RanksTimeout
 from tests.faults.runs import CASES, killed_after, train
 from tests.faults.stages import save_with_fault
@@ -22,9 +29,14 @@ from tests.faults.test_resume import differences
 # Row 1
 
 
-def save_and_die(directory: Path, source: Path, nth: int) -> bool:
-    """Save what is in `source` as one more checkpoint, in a process that is killed at the `nth`
-    point of that; returns whether there was one."""
+def save_and_die(directory: Path, source: Path, model: Any, nth: int) -> bool:
+    """Save what is in `source` as one more checkpoint, behind the steps and as the best one, in a
+    process that is killed at the `nth` point of that; returns whether there was one."""
+    arrays, state = read_checkpoint(source)
+    manifest = read_manifest(source)
+    facts = {"run": manifest["run"], "metric": {"name": "val_loss", "value": 0.5, "mode": "min"}}
+    step = state["progress"]["step"]
+    snapshot = Snapshot(step, arrays, encode_json(state), list(arrays), facts)
     child = os.fork()
     if child == 0:
         count = iter(range(1000))
@@ -34,10 +46,9 @@ def save_and_die(directory: Path, source: Path, nth: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         format_module.probe = store_module.probe = probe
-        arrays, state = read_checkpoint(source)
-        store = Store(directory)
-        store.save(arrays, state, int(source.name.split("-")[1]))
-        store.prune(2)
+        saver = Saver(directory, model, SingleWorld(), asynchronous=True)
+        saver.save(snapshot, lambda store: store.prune(2, "val_loss", "min"))
+        saver.wait()
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
@@ -48,11 +59,11 @@ def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> 
     """Killed while it saves step 4 (or saves it again), the run goes on from 3 or 4 to the bit."""
     case = CASES["callbacks"]
     whole = train(tmp_path / "whole", case)
-    source = tmp_path / "whole" / "checkpoints" / "step-00000004"
+    source, model = tmp_path / "whole" / "checkpoints" / "step-00000004", case.model()
     for nth in range(100):
         folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{nth}", 4 if again else 3)
         directory = folder / "checkpoints"
-        if not save_and_die(directory, source, nth):
+        if not save_and_die(directory, source, model, nth):
             break
         latest = Store(directory).latest()
         assert latest is not None
@@ -61,19 +72,24 @@ def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> 
         if nth % 4 == again:  # of all points, some of each kind
             assert not differences(train(folder, case), whole), nth
             assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
-    assert nth == (11 if again else 12), "files, manifest, renames, and pruning or replacing"
+    assert nth == (13 if again else 14), "files, manifest, renames, and pruning or replacing"
 
 
 @pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
 def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
-    """The checkpoint before is whole, and what is left of the new one is cleared up."""
+    """A run goes on from the checkpoint before; what is left of the new one is cleared up."""
     with pytest.raises(RanksTimeout, match="died"):
         ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
     store = Store(tmp_path)
     latest = store.latest()
     assert latest is not None
     assert latest.step == 1
-    read_checkpoint(latest.path)
+    model = whole_model(seed=7)
+    progress = resume("auto", tmp_path, model=model, world=SingleWorld())
+    assert progress is not None
+    assert progress.step == 1
+    expected = {n: v for n, v in values(whole_model()).items() if "seed" not in n}
+    same(expected, values(model))
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
     store.sweep()
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-00000001"]

@@ -14,7 +14,10 @@ import pytest
 
 from ktrainer import Callback, ConfigError, Trainer, register
 from tests.dist.small import ENGINES, group_mode
+from tests.launch.conftest import launch
 from tests.small import build, data, trainer
+
+__all__ = ["launch"]
 
 SECRETS = ("hunter2-swordfish", "letmein", "pass-in-url", "token-in-query")
 
@@ -47,7 +50,9 @@ def configured(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def test_row_28_a_planted_secret(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_row_28_a_planted_secret(
+    tmp_path: Path, monkeypatch: Any, capfd: Any, launch: Callable[..., Any]
+) -> None:
     monkeypatch.setenv("PLANTED_TOKEN", SECRETS[0])
     texts = []
     with Trainer(overrides=configured(tmp_path / "run")) as it:
@@ -68,8 +73,23 @@ def test_row_28_a_planted_secret(tmp_path: Path, monkeypatch: Any, capfd: Any) -
         texts += [str(path)] + ([path.read_bytes().decode("latin-1")] if path.is_file() else [])
     assert len(texts) > 25
     assert "val_loss" in screen.out + screen.err
+    texts += [launched(tmp_path, launch)]
     for secret in SECRETS:
         assert not [text[:200] for text in texts if secret in text], secret
+
+
+def launched(folder: Path, launch: Callable[..., Any]) -> str:
+    """What a launcher shows of two processes in which the callback fails."""
+    script = folder / "script.py"
+    script.write_text(
+        "from ktrainer import Trainer\n"
+        "from tests.faults.test_process import build, data  # and the callback's name\n"
+        "Trainer.from_cli().fit(build, data())\n"
+    )
+    words = configured(folder / "launched", "callbacks.posts.fails=true", "backend=data_parallel")
+    done = launch("-n", 2, script, *words)
+    assert done.stderr.splitlines()[-1] == "RuntimeError: of the user", done.stderr
+    return str(done.stdout + done.stderr)
 
 
 # Row 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pickle
@@ -153,6 +154,17 @@ def test_row_23_a_pickle(folder: Path, capsys: Any) -> None:
     with pytest.raises(CheckpointError, match=r"'more\.pkl' is not a file name"):
         resume(str(path), folder, model=named_model(), world=ALONE)
     assert not RAN.exists()
+
+
+def test_row_23_nothing_here_loads_a_keras_file() -> None:
+    """Nor weights, nor, of a checkpoint, a pickle: Keras files are written for others to read."""
+    for path in sorted((ROOT / "ktrainer").rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+        names |= {n.id for n in nodes if isinstance(n, ast.Name)}
+        wrong = {"load_model", "load_weights"}
+        wrong |= {"pickle"} if "checkpoint" in path.parts else set()
+        assert not names & wrong, path
 
 
 def lambda_layer() -> dict[str, Any]:
