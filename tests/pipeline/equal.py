@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.callbacks import Callback
 from tests.pipeline.trained import BUILD, ROWS, data_of
 
 LOCAL = ("backend=local",)
@@ -28,10 +29,11 @@ class Case:
             are those of all replicas together.
         accumulate: batches an update.
         settings: more configuration.
-        weighted: with a weight for each example.
+        weighted: with a weight for each target.
         class_weight: with a weight for each class.
         instance: the model is made before `fit`.
         callbacks: with those of `callbacks()`.
+        gradients: keep those of the last update.
     """
 
     model: str
@@ -46,6 +48,7 @@ class Case:
     class_weight: bool = False
     instance: bool = False
     callbacks: bool = False
+    gradients: bool = False
 
 
 @dataclass
@@ -58,6 +61,8 @@ class Outcome:
         history: Keras' History.
         evaluated: logs of an evaluation.
         predicted: outputs, flat.
+        batches: logs after each update; with replicas, where each has its own, none.
+        gradients: of the last update, dense, by name of the variable; where they are.
         more: what EarlyStopping has to say.
     """
 
@@ -66,7 +71,38 @@ class Outcome:
     history: dict[str, list[float]]
     evaluated: dict[str, float]
     predicted: list[np.ndarray]
+    batches: list[dict[str, float]] = field(default_factory=list)
+    gradients: dict[str, np.ndarray] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
+
+
+class Notes(Callback):
+    """Keeps the logs of each update, and the gradients of the last one."""
+
+    def __init__(self) -> None:
+        self.batches: list[dict[str, float]] = []
+        self.gradients: dict[str, np.ndarray] = {}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append({key: float(value) for key, value in logs.items()})
+
+
+class NotesGradients(Notes):
+    """With gradients, which the step then hands to Python."""
+
+    def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        import tensorflow as tf
+
+        names = {id(v): name for name, v in named(self.model)}
+        here = [names[id(v)] for v in variables]
+        present = [(n, g) for n, g in zip(here, gradients, strict=True) if g is not None]
+
+        def note(*values: Any) -> None:
+            for (name, _), value in zip(present, values, strict=True):
+                self.gradients[name] = value.numpy()
+
+        tf.py_function(note, [tf.convert_to_tensor(g) for _, g in present], [])
+        return gradients
 
 
 def callbacks() -> list[Any]:
@@ -142,12 +178,14 @@ def train(case: Case, backend: tuple[str, ...] = LOCAL, save: str | None = None)
 
     configure(case.floatx)
     x, y = data_of(case.model, case.rows)
-    weights = (np.random.default_rng(1).random(case.rows),) if case.weighted else ()
+    # For each example, or each token.
+    weights = (np.random.default_rng(1).random(np.shape(y)),) if case.weighted else ()
     data = (x, y, *weights)
     local = backend[0] == "backend=local"
     given = dataset(data, case.rows, case.batch, case.microbatches if local else 1)
     unseen = dataset(data, 2 * case.batch, case.batch)  # fewer, to compile for fewer shapes
     stop = callbacks() if case.callbacks else []
+    notes = NotesGradients() if case.gradients else Notes()
     build = BUILD[case.model]
     with Trainer(overrides=words_of(case, backend)) as trainer:
         history = trainer.fit(
@@ -155,15 +193,21 @@ def train(case: Case, backend: tuple[str, ...] = LOCAL, save: str | None = None)
             given,
             validation_data=unseen,
             class_weight={0: 1.0, 1: 3.0, 2: 0.2} if case.class_weight else None,
-            callbacks=stop,
+            callbacks=[*stop, notes],
         )
         if save:
             trainer.save(save)
         more = {key: getattr(stop[0], key) for key in ("best", "best_epoch") if stop}
-        return outcome_of(trainer, history, unseen, more)
+        return outcome_of(trainer, history, unseen, notes, more)
 
 
-def outcome_of(trainer: Any, history: Any, data: Any, more: Any) -> Outcome:
+def named(model: Any) -> list[tuple[str, Any]]:
+    """All variables of a model and its optimizer, with unique names."""
+    variables = [*model.variables, *model.optimizer.variables]
+    return [(f"{i}:{v.path}", v) for i, v in enumerate(variables)]
+
+
+def outcome_of(trainer: Any, history: Any, data: Any, notes: Notes, more: Any) -> Outcome:
     """What a Trainer has after `fit`."""
     import keras
 
@@ -173,14 +217,18 @@ def outcome_of(trainer: Any, history: Any, data: Any, more: Any) -> Outcome:
     evaluated = trainer.evaluate(model, data)
     predicted = keras.tree.flatten(trainer.predict(model, data))
     placement = placement_of(model)
-    variables = [*model.variables, *model.optimizer.variables]
-    names = [f"{i}:{v.path}" for i, v in enumerate(variables)]
-    held = {
-        name: v.numpy()
-        for name, v in zip(names, variables, strict=True)
-        if placement is None or placement.holds(v)
-    }
-    return Outcome(names, held, history.history, evaluated, predicted, more)
+    variables = named(model)
+    held = {n: v.numpy() for n, v in variables if placement is None or placement.holds(v)}
+    return Outcome(
+        names=[name for name, _ in variables],
+        held=held,
+        history=history.history,
+        evaluated=evaluated,
+        predicted=predicted,
+        batches=notes.batches if placement is None or placement.replicas == 1 else [],
+        gradients=notes.gradients,
+        more=more,
+    )
 
 
 @functools.cache
@@ -206,16 +254,18 @@ def same(
     """
     held = [name for rank in ranks for name in rank.held]
     assert set(held) == set(expected.names)
+    assert {name for rank in ranks for name in rank.gradients} == set(expected.gradients)
     worst = 0.0
     for at, rank in enumerate(ranks):
         assert rank.names == expected.names
         for name, value in rank.held.items():
-            where, truth = f"rank {at}: {name}", expected.held[name]
-            assert value.dtype == truth.dtype, where
-            gap = np.abs(np.float64(value) - np.float64(truth)).max(initial=0.0)
-            scale = np.abs(np.float64(truth)).max(initial=0.0)
-            assert gap <= max(rtol * scale, floor), f"{where} differs by {gap:.1e} of {scale:.1e}"
-            worst = max(worst, gap / max(scale, 1e-3))
+            gap = _gap(f"rank {at}: {name}", value, expected.held[name], rtol, floor)
+            worst = max(worst, gap)
+        for name, value in rank.gradients.items():
+            _gap(f"rank {at}: gradient of {name}", value, expected.gradients[name], rtol, floor)
+        if rank.batches:
+            assert rank.batches == ranks[0].batches
+            _same_logs(rank.batches, expected.batches, rtol, floor)
         assert rank.history.keys() == expected.history.keys()
         for key, values in expected.history.items():
             np.testing.assert_allclose(rank.history[key], values, rtol, floor, err_msg=key)
@@ -228,6 +278,22 @@ def same(
             np.testing.assert_allclose(rank.more[key], fact, rtol, err_msg=key)
     copies_agree(ranks)
     return worst
+
+
+def _gap(where: str, value: np.ndarray, truth: np.ndarray, rtol: float, floor: float) -> float:
+    """The largest difference, relative to the largest element."""
+    assert value.dtype == truth.dtype, where
+    gap = np.abs(np.float64(value) - np.float64(truth)).max(initial=0.0)
+    scale = np.abs(np.float64(truth)).max(initial=0.0)
+    assert gap <= max(rtol * scale, floor), f"{where} differs by {gap:.1e} of {scale:.1e}"
+    return float(gap / max(scale, 1e-3))
+
+
+def _same_logs(ours: list[Any], expected: list[Any], rtol: float, floor: float) -> None:
+    for mine, truth in zip(ours, expected, strict=True):
+        assert mine.keys() == truth.keys()
+        for key, number in truth.items():
+            np.testing.assert_allclose(mine[key], number, rtol, floor, err_msg=key)
 
 
 def copies_agree(ranks: list[Outcome]) -> None:

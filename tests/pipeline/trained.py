@@ -213,16 +213,50 @@ class Steep(layers.Layer):
         return x + self.weight * (ops.stop_gradient(ops.tanh(x)) * 1000)
 
 
-def steep() -> keras.Model:
+def steep(at: int = 3) -> keras.Model:
     """Only the last stage's gradients overflow, until the loss scale is small enough."""
     inner = [layers.Dense(8, "tanh") for _ in range(3)]
-    model = keras.Sequential([keras.Input((6,)), *inner, Steep(name="steep"), layers.Dense(3)])
+    inner.insert(at, Steep(name="steep"))
+    model = keras.Sequential([keras.Input((6,)), *inner, layers.Dense(3)])
     model.compile(keras.optimizers.SGD(1e-6), classes(), metrics=["accuracy"])
     return model
 
 
-_ALL = (mlp, plain, cnn, tied, masked, two, recurrent, scoped, aside, unused, rare, steep)
-BUILD: dict[str, Any] = {f.__name__: f for f in _ALL}
+def steep_first() -> keras.Model:
+    """Only the first stage's do."""
+    return steep(0)
+
+
+def thrice() -> keras.Model:
+    """One layer on each of three stages."""
+    again = layers.Dense(6, "tanh", name="again")
+    x = inputs = keras.Input((6,))
+    for stage in range(3):
+        with ktrainer.partition(stage):
+            x = layers.Dense(6, "tanh")(again(x))
+    with ktrainer.partition(2):
+        model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipvalue=0.02), classes())
+    return model
+
+
+def words() -> keras.Model:
+    """Strings that are looked up inside, and models within models."""
+    inputs = keras.Input((5,), dtype="string")
+    numbers = layers.StringLookup(vocabulary=list("abcdef"), name="look")(inputs)
+    x = layers.Embedding(7, 8, name="embed")(numbers)
+    inner = keras.Input((8,))
+    block = keras.Model(inner, inner + layers.Dense(8, "tanh")(inner), name="inner")
+    outer = keras.Sequential([block, layers.Dense(8, "tanh")], name="outer")
+    x = outer(layers.GlobalAveragePooling1D()(x))
+    model = keras.Model(inputs, layers.Dense(3)(x))
+    model.compile(keras.optimizers.SGD(0.1, clipnorm=0.02), classes(), metrics=["accuracy"])
+    return model
+
+
+_PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent, scoped)
+_SPECIAL = (aside, unused, rare, thrice, words, steep, steep_first)
+BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL)}
 
 
 def data_of(model: str, rows: int = ROWS) -> tuple[Any, Any]:
@@ -235,6 +269,9 @@ def data_of(model: str, rows: int = ROWS) -> tuple[Any, Any]:
     if model in ("tied", "masked", "recurrent"):
         tokens = random.integers(0, 12, (rows, 5))
         return tokens, tokens.sum(1) % 3 if model == "recurrent" else np.roll(tokens, -1, 1)
+    if model == "words":
+        tokens = random.integers(0, 7, (rows, 5))
+        return np.array(list("abcdefg"))[tokens], tokens.sum(1) % 3
     if model == "two":
         return {"a": normal(4), "b": normal(3)}, {"early": normal(1), "late": normal(2)}
     x = normal(6, 6, 2) if model == "cnn" else normal(6)
