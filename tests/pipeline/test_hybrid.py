@@ -25,7 +25,7 @@ TWO = Case("two", rows=38, epochs=2, accumulate=2)
         (MAIN, "spread", "zero_bubble", "mpi"),
         (LITTLE, "spread", "gpipe", "mpi"),
         (MASKED, "cluster", "1f1b", "mpi"),
-        (TWO, "spread", "1f1b", "mpi"),
+        (TWO, "spread", "interleaved", "mpi"),
         pytest.param(MASKED, "cluster", "1f1b", "horovod", marks=pytest.mark.horovod),
         pytest.param(MAIN, "spread", "1f1b", "horovod", marks=pytest.mark.horovod),
     ],
@@ -40,6 +40,8 @@ def test_two_copies_of_two_stages(
         f"backend.placement={placement}",
         f"backend.schedule={schedule}",
         f"backend.engine={engine}",
+        # With several stages a process, they keep as little as can be, too.
+        *(("backend.chunks=2", "backend.recompute=true") if schedule == "interleaved" else ()),
     )
     ours = ranks(4, group_mode(engine)).run(train, case, words, deadline=150)
     print(f"largest difference {same(local(case), ours):.1e}")
@@ -112,18 +114,45 @@ def _masks() -> list[bytes]:
             return x * tf.stop_gradient(kept)
 
     def build() -> Any:
-        model = keras.Sequential([keras.Input((6,)), Noted(0.5), keras.layers.Dense(3)])
+        stack = [Noted(0.5), keras.layers.Dense(6), Noted(0.5), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((6,)), *stack])
         model.compile("sgd", "mse")
         return model
 
-    words = pipeline(2, "backend.microbatches=2", "backend.costs=uniform", "data.batch_size=16")
+    stages = "backend.stages={0: 'noted|dense', 1: 'noted_1|dense_1'}"
+    words = pipeline(2, "backend.microbatches=2", stages, "data.batch_size=16")
     quiet = ("trainer.max_steps=2", "logging.progress=none", "logging.csv=false")
     with Trainer(overrides=[*words, *quiet]) as trainer:
         trainer.fit(build, (np.zeros((32, 6)), np.zeros((32, 3))))
     return seen
 
 
-def test_copies_and_microbatches_draw_masks_of_their_own(ranks: Callable[..., Any]) -> None:
+def test_stages_copies_and_microbatches_draw_masks_of_their_own(
+    ranks: Callable[..., Any],
+) -> None:
     found = ranks(4).run(_masks)
-    assert sorted(map(len, found)) == [0, 0, 4, 4]  # the other stage draws nothing
-    assert len(set().union(*found)) == 8
+    assert list(map(len, found)) == [4] * 4
+    assert len(set().union(*found)) == 16
+
+
+def test_three_copies(ranks: Callable[..., Any]) -> None:
+    case = Case("plain", rows=38, epochs=2, microbatches=6)
+    ours = ranks(3).run(train, case, pipeline(1, "backend.microbatches=2"), deadline=150)
+    print(f"largest difference {same(local(case), ours):.1e}")
+
+
+def test_gradients_between_copies_in_half_precision(ranks: Callable[..., Any]) -> None:
+    """One update of SGD moves no weight further from its place than float16 rounds the copies'
+    parts of its gradient, and their sum."""
+    case = Case("plain", settings=("trainer.max_steps=1",), gradients=True)
+    words = ("backend.microbatches=2", "backend.compression=fp16")
+    ours = ranks(4).run(train, case, pipeline(2, *words), deadline=150)
+    copies_agree(ours)
+    expected, moved = local(case), 0.0
+    for rank in ours:
+        for name, gradient in rank.gradients.items():
+            gap = np.abs(rank.held[name] - expected.held[name]).max()
+            assert gap <= 0.1 * 2**-10 * 2 * np.abs(expected.gradients[name]).max(), name
+            moved = max(moved, gap)
+            np.testing.assert_allclose(gradient, expected.gradients[name], 0, 1e-2)
+    assert moved > 0
