@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from ktrainer.errors import DeadlineExceeded
+from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness.group import ROOT
 from tests.pipeline.trained import classes, data_of
 
 SCRIPT = """
+import os, signal
 import keras, numpy as np, tensorflow as tf
 from ktrainer import Trainer
 
@@ -26,7 +28,7 @@ def third_time(x):
     global calls
     calls += 1
     if calls == 5:
-        raise RuntimeError("a stage that fails on purpose")
+        FAIL
     return x
 
 class Fails(keras.layers.Layer):
@@ -46,29 +48,102 @@ WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
 QUIET = ("logging.progress=none", "logging.csv=false", "data.batch_size=16")
 
 
-@pytest.mark.parametrize(
-    ("rank", "stages"),
-    [(0, "{0: 'dense|dense_1|fails', 1: dense_2}"), (1, "{0: dense, 1: 'dense_.*|fails'}")],
-)
-def test_an_exception_in_a_stage_ends_all_with_its_traceback(
-    tmp_path: Path, rank: int, stages: str
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", str(script)]
-    done = subprocess.run(
-        [*command, *WORDS, *QUIET, f"backend.stages={stages}"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+LAUNCH = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2"]
+STAGES = ("{0: 'dense|dense_1|fails', 1: dense_2}", "{0: dense, 1: 'dense_.*|fails'}")
+
+
+def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
+    """A run of two stages, one of which does `fail` in the third step."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("FAIL", fail))
+    return subprocess.run(
+        [*command, str(script), *WORDS, *QUIET, f"backend.stages={stages}"],
+        cwd=folder,
+        env={**os.environ, **mpi_environment(), "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path, rank: int) -> None:
+    fail = 'raise RuntimeError("a stage that fails on purpose")'
+    done = _started(tmp_path, LAUNCH, fail, STAGES[rank])
     assert done.returncode not in (0, None), done.stdout
     assert f"rank {rank} raised UnknownError; all others were ended:\nTraceback" in done.stderr
     assert "RuntimeError: a stage that fails on purpose" in done.stderr
+
+
+@pytest.mark.parametrize("by", ["launcher", "mpirun"])
+def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(
+    tmp_path: Path, by: str
+) -> None:
+    """Where mpirun does not end all of its own accord, the stage that waits says for whom."""
+    more = ["--with-ft", "ulfm"]
+    root = os.geteuid() == 0
+    mpirun = mpirun_command(2, [sys.executable], mpirun=find_mpirun(), root=root, more=more)
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    if by == "launcher":
+        done = _started(tmp_path, LAUNCH, kill, STAGES[1])
+        assert done.returncode == 128 + signal.SIGKILL
+        assert "rank 1 was ended by signal 9 (SIGKILL: Killed)" in done.stderr
+    else:
+        done = _started(tmp_path, mpirun, kill, STAGES[1])
+        waits = "in 'gradient 1->0 of microbatch 0 from rank 1"
+        assert f"PeerLost: rank 0 lost a peer at step 3 {waits}" in done.stderr
+
+
+def _raises_at_the_fifth(where: str) -> None:
+    import keras
+    import tensorflow as tf
+
+    from ktrainer import Trainer
+
+    calls = []
+
+    def fails(x: Any) -> Any:
+        calls.append(x)
+        if len(calls) == 5:
+            raise RuntimeError(f"fails on purpose in the {where}")
+        return x
+
+    def in_python(x: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(fails, [x], x.dtype), x.shape)
+
+    class Bends(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.custom_gradient(lambda x: (tf.identity(x), in_python))(x)
+
+    class Deadline(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trainer.world.deadline = 2.0  # the first batch compiled
+
+    def build() -> Any:
+        middle = [Bends()] if where == "backward pass" else []
+        constraint = in_python if where == "update" else None
+        first, *dense = [
+            keras.layers.Dense(n, kernel_constraint=constraint if i else None, name=f"dense_{i}")
+            for i, n in enumerate((8, 8, 3))
+        ]
+        model = keras.Sequential([keras.Input((6,)), first, *middle, *dense])
+        model.compile("sgd", classes())
+        return model
+
+    stages = "backend.stages={0: dense_0, 1: 'dense_[12]|bends'}"
+    with Trainer(overrides=[*WORDS, *QUIET, stages], callbacks=[Deadline()]) as trainer:
+        trainer.fit(build, data_of("plain", 96))
+
+
+@pytest.mark.parametrize("where", ["backward pass", "update"])
+def test_an_exception_anywhere_in_a_step_is_raised(ranks: Callable[..., Any], where: str) -> None:
+    """`test_an_exception_in_a_stage` holds that it then ends all."""
+    first, second = ranks(2).outcomes(_raises_at_the_fifth, where)
+    assert f"RuntimeError: fails on purpose in the {where}" in str(second.error)
+    assert isinstance(first.error, DeadlineExceeded), first
+    assert "No answer from rank 1" in str(first.error)
 
 
 def _late_between_steps() -> None:

@@ -1,0 +1,83 @@
+"""Whatever a stage waits for, it does so until the deadline, and then names who owes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from ktrainer.errors import DeadlineExceeded
+
+SECONDS = 20.0  # how long the late rank waits for the others' complaint
+
+
+def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
+    """Train with a rank that, from the second step on, does not do `where` until told."""
+    from importlib import import_module
+
+    import keras
+
+    from ktrainer import Trainer
+    from tests.pipeline.equal import configure, dataset, pipeline
+    from tests.pipeline.trained import BUILD, data_of
+
+    configure("float32")
+    told = Path(folder) / "told"
+    module, path = where
+    *owners, name = path.split(".")
+    owner = import_module(f"ktrainer.{module}")
+    for each in owners:
+        owner = getattr(owner, each)
+    original = getattr(owner, name)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        end = time.monotonic() + SECONDS
+        while trainer.world.rank == rank and trainer.progress.step and not told.exists():
+            assert time.monotonic() < end, "nobody complained"
+            time.sleep(0.01)
+        return original(*args, **kwargs)
+
+    class Deadline(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            trainer.world.deadline = 2.0  # the first batch compiled
+
+    words = [*pipeline(2, "backend.microbatches=2"), "logging.progress=none", "logging.csv=false"]
+    with (
+        patch.object(owner, name, late),
+        Trainer(overrides=words, callbacks=[Deadline()]) as trainer,
+    ):
+        try:
+            # The second batch has microbatches of another size.
+            trainer.fit(BUILD[model], dataset(data_of(model, 38), 38, 20))
+        except DeadlineExceeded:
+            told.touch()
+            raise
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "model", "where", "what"),
+    [
+        (2, 1, "plain", ("backends.pipeline.post", "Post.tell"), "what the loss depends on"),
+        (2, 1, "masked", ("backends.pipeline.shared", "SharedGradients._send"), "embeddings from"),
+        (4, 2, "plain", ("world.plane_mpi", "MpiPlane.reduce_in_place"), "all-reduce of gradients"),
+    ],
+    ids=["shapes", "tied", "replicas"],
+)
+def test_a_rank_that_is_late_is_named(
+    ranks: Callable[..., Any],
+    tmp_path: Path,
+    size: int,
+    rank: int,
+    model: str,
+    where: tuple[str, str],
+    what: str,
+) -> None:
+    first, *_ = ranks(size).outcomes(_late, rank, model, where, str(tmp_path))
+    assert isinstance(first.error, DeadlineExceeded), first
+    assert first.error.seconds == 2
+    assert what in str(first.error)
+    assert f"No answer from rank {rank}" in str(first.error)
