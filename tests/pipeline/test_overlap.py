@@ -1,10 +1,10 @@
-"""What goes on while other stages are still at their backward passes, shown by order and not by
-time: a stage does not end its own last backward pass before the others have begun theirs."""
+"""What goes on while stages compute, shown by order and not by time: a stage does not go on
+before another one has done what it could not do if it had to wait."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,19 @@ def marking(owner: Any, name: str, folder: Path) -> Iterator[None]:
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         here = world.current()
+        assert name != "reduce_in_place" or any(array.size for array in args[1])
         (folder / f"{here.rank}-{here.step}").touch()
         return original(*args, **kwargs)
 
     with patch.object(owner, name, marked):
         yield
+
+
+def wait_for(files: Sequence[Path], why: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, why
+        time.sleep(0.001)
 
 
 @contextmanager
@@ -47,10 +55,7 @@ def last_backward_waits_for(ranks: tuple[int, ...], folder: Path) -> Iterator[No
         if action.microbatch == len(step.microbatches) - 1:
             here = world.current()
             files = [folder / f"{rank}-{here.step}" for rank in ranks]
-            end = time.monotonic() + SECONDS
-            while not all(file.exists() for file in files):
-                assert time.monotonic() < end, f"nothing from {ranks} during the last backward pass"
-                time.sleep(0.001)
+            wait_for(files, f"nothing from {ranks} during the last backward pass")
 
     with patch.object(_Step, "backward", backward):
         yield
@@ -96,3 +101,85 @@ def test_gradients_of_tied_weights_leave_while_stages_before_are_at_work(
     case = Case("tied", rows=38, epochs=1)
     ranks(2).run(_sharing, case, words, str(tmp_path), deadline=150)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def _transferring(folder: str) -> list[str]:
+    """What this rank does in the second step, in order: computations, and posted receives."""
+    import keras
+    import numpy as np
+
+    from ktrainer import Trainer, world
+    from ktrainer.backends.pipeline.post import Post
+    from ktrainer.backends.pipeline.runner import _Step
+
+    seen: list[str] = []
+    expect, forward, backward = Post.expect, _Step.forward, _Step.backward
+    last = Path(folder) / "runs ahead"
+
+    def posted(post: Any, transfer: Any, specs: Any) -> None:
+        here = world.current()
+        if here.step and (here.rank, transfer.microbatch) == (1, 0):
+            # Nothing is received before the first stage computes on the second microbatch.
+            wait_for([last], "the first stage waits until what it sends is received")
+        if here.step:
+            seen.append(str(transfer))
+        expect(post, transfer, specs)
+
+    def runs(step: Any, action: Any, original: Any) -> None:
+        here = world.current()
+        if here.step:
+            seen.append(str(action))
+        if here.step and (here.rank, action.microbatch) == (0, 1):
+            last.touch()
+        original(step, action)
+
+    def build() -> Any:
+        dense = [keras.layers.Dense(4096, name="a"), keras.layers.Dense(4, name="b")]
+        model = keras.Sequential([keras.Input((4,)), *dense])
+        model.compile("sgd", "mse")
+        return model
+
+    words = [*pipeline(2, "backend.microbatches=4", "backend.stages={0: a, 1: b}")]
+    quiet = ("data.batch_size=64", "logging.progress=none", "logging.csv=false")
+    x = np.zeros((128, 4), "float32")
+    with (
+        patch.object(Post, "expect", posted),
+        patch.object(_Step, "forward", lambda step, action: runs(step, action, forward)),
+        patch.object(_Step, "backward", lambda step, action: runs(step, action, backward)),
+        Trainer(overrides=[*words, *quiet]) as trainer,
+    ):
+        trainer.fit(build, (x, x))
+    return seen
+
+
+def test_stages_compute_while_tensors_travel(ranks: Ranks, tmp_path: Path) -> None:
+    """What is sent is not waited for, though its 256 kB go only once they are asked for; and what
+    comes has somewhere to go while the stage computes what comes before it."""
+    first, second = ranks(2).run(_transferring, str(tmp_path), deadline=150)
+    for microbatch in range(1, 4):
+        room = second.index(f"activation 0->1 of microbatch {microbatch}")
+        assert room < second.index(f"1F{microbatch - 1}")
+        room = first.index(f"gradient 1->0 of microbatch {microbatch}")
+        assert room < first.index(f"0B{microbatch - 1}")
+
+
+def _telling(case: Case, words: tuple[str, ...]) -> int:
+    from ktrainer.backends.pipeline.post import Post
+
+    told = []
+    original = Post.tell
+
+    def tell(*args: Any) -> None:
+        told.append(args)
+        original(*args)
+
+    with patch.object(Post, "tell", tell):
+        train(case, words)
+    return len(told)
+
+
+def test_shapes_are_agreed_once(ranks: Ranks) -> None:
+    """In three epochs of equal microbatches: for training, validation and prediction the first
+    stage says what comes, and the last one once what is wanted back."""
+    words = pipeline(2, "backend.microbatches=4")
+    assert ranks(2).run(_telling, Case("plain", rows=40, epochs=3), words) == [3, 1]

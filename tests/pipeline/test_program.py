@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import ConfigError, DataError, ModelError, Trainer
+from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.feed.share import Share
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import StepOptions
@@ -230,6 +232,27 @@ def test_callbacks_that_need_the_whole_model_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"whole model.*trainer\.save"):
         trainer.fit(build, data(), callbacks=[callback()])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_recomputation_keeps_what_a_stage_is_given_alone(schedule: str) -> None:
+    kept: dict[bool, list[int]] = {}
+    original = CompiledStage.forward
+
+    def forward(stage: Any, arguments: Any) -> Any:
+        made = original(stage, arguments)
+        if stage.mode == "train":
+            kept[recompute].append(sum(x.numpy().nbytes for x in made[-1].saved))
+        return made
+
+    for recompute in (False, True):
+        kept[recompute] = []
+        words = {**PIPELINE["backend"], "schedule": schedule, "recompute": recompute}
+        with make({"backend": words}) as it, patch.object(CompiledStage, "forward", forward):
+            it.fit(build, data(16))
+    assert len(kept[False]) == 2 * 2  # in both batches of 8, four rows at a time
+    assert min(kept[False]) >= 4 * 5 * 4  # what the first layer makes
+    assert kept[True] == [0] * 4
 
 
 def test_models_are_let_go(trainer: Trainer) -> None:
