@@ -13,12 +13,14 @@ import numpy as np
 
 from ktrainer import Trainer
 from ktrainer.steps import optimizers_of
+from ktrainer.steps.placement import placement_of
 from tests.contracts.zoo import ZOO, Case
 from tests.dist.harness import keras_state
 
 SEED, EPOCHS = 7, 2
 # The last batches have one row: with several ranks, some have nothing to do there.
 BATCH, ROWS, VALIDATION_ROWS = 16, 33, 17
+ELSEWHERE = np.zeros(0)
 QUIET = {
     "logging": {"progress": "none", "csv": False},
     "checkpoint": {"resume": "never"},
@@ -33,7 +35,8 @@ class Outcome:
     Attributes:
         history: Keras' History, by key.
         epochs: its epochs.
-        weights: weights, statistics and seed generators of the model.
+        weights: weights, statistics and seed generators of the model; `ELSEWHERE` for those that
+            another stage of a pipeline holds.
         slots: variables of its optimizers.
         metrics: states of its metrics.
     """
@@ -46,16 +49,23 @@ class Outcome:
 
 
 def outcome_of(model: keras.Model, history: keras.callbacks.History) -> Outcome:
+    placement = placement_of(model)
+
+    def value(variable: Any) -> np.ndarray:
+        if placement is not None and not placement.holds(variable):
+            return ELSEWHERE
+        return np.array(variable.numpy())
+
+    def values(variables: Iterable[Any]) -> list[tuple[str, np.ndarray]]:
+        return [(v.path, value(v)) for v in variables]
+
+    # Keras gives a GAN an optimizer that it does not use.
+    used = [optimizer for optimizer in optimizers_of(model) if optimizer.iterations.numpy()]
     return Outcome(
         dict(history.history),
         list(history.epoch),
-        [(v.path, np.array(v.numpy())) for v in model.variables],
-        [
-            (v.path, np.array(v.numpy()))
-            for optimizer in optimizers_of(model)
-            if optimizer.iterations.numpy()  # Keras gives a GAN one that it does not use
-            for v in optimizer.variables
-        ],
+        values(model.variables),
+        values(v for optimizer in used for v in optimizer.variables),
         [np.array(v.numpy()) for metric in model.metrics for v in metric.variables],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ STOP = 25
 def _part(
     directory: str, backend: tuple[str, ...], *words: str, save: str | None = None
 ) -> Outcome:
-    """A part of `WHOLE`, from and to the checkpoints of a folder."""
+    """A part of `WHOLE`, from and to the checkpoints of a folder; without the logs of its batches,
+    which are a part of the whole's."""
     words = (f"run.dir={directory}", f"checkpoint.every={STOP}ba", *words)
     case = Case(WHOLE.model, epochs=WHOLE.epochs, settings=words)
-    return train(case, backend, save)
+    return replace(train(case, backend, save), batches=[])
 
 
 def test_another_number_of_processes_goes_on(ranks: Ranks, tmp_path: Path) -> None:
