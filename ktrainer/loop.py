@@ -31,7 +31,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -244,11 +243,8 @@ class Loop:
         """Lists of updates that go into one call, each a list of shares."""
         timers = self.trainer.timers
         while True:
-            left = self.steps_left
-            calls = self.schedule.steps_per_call
-            calls = calls if left is None else min(calls, left)
             start = time.perf_counter()
-            take = partial(self._take_updates, shares, calls)
+            take = partial(self.schedule.take, shares, self.steps_left)
             updates = self.interruption.awaiting(take, alone=self.world.size == 1)
             timers["data"] += time.perf_counter() - start
             if not updates:
@@ -256,10 +252,6 @@ class Loop:
             if self.feed.spec is not None:
                 self.program.build(self.feed.spec)  # wider, should a new shape have appeared
             yield updates
-
-    def _take_updates(self, shares: Iterator[Share], count: int) -> list[list[Share]]:
-        of = self.schedule.accumulate
-        return [update for _ in range(count) if (update := list(islice(shares, of)))]
 
     def _train(self, updates: list[list[Share]]) -> Any:
         """One call of the program."""

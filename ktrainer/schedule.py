@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ktrainer.durations import Duration
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
+    from ktrainer.feed import Share
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,16 @@ class Schedule:
     log: Duration | None = None
     accumulate: int = 1
     steps_per_call: int = 1
+
+    def take(self, shares: Iterator[Share], left: int | None) -> list[list[Share]]:
+        """The updates of the next call, each a list of shares; empty at the end of `shares`.
+
+        Args:
+            left: updates until training ends; None for no limit.
+        """
+        count = self.steps_per_call if left is None else min(self.steps_per_call, left)
+        updates = (list(islice(shares, self.accumulate)) for _ in range(count))
+        return [update for update in updates if update]
 
 
 def make_schedule(config: Config) -> Schedule:

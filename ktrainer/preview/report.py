@@ -56,7 +56,7 @@ def show_model(trainer: Trainer, data: Any, callbacks: Iterable[Any] = ()) -> No
         Previewed: always, at the end.
     """
     from ktrainer.backends.pipeline.refusals import refuse_callbacks
-    from ktrainer.fit import check_model
+    from ktrainer.fit_settings import check_model
 
     model, config, plan = trainer.model, trainer.config, trainer.plan
     assert model is not None
@@ -228,7 +228,7 @@ def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
     import keras
 
     from ktrainer.feed import make_feed
-    from ktrainer.fit import data_config
+    from ktrainer.fit_settings import data_config
 
     config = trainer.config
     rows = _rows(data)
