@@ -2,6 +2,16 @@
 
 Every class here also works in `keras.Model.fit(callbacks=[...])`. Names are imported when they
 are first used, so `import ktrainer.callbacks` loads neither Keras nor TensorFlow.
+
+    base.py         the events, in order, and what a callback can ask
+    order.py        the callbacks of a run
+    broadcast.py    equal variables at the start; variables.py: by which names
+    lr.py           scaling, warm-up and schedules of the learning rate, by schedule.py
+    metrics.py      logs of all ranks; reduction.py adds up the states
+    guard.py        losses gone wrong: stop, skip, roll back
+    health.py       NaN ends training; audits of checksums
+    throughput.py   examples a second; display.py: as people read it
+    progress.py, csv.py, tensorboard.py   only report, as in reporter.py
 """
 
 from __future__ import annotations

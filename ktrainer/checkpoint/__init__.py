@@ -5,9 +5,11 @@ The parts of this package:
     format.py    one folder, written whole or not at all
     shards.py    one file of arrays, as safetensors
     reading.py   all of a folder is checked before any of it is believed
-    encoding.py  what JSON and safetensors have no word for
+    encoding.py  what JSON and safetensors have no word for; checksums.py: BLAKE3
     store.py     the folders of a run: list, latest, best, prune
     state.py     the whole state of a run <-> arrays and JSON
+                 of callbacks: callback_state.py; of metrics and data inside an epoch:
+                 metric_state.py, data_state.py
     matching.py  which saved array belongs to which variable
     snapshot.py  a copy of that state in host memory
     saver.py     writes snapshots behind the training

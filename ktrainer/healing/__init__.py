@@ -7,7 +7,10 @@ on: like a resume from a checkpoint, but from memory, and without leaving `fit`.
     Survival    runs the loop, and mends what a death, or a newcomer, interrupts   survival.py
     Point       a moment that the ranks can go back to                             point.py
     Rollback    variables as they were at that moment                              rollback.py
+    Counts      what each rank's metrics have counted, which the others know too   counts.py
     Recruiting  starts processes in the place of those that died                   recruiting.py
+
+What data, callbacks and steps must be like for that is checked in checks.py.
 
 An update is applied whole or not at all (`GradientPlane.atomic`), so an interrupted one leaves the
 weights as they were, and is done again with the same global batch over fewer ranks.

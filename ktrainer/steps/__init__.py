@@ -11,6 +11,7 @@ The parts of this package:
     context.py        what a traced step must know of the other shares
     seams.py          the functions of Keras that are replaced while a step is traced
     guard.py          leaves out updates that would spoil a model
+    logged.py         which logs are results of metrics, whatever they are called
     metric_states.py  whether the states of a metric add up over parts of the data
     optimizers.py     the optimizers that a model holds
     placement.py      where a model's variables are

@@ -4,6 +4,7 @@ What is marked with * is pure: numbers and names in and out, tested without proc
 
     start
     backend.py            groups of processes; `prepare` gives a PipelineProgram
+    refusals.py           what no pipeline can train
     planning.py           from model and configuration to stages and schedules
     planned.py            the model cut into stages, and this process's part of it
     placing.py            which process holds which variables
