@@ -47,14 +47,16 @@ def test_a_worker_names_the_one_that_stops_or_dies(
     words = (sys.executable, script, *MULTI_WORKER, *QUIET, "data.batch_size=16")
     both = [start(*words, **env, **fault) for env in by_tf_config()]
     other = both[1 - victim]
-    wait_for(other, "ready")
-    began = time.monotonic()
-    _, errors = other.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    try:
+        wait_for(other, "ready")
+        began = time.monotonic()
+        _, errors = other.communicate(timeout=60)
+        assert time.monotonic() - began < 15
+    finally:
+        both[victim].kill()  # it may have stopped, and would not end otherwise
     assert other.returncode != 0
     assert f"PeerLost: rank {1 - victim} lost rank {victim} (127.0.0.1:" in errors
     assert "in a sum over processes" in errors
-    both[victim].kill()
 
 
 def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None:
