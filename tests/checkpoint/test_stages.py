@@ -12,8 +12,10 @@ import pytest
 
 import ktrainer.checkpoint.parts as parts_module
 from ktrainer import world
+from ktrainer.callbacks.variables import all_variables
 from ktrainer.checkpoint import resume, verify
 from ktrainer.checkpoint.reading import read_manifest
+from ktrainer.checkpoint.rebuild import export
 from ktrainer.errors import CheckpointError, ModelError
 from ktrainer.steps.placement import placement_of
 from tests.checkpoint.stages import close, cut, keeper, same, values, whole_model
@@ -95,6 +97,25 @@ def test_any_number_of_stages_goes_on(ranks, tmp_path, size: int, partitions: in
             same(best, expected)
         assert set().union(*(mine for mine, _, _ in found)) == set(expected)
         assert (sum(c[0] for _, _, c in found), sum(c[1] for _, _, c in found)) == (total, count)
+    check_export(tmp_path / "step-00000003", expected)
+
+
+def check_export(checkpoint: Path, expected: dict[str, np.ndarray]) -> None:
+    """The Keras files of it have all weights, whichever stage wrote them, and the optimizer."""
+    file = checkpoint.parent / "model.keras"
+    export(checkpoint, file)
+    loaded = keras.models.load_model(file)
+    values = {name: np.array(variable.numpy()) for name, variable in all_variables(loaded)}
+    found = {name: value for name, value in values.items() if "seed" not in name}
+    same(found, expected)
+    assert set(found) == {name for name in expected if "seed" not in name}  # as of Keras' own save
+    file = checkpoint.parent / "model.weights.h5"
+    export(checkpoint, file)
+    other = whole_model(seed=7)
+    other = keras.Model(other.inputs, other.outputs)  # without the optimizer
+    other.load_weights(file)
+    for weight in (w for w in other.weights if "seed" not in w.path):
+        np.testing.assert_array_equal(weight.numpy(), expected[f"model/{weight.path}"])
 
 
 def _damage(path: Path) -> None:

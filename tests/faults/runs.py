@@ -226,4 +226,5 @@ CASES = {
     "PyDataset": Case(with_callbacks, 14, ("trainer.epochs=2",), data=Turning),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
     "double": Case(double, 15, ("trainer.epochs=2",)),
+    "double, tf.data": Case(double, 15, ("trainer.epochs=2",), data=shuffled_pipeline),
 }  # fmt: skip

@@ -103,10 +103,10 @@ LAYOUTS = {
 }
 
 
-def part(directory: str, step: int | None, *words: str) -> Result:
+def part(directory: str, name: str, step: int | None, *words: str) -> Result:
     """In float64: all of the run, or what is left after `step`."""
     keras.config.set_floatx("float64")  # and the policy, as `train` clears the session
-    folder, case = Path(directory), CASES["double"]
+    folder, case = Path(directory), CASES[name]
     if step is None:
         return train(folder / "whole", case, *words)
     return resumed(folder / "whole", folder, case, step, *words)
@@ -120,22 +120,27 @@ def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
 
 
 @pytest.mark.parametrize(
-    ("begun", "step", "continued"),
+    ("begun", "kind", "step", "continued"),
     [
-        ("four", 2, ["two", "three", "pipeline"]),
-        ("pipeline", 6, ["local", "hybrid"]),
+        ("four", "double", 2, ["two", "three", "pipeline"]),
+        ("pipeline", "double, tf.data", 6, ["local", "hybrid"]),
     ],
 )
 def test_row_18_another_world_size(
-    ranks: Callable[..., Any], tmp_path: Path, begun: str, step: int, continued: list[str]
+    ranks: Callable[..., Any],
+    tmp_path: Path,
+    begun: str,
+    kind: str,
+    step: int,
+    continued: list[str],
 ) -> None:
     """In mid-epoch: were a sample left out, or seen twice, or weighted otherwise, the weights and
     losses would differ in the first digits."""
-    whole = run_on(ranks, begun, str(tmp_path), None)
+    whole = run_on(ranks, begun, str(tmp_path), kind, None)
     expected = {name: value for each in whole for name, value in each.variables.items()}
     assert len(expected["model/sequential/dense/kernel"]) == 6 * 5 * 8, "float64"
     for layout in continued:
-        for found in run_on(ranks, layout, str(tmp_path), step):
+        for found in run_on(ranks, layout, str(tmp_path), kind, step):
             assert found.step == STEPS
             close_to(found.history, whole[0].history)
             for name, value in found.variables.items():
