@@ -1,11 +1,11 @@
 """Ways to run a step: one class a backend, one line a backend in the table.
 
-    base.py            the interface of all
-    local.py           one process
-    data_parallel.py   each process has the whole model, and a share of every batch
-    pipeline/          each process has stages of the model
-    tf_distribute/     TensorFlow's strategies
-    devices.py         which GPU a process takes, and how many threads
+base.py            the interface of all
+local.py           one process
+data_parallel.py   each process has the whole model, and a share of every batch
+pipeline/          each process has stages of the model
+tf_distribute/     TensorFlow's strategies
+devices.py         which GPU a process takes, and how many threads
 """
 
 from __future__ import annotations
