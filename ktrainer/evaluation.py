@@ -34,6 +34,7 @@ def evaluate(
     program.build(feed.spec, training=False)
     model.stop_evaluating = False
     callbacks.on_test_begin()
+    program.finish()  # what a `fit` that failed has left
     model.reset_metrics()
     logs: Any = {}
     examples = last = 0

@@ -184,7 +184,7 @@ class Fit:
             world=self.trainer.world,
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
-            feed=self.feed,
+            feed=self.feed if config.checkpoint.iterators else None,
             run=run,
             check=partial(take_place, self.feed, config),
         )

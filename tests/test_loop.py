@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-from ktrainer import Callback
+from ktrainer import Callback, Trainer
 from tests.small import BATCH, ROWS, build, close, data, fit, trainer, watch
 
 
@@ -124,3 +125,21 @@ def test_overfit_batches_are_the_same_every_epoch() -> None:
     ).history
     assert history == theirs
     close(ours, model, 0)
+
+
+def test_metrics_with_several_numbers_are_in_the_history() -> None:
+    """As in Keras' own `fit`, whose History they are then compared with."""
+    x = np.random.default_rng(0).normal(size=(48, 5)).astype("float32")
+    y = keras.utils.to_categorical(np.arange(48) % 3)
+
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        made = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3, "softmax")])
+        made.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+        return made
+
+    expected = model().fit(x, y, batch_size=32, shuffle=False, verbose=0).history
+    with Trainer(overrides=["logging.progress=none", "data.shuffle=false"]) as trainer:
+        found = trainer.fit(model, (x, y)).history
+    assert set(found) == set(expected)
+    np.testing.assert_allclose(found["f1"], expected["f1"], rtol=1e-6)

@@ -107,6 +107,7 @@ class _Reduction:
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.logs: dict[str, float] = as_floats(logs)
+        self.keys = set(logs or ())  # those of results with several numbers, too
         self.sources = {key: sources[key] for key in self.logs if key in sources}
         self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
 
@@ -176,7 +177,7 @@ class _Reduction:
 
     def results(self) -> dict[str, Any]:
         found = self._metric_results()
-        if not self.logs or set(self.logs) == set(found):
+        if not self.logs or self.keys == set(found):
             return found
         if self.world.size == 1:
             return dict(self.logs)

@@ -226,11 +226,7 @@ class Checkpoint(Callback):
         assert self._saver is not None
         self._saver.settle()  # before there is another copy of the state
         snapshot = self._at_cut or self._snapshot(progress, history)
-        facts = {**snapshot.facts, "run": self._run}
-        if self.best is not None and self._best_step == snapshot.step:  # or saved once more
-            value = float(self.best_value)  # type: ignore[arg-type]
-            facts["metric"] = {"name": self.best, "value": value, "mode": self._direction()}
-        snapshot = replace(snapshot, facts=facts)
+        snapshot = replace(snapshot, facts={**snapshot.facts, **self.run_facts(snapshot.step)})
         try:
             self._saver.save(snapshot, self._pruning())
         except CheckpointError:
@@ -238,6 +234,15 @@ class Checkpoint(Callback):
             raise
         self._saved = Progress.from_dict((progress or self.progress).to_dict())
         return True
+
+    def run_facts(self, step: int) -> dict[str, Any]:
+        """What the manifest of a checkpoint of `step` says of the run: its name, and the best value
+        where that is of this step, saved for the first time or once more."""
+        facts: dict[str, Any] = {"run": self._run}
+        if self.best is not None and self.best_value is not None and self._best_step == step:
+            value, mode = float(self.best_value), self._direction()
+            facts["metric"] = {"name": self.best, "value": value, "mode": mode}
+        return facts
 
     def save_in_time(self, seconds: float) -> None:
         """Save, unless the last checkpoint is of this very state, or a further one is likely to

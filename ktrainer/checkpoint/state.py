@@ -23,7 +23,7 @@ from ktrainer.checkpoint.callback_state import (
     callback_states,
     load_callback_states,
 )
-from ktrainer.checkpoint.data_state import Data, data_name, data_states, restore_data
+from ktrainer.checkpoint.data_state import Data, data_name, data_states, replicas_of, restore_data
 from ktrainer.checkpoint.matching import match
 from ktrainer.checkpoint.metric_state import counting_ranks, metric_states, restore_metrics
 from ktrainer.errors import CheckpointError
@@ -77,7 +77,7 @@ def capture(
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
-        "data_ranks": len(places),
+        "data_replicas": replicas_of(world) if places else [],
     }
     if place is not None:
         state["data"] = dict(place)

@@ -62,9 +62,13 @@ class Cursor:
             self._live = pieces if stream else None
         elif stream:
             pieces = self._seek(place)
+        elif epoch == 0 and (place == 0 or (source.reorders and self._peeked is not None)):
+            # Not opened once more: a shuffle would draw another order.
+            pieces = self._take_peeked()
+            for _ in range(place):
+                next(pieces, None)
         else:
-            first = (epoch, place) == (0, 0)
-            pieces = self._take_peeked() if first else self._reopen(epoch, place)
+            pieces = self._reopen(epoch, place)
         self._epoch, self._position = 0 if stream else epoch, place
         return self._counted(pieces, keep_open=stream)
 

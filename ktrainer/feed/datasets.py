@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from ktrainer.errors import DataError
+from ktrainer.errors import CheckpointError, DataError
 from ktrainer.feed.digest import tensor_digest
 from ktrainer.feed.iterate import elements, set_state, state_of
 from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing
 from ktrainer.world.base import World
 
+_DRAWS = b"num_random_samples"  # what a shuffle calls the seeds drawn, in a state
 _SKIPPED = struct.Struct("<q")  # what a state begins with: how much the pipeline skips
 
 
@@ -29,6 +29,8 @@ class DatasetSource(Source):
         class_weight: class -> weight, turned into sample weights as Keras does.
         prefetch: batches kept ready; 0 leaves that to the pipeline.
     """
+
+    reorders = True
 
     def __init__(
         self,
@@ -50,33 +52,46 @@ class DatasetSource(Source):
         self.num_batches = cardinality if cardinality >= 0 else None
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
+        self._shuffles = shuffles(dataset)
         self._opened = 0
-        self._iterator: Any = None  # the last that was opened
+        self._iterator: Any = None  # the last that was opened, and what it gives
+        self._values: Iterator[Any] = iter(())
         self._skipped = 0  # batches that its pipeline skips
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
-        return self._pieces(self._opened_at(epoch, skip))
+        self._open_at_epoch(epoch, skip)
+        return self._pieces(self._values)
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         # The pipeline must be the same for TensorFlow, up to how much it had skipped.
         (skipped,) = _SKIPPED.unpack_from(state)
-        values = self._opened_at(epoch, skipped)
+        if not (epoch == 0 and self._opened and skipped == self._skipped):
+            self._open_at_epoch(epoch, skipped)
+        # Else it is open, for a first look at the data: opened once more, its shuffles would draw
+        # another seed, and so would all epochs to come.
         try:
             set_state(self._iterator, state[_SKIPPED.size :])
         except tf.errors.OpError as error:
-            warnings.warn(
-                "the tf.data pipeline is not the one that the checkpoint was made with; its first "
-                f"{skip} batches are read and passed over ({error.message.splitlines()[0]})",
-                stacklevel=2,
-            )
-            return self.open(epoch, skip)
-        return self._pieces(values)
+            raise CheckpointError(
+                "the tf.data pipeline is not the one that the checkpoint was made with, so that "
+                f"epoch {epoch + 1} cannot go on after batch {skip} with the batches that were "
+                f"left ({error.message.splitlines()[0]}). checkpoint.iterators=false reads the "
+                "pipeline again up to there, in whatever order its shuffles are then."
+            ) from error
+        if _DRAWS not in state:
+            self._opened += 1  # see `state`
+        return self._pieces(self._values)
 
     def state(self) -> bytes | None:
         state = state_of(self._iterator) if self._iterator is not None else None
-        return None if state is None else _SKIPPED.pack(self._skipped) + state
+        # To set a state draws a seed from a shuffle, like opening, which its state takes back. Once
+        # all of an epoch is prefetched there is none of the shuffle any more: that counts as opened
+        # then, if two iterators an epoch leave room for it.
+        if state is None or (_DRAWS not in state and self._shuffles and self.num_batches is None):
+            return None
+        return _SKIPPED.pack(self._skipped) + state
 
-    def _opened_at(self, epoch: int, skip: int) -> Iterator[Any]:
+    def _open_at_epoch(self, epoch: int, skip: int) -> None:
         # Every iterator draws a seed from the pipeline's shuffles. Model.fit makes two an epoch
         # when it knows the length: the same epochs must see the same orders here.
         wanted = 2 * epoch if self.num_batches is not None else epoch
@@ -84,9 +99,8 @@ class DatasetSource(Source):
             iter(self._dataset)
             self._opened += 1
         self._opened += 1
-        self._iterator, values = elements(self._pipeline(skip))
+        self._iterator, self._values = elements(self._pipeline(skip))
         self._skipped = skip
-        return values
 
     def _pieces(self, values: Iterator[Any]) -> Iterator[Piece]:
         return self._cut_pieces(values) if self._cut else self._whole_pieces(values)
@@ -123,6 +137,11 @@ class DatasetSource(Source):
             rows = count_rows(batch)
             if rows:
                 yield Piece(batch, rows)
+
+
+def shuffles(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline shuffles."""
+    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
 
 
 def rows_in_graph(leaf: Any) -> tf.Tensor:

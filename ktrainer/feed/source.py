@@ -39,6 +39,7 @@ class Source(ABC):
         reopens: can be opened again from its beginning.
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
+        reorders: each time that it is opened its order may be another.
     """
 
     spec: Any = None
@@ -48,6 +49,7 @@ class Source(ABC):
     reopens: bool = True
     indexed: bool = False
     checked: bool = True
+    reorders: bool = False
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:

@@ -231,7 +231,7 @@ class JustInTime:
             "world_size": len(self.grid.places),
             "replicas": self._placement.replicas,
             "partitions": self._placement.partitions,
-            "run": savers[0].state_dict()["run"] if savers else "",
+            **(savers[0].run_facts(progress.step) if savers else {"run": ""}),
         }
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.report import SIGNAL_BASE, Failure, first_failure, others
 from ktrainer.launch.restarts import Restarts
 from ktrainer.launch.watch import End
@@ -40,7 +41,7 @@ def goes_on(
     number = f"{restarts.count + 1} of {restarts.limit}"
     _say(f"starting again in {restarts.seconds:g} s, restart {number}")
     end.stopped_by = wait()
-    end.failures = {}  # told already
+    end.failures, end.saved = {}, restarts.has_saved  # they are told already
     return end.stopped_by is None
 
 
@@ -60,7 +61,8 @@ def conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
         own = {r: n for r, n in end.failures.items() if not n.follows and n.kind != _EXIT}
         if (failed := first_failure(own, (), 0, "", {})) is not None:
             _tell(end, failed, args.ranks)
-        return chosen[0] if chosen else SIGNAL_BASE + end.stopped_by
+        code = RUN_AGAIN if end.saved else SIGNAL_BASE + end.stopped_by
+        return chosen[0] if chosen else code
     failure = _failure(end, heals)
     if failure is None:
         return 0

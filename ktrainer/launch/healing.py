@@ -10,7 +10,7 @@ from ktrainer.config.launched import mpi_on_loopback
 from ktrainer.errors import ConfigError
 
 # What MPI prints when a collective meets a dead rank; we say it better.
-NOISE = (b"NBC_Progress: an error",)
+NOISE = (b"NBC_Progress: an error", b"ompi/dpm/dpm.c at line")
 _MPIRUN = ("--with-ft", "ulfm")
 
 

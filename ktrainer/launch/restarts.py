@@ -49,6 +49,11 @@ class Restarts:
         return {**own, restarted.MEMORY: str(self.memory)} if self.limit else own
 
     @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint to go on from."""
+        return bool(restarted.saves(self.memory))
+
+    @property
     def seconds(self) -> float:
         """How long to wait before the next start."""
         return float(min(MOST_SECONDS, self.backoff * 2**self.soon))

@@ -43,6 +43,7 @@ class End:
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
         ended: ranks that came to the end of the script.
+        saved: whether it was stopped before a restart that would have gone on from a checkpoint.
     """
 
     code: int = 0
@@ -54,6 +55,7 @@ class End:
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
     ended: set[int] = field(default_factory=set)
+    saved: bool = False
 
 
 @contextlib.contextmanager

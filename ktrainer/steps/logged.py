@@ -201,15 +201,17 @@ def _graph(whole: Any, operations: Collection[Any]) -> Any:
         inputs = [name for name in node.input if not name.startswith("^")]  # order needs no care
         del node.input[:]
         node.input.extend(inputs)
-    if any(value.HasField("func") for node in graph.node for value in node.attr.values()):
+    values = [value for node in graph.node for value in node.attr.values()]
+    if any(value.HasField("func") or value.list.func for value in values):
         graph.library.CopyFrom(whole.as_graph_def().library)
     return graph
 
 
 def _warn(key: str) -> None:
     warnings.warn(
-        f"the log {key!r} is computed from results of metrics and from the batch itself. Only one "
-        "process can do that: over several it is the mean of what each makes of its own part. Log "
+        f"the log {key!r} is computed from results of metrics and from something else: the batch, "
+        "a variable, a tensor made outside of the step. Only one process can do that: over "
+        "several it is the mean of what each makes of its own part. Log "
         "a metric instead.",
         stacklevel=2,
     )

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from ktrainer.checkpoint.data_state import data_states, replicas_of, restore_data
+from ktrainer.errors import CheckpointError
+from ktrainer.progress import Progress
+from ktrainer.world import SingleWorld
 from tests.feed.worlds import feed, flat, numbered, rows
 
 
@@ -82,14 +86,70 @@ def test_a_state_is_for_its_place_alone() -> None:
     assert rows(other.epoch(0)) == rows(feed(numbered_batches()).epoch(0))
 
 
-def test_another_pipeline_is_read_again_and_that_is_said() -> None:
+def test_another_pipeline_is_refused() -> None:
     first, other = feed(shuffled()), feed(numbered_batches())
     shares = first.epoch(0)
     list(islice(shares, 3))
     other.go_on_from(first.state(inside_epoch=True))
-    with pytest.warns(UserWarning, match="not the one that the checkpoint was made with; its firs"):
-        rest = rows(other.epoch(0, skip=3))
-    assert rest == rows(feed(numbered_batches()).epoch(0))[3:]
+    with pytest.raises(CheckpointError, match="epoch 1 cannot go on after batch 3"):
+        list(other.epoch(0, skip=3))
+
+
+def test_states_of_other_shares_are_left() -> None:
+    """As many ranks, but in another layout: a prefetch holds slices that were another replica's."""
+    first = feed(shuffled())
+    shares = first.epoch(0)
+    list(islice(shares, 3))
+    world, progress = SingleWorld(), Progress(batch=3)
+    arrays = data_states(first, progress, world)
+    for replicas, same in (([0], True), ([1], False)):
+        again = feed(shuffled())
+        restore_data(again, arrays, {"data_replicas": replicas}, world)
+        assert (again._cursor._known is not None) is same
+    assert replicas_of(world) == [0]
+
+
+def test_states_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktrainer.checkpoint.data_state._MOST_BYTES", 100)
+    data = feed(shuffled())
+    shares = data.epoch(0)
+    list(islice(shares, 3))
+    with pytest.warns(UserWarning, match="checkpoint.iterators=false leaves them out at once"):
+        assert data_states(data, Progress(batch=3), SingleWorld()) == {}
+
+
+def test_a_peeked_shuffle_is_not_drawn_once_more() -> None:
+    """Ranks compare their first batch before they go on inside the first epoch."""
+
+    def seeded() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(numbered(40)).shuffle(40, seed=3).batch(4)
+
+    whole = rows(feed(seeded()).epoch(0))
+    peeked = feed(seeded(), size=2, check=True)
+    peeked.fingerprint()
+    assert rows(peeked.epoch(0, skip=3)) == [batch[:2] for batch in whole[3:]]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("known", [True, False])  # the length
+@pytest.mark.parametrize("taken", [2, 7, 9])  # where the prefetch has come to the end, too
+def test_the_orders_of_later_epochs_follow(size: int, known: bool, taken: int) -> None:
+    def seeded() -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(numbered(40)).shuffle(40, seed=3).batch(4)
+        return data if known else data.filter(lambda x, y: True)
+
+    first, again = (feed(seeded(), size=size, check=True) for _ in range(2))
+    for each in (first, again):
+        each.fingerprint()
+    shares = first.epoch(0)
+    list(islice(shares, taken))
+    if (state := first.state(inside_epoch=True)) is not None:
+        again.go_on_from(state)
+    else:
+        assert not known
+    assert rows(again.epoch(0, skip=taken)) == rows(shares)
+    for epoch in (1, 2):
+        assert rows(again.epoch(epoch)) == rows(first.epoch(epoch))
 
 
 def generated() -> tf.data.Dataset:

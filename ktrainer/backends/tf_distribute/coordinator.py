@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import keras
@@ -136,6 +137,8 @@ class CoordinatedProgram(ReplicatedProgram):
         self._kind = ""
 
     def build(self, spec: Any, training: bool = True) -> None:
+        if self._specs.get("train" if training else "test") is spec:
+            return
         super().build(spec, training)
         why = "they cannot be counted on workers"
         require_sums(self.model, why, "choose another strategy")
@@ -163,8 +166,7 @@ class CoordinatedProgram(ReplicatedProgram):
         """Wait for all workers, and count what they have done."""
         if not self._waiting:
             return None
-        self._workers.wait_for(self._waiting)
-        self._take(0)
+        self._settle(0)
         return self._logs
 
     def finalize_weights(self) -> None:
@@ -182,10 +184,18 @@ class CoordinatedProgram(ReplicatedProgram):
         if self._each_step or not self._logs:
             self.finish()
         elif len(self._waiting) > _AHEAD * self._workers.count:
-            few = self._workers.count
-            self._workers.wait_for([self._waiting[i] for i in range(len(self._waiting) - few)])
-            self._take(few)
+            self._settle(self._workers.count)
         return self._logs
+
+    def _settle(self, leave: int) -> None:
+        """Wait for all but the newest few steps, and count them. After an error nothing is waited
+        for: what is left belongs to a `fit` that is over."""
+        try:
+            self._workers.wait_for(list(islice(self._waiting, len(self._waiting) - leave)))
+            self._take(leave)
+        except Exception:
+            self._waiting.clear()
+            raise
 
     def _take(self, leave: int) -> None:
         """Count all but the newest few steps, which are there, and bring the logs up to date."""

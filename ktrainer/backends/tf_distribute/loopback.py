@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,6 +17,7 @@ from ktrainer.config.cluster import Cluster
 from ktrainer.world.listening import narrow, on_all_interfaces
 
 _POLL = 0.01  # seconds
+_AFTER = 1.0  # seconds after the start
 
 
 @contextmanager
@@ -31,11 +33,15 @@ def kept_on_loopback(cluster: Cluster) -> Iterator[None]:
     port, started = int(cluster.address.rpartition(":")[2]), threading.Event()
 
     def watch() -> None:
-        with suppress(OSError, psutil.Error):
-            while not narrow_port(port):
-                if started.wait(_POLL):
-                    narrow_port(port)
+        until = None
+        while until is None or time.monotonic() < until:
+            with suppress(OSError, psutil.Error):  # one has called whom TensorFlow has not heard
+                if narrow_port(port):
                     return
+            if started.wait(_POLL) and until is None:
+                until = time.monotonic() + _AFTER
+            if until is not None:
+                time.sleep(_POLL)
 
     thread = threading.Thread(target=watch, name="kept on loopback", daemon=True)
     thread.start()

@@ -182,7 +182,7 @@ class Knock:
         try:
             if not self._greeted:
                 self._socket.sendall(_PREFACE)
-                self._greeted = True
+                self._asked, self._greeted = now, True
             self._socket.recv(HELLO_BYTES)
         except BlockingIOError:
             return now - self._asked if self._greeted else 0.0
