@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from ktrainer.errors import DataError, DeadlineExceeded, DivergenceError, ModelError
+from ktrainer.errors import DivergenceError
 from tests.dist.cases import vectors
-from tests.dist.small import ENGINES, group_mode, small_model, make_trainer, weights_of
+from tests.dist.small import make_trainer, small_model
 
 
 def _unseeded_shuffle() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.dist import cases
-from tests.dist.small import ENGINES, group_mode
 from tests.dist.cases import CASES, Case, Outcome, difference, several, train
+from tests.dist.small import ENGINES, group_mode
 
 # Two ranks run every case; three and four share them out, to save time.
 NAMES = list(CASES)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer.errors import DataError, DeadlineExceeded, DivergenceError, ModelError
+from ktrainer.errors import DataError, DeadlineExceeded, ModelError
 from tests.dist.cases import vectors
-from tests.dist.small import ENGINES, group_mode, small_model, make_trainer, weights_of
+from tests.dist.small import ENGINES, group_mode, make_trainer, small_model, weights_of
 
 
 def _leave_early() -> None:

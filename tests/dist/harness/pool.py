@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import psutil
+
 from tests.dist.harness.group import Ranks
 
 AWAKE = "cluster"  # TensorFlow takes the silence of a stopped process for its death
+
+_LEAST = 2  # a test may use two at once
+_ROOM_BYTES = 8 * 2**30  # for a group of four, and what other tests start meanwhile
 
 _Key = tuple[int, str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
@@ -34,13 +39,23 @@ class Pool:
             env, mpirun: as for `Ranks`; another group for each combination.
         """
         key = (size, mode, tuple(sorted((env or {}).items())), tuple(mpirun))
-        group = self._groups.get(key)
+        group = self._groups.pop(key, None)
         if group is None or not group.alive:
             if group is not None:
-                group.close()
-                self._ended.append(group)
-            group = self._groups[key] = Ranks(size, env=env, mpirun=mpirun)
+                self._end(group)
+            self._make_room()
+            group = Ranks(size, env=env, mpirun=mpirun)
+        self._groups[key] = group  # last, as the one used most recently
         return group
+
+    def _make_room(self) -> None:
+        """End groups that were not used for longest, where memory is short."""
+        while len(self._groups) > _LEAST and psutil.virtual_memory().available < _ROOM_BYTES:
+            self._end(self._groups.pop(next(iter(self._groups))))
+
+    def _end(self, group: Ranks) -> None:
+        group.close()
+        self._ended.append(group)
 
     def pause(self) -> None:
         """Stop all ranks until their next tasks, but for those that listen for one another."""
