@@ -99,7 +99,7 @@ def test_best_inside_an_epoch(tmp_path) -> None:
     words = {"checkpoint__every": "1ep", "checkpoint__best": "val_loss", "trainer__epochs": 4}
     words |= {"run__dir": tmp_path, "trainer__validate_every": "0.5ep"}
     with trainer([Judges()], **words) as it:
-        it.fit(build, data(), data(8))
+        it.fit(build, data(), validation_data=data(8))
     assert steps(tmp_path / "checkpoints") == [6, 18, 24]
     best = Store(tmp_path / "checkpoints").best("val_loss", "min")
     assert best is not None

@@ -44,7 +44,7 @@ ROWS = {
         "faults/test_healing.py::test_newcomers_take_the_places_of_the_dead",
         "faults/test_just_in_time.py::test_replicas_save_the_state_of_the_dead",
         "launch/test_launch.py::test_rank_that_ends_without_a_traceback_is_named",
-        "tf_distribute/test_launch.py::test_a_worker_that_stops_or_is_killed_is_named",
+        "tf_distribute/test_launch.py::test_a_worker_names_the_one_that_stops_or_dies",
     ],
     10: [
         "faults/test_hanging.py::test_row_10_a_rank_that_hangs_says_where",
@@ -71,7 +71,7 @@ ROWS = {
     15: [
         "contracts/test_local_equals_fit.py::test_every_model",
         "contracts/test_backends.py::test_models_equal_one_process",
-        "pipeline/test_equals_local.py::test_weights_logs_and_outputs",
+        "pipeline/test_equals_local.py::test_weights_gradients_logs_and_outputs",
         "tf_distribute/test_equals_local.py::test_cases_in_one_process",
     ],
     16: [
