@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from ktrainer import cli
 from ktrainer.preview import mode
 from tests.dist.harness.group import ROOT
-
-SCRIPT = """
-import sys
-import keras
-import numpy as np
-from keras import layers
-from ktrainer import Trainer
-
-def build():
-    stack = [layers.Dense(16, name=f"dense_{i}") for i in range(8)]
-    model = keras.Sequential([keras.Input((16,)), *stack], name="stack")
-    model.compile("adam", "mse")
-    return model
-
-if __name__ == "__main__":
-    trainer = Trainer.from_cli(argv=[word for word in sys.argv[1:] if word != "--own"])
-    x = np.zeros((64, 16), "float32")
-    try:
-        trainer.fit(build, (x, x))
-    except Exception:
-        print("caught")
-    print("trained")
-"""
-PIPELINE = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return str(path)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text("backend: {name: pipeline, partitions: 2, microbatches: 4}\n")
-    return str(path)
+from tests.preview.scripts import PIPELINE, SCRIPT, SEQUENTIAL
 
 
 def test_a_pipelines_script(script, capsys, tmp_path):
@@ -170,100 +131,6 @@ def test_a_configuration_alone(config, capsys):
     assert "stages, for" not in out
     assert cli.main(["plan", config, "backend=local"]) == 0
     assert "backend   local" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words, says",
-    [
-        (["-n", "3"], "3 processes are no multiple of 2 partitions: start with .* -n 2"),
-        (["backend.chunks=2"], "backend.schedule=interleaved"),
-        (["backend=local", "-n", "2"], "local is one process"),
-        (["--picture", "x.gif"], "must end in .svg or .png"),
-        (["--picture", "not/there/x.svg"], "no folder 'not/there'"),
-        (["--config", "other.yaml"], "give one configuration"),
-        (["trainer.epoch=3"], "Did you mean 'trainer.epochs'"),
-    ],
-)
-def test_what_a_configuration_cannot_do(config, words, says, capsys):
-    assert cli.main(["plan", config, *words]) == 2
-    assert re.search(says, capsys.readouterr().err)
-
-
-def test_a_script_that_goes_on_after_an_error(script, capsys):
-    # The script catches every Exception, and this is one.
-    assert cli.main(["plan", script, "backend=pipeline", "backend.partitions=9"]) == 2
-    out, err = capsys.readouterr()
-    assert "caught" in out
-    assert "without Trainer.fit" in err
-
-
-def test_mistakes_are_told_alike_wherever_they_are_found(config, tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text("from ktrainer import Trainer\nTrainer.from_cli()\n")
-    for target in (config, str(path)):
-        with contextlib.suppress(SystemExit):
-            assert cli.main(["plan", target, "trainer.epoch=3"]) == 2
-        assert capsys.readouterr().err.startswith("ktrainer plan: error: trainer.epoch")
-
-
-def test_what_a_model_cannot_do(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT.replace("except Exception", "except ZeroDivisionError"))
-    words = ["backend=pipeline", "backend.partitions=9"]
-    assert cli.main(["plan", str(path), *words]) == 2
-    assert "The nearest legal value is 8" in capsys.readouterr().err
-    words = [*PIPELINE, "backend.memory_limit=9KB"]
-    assert cli.main(["plan", str(path), *words]) == 2
-    assert re.search(r"keeps each within 9000 bytes. The least .* is \d+", capsys.readouterr().err)
-
-
-PLAIN = 'model.compile("adam", "mse")'
-CHECKPOINT = 'callbacks=[keras.callbacks.ModelCheckpoint("x.keras")]'
-SEQUENTIAL = 'Sequential([keras.Input((16,)), *stack], name="stack")'
-PICKY = """
-class Picky(keras.Model):
-    def __init__(self, stack):
-        super().__init__()
-        self.stack = stack
-
-    def call(self, x, training=False):
-        for layer in self.stack:
-            x = layer(x)
-        return x if training else x[:, : int(x[0, 0])]
-
-"""
-CAP = ("backend.schedule=gpipe", "backend.active_microbatches=4", "trainer.accumulate=2")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words", "says"),
-    [
-        ('"adam"', "keras.optimizers.Adam(use_ema=True)", (), "use_ema=...) is not supported"),
-        (
-            '"adam"',
-            "keras.optimizers.Adam(gradient_accumulation_steps=2)",
-            (),
-            "set trainer.accumulate instead",
-        ),
-        (PLAIN, 'model.compile("sgd", "mse", run_eagerly=True)', (), "run_eagerly=True"),
-        ("*stack]", "*stack, layers.BatchNormalization(synchronized=True)]", ("-n", "4"), "=True"),
-        ("(x, x)", f"(x, x), {CHECKPOINT}", (), "ModelCheckpoint needs the weights of the whole"),
-        ('"--own"]', f'"--own"], {CHECKPOINT}', (), "needs the weights of the whole model"),
-        (f"keras.{SEQUENTIAL}", "Picky(stack)", (), "Picky 'picky' cannot be traced"),
-        ("x, x", "x, x", CAP, "all 8 microbatches of an update are in flight"),
-    ],
-    ids=["ema", "accumulates", "eager", "synchronized", "of-fit", "of-trainer", "inference", "cap"],
-)
-def test_what_fit_refuses(tmp_path, capsys, old, new, words, says):
-    path = tmp_path / "train.py"
-    text = SCRIPT.replace("except Exception", "except ZeroDivisionError")
-    assert old in text
-    path.write_text(text.replace("def build", PICKY + "\ndef build").replace(old, new))
-    with contextlib.suppress(SystemExit):
-        assert cli.main(["plan", str(path), *PIPELINE, *words]) == 2
-    out, err = capsys.readouterr()
-    assert says in err
-    assert "rank 0" not in out
 
 
 def test_stages_by_hand(script, tmp_path, capsys):
