@@ -6,8 +6,8 @@ import warnings
 from typing import TYPE_CHECKING
 
 from ktrainer.callbacks.base import emit
+from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.callback import Checkpoint
-from ktrainer.checkpoint.resuming import load
 
 if TYPE_CHECKING:
     import keras
@@ -35,7 +35,7 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
     which, run = world.broadcast(found[0] if found else (None, ""), 0, "rollback")
     then = None
     if which is not None:
-        then = load(
+        then = resume(
             "auto",
             str(savers[which].directory),
             model=model,
@@ -43,6 +43,7 @@ def roll_back(trainer: Trainer, callbacks: keras.callbacks.CallbackList) -> None
             callbacks=callbacks.callbacks,
             history=object(),  # History goes on
             run=run,
+            tell=False,  # but below: of the present epoch
         )
     if then is None:
         text = f"{reason}, and there is no checkpoint to go back to: training stops"

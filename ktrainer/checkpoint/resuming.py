@@ -37,50 +37,9 @@ def resume(
     feed: Data | None = None,
     run: str | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
+    tell: bool = True,
 ) -> Progress | None:
-    """Restore a run on all ranks, which call this together; callbacks then hear `on_restore`.
-
-    Args:
-        mode, directory, model, world, callbacks, history, feed, run, check: as for `load`.
-
-    Returns:
-        Where the run goes on; None for a fresh start.
-
-    Raises:
-        CheckpointError: as `load`.
-    """
-    callbacks = list(callbacks)
-    progress = load(
-        mode,
-        directory,
-        model=model,
-        world=world,
-        callbacks=callbacks,
-        history=history,
-        run=run,
-        check=check,
-        feed=feed,
-    )
-    if progress is not None:
-        from ktrainer.callbacks.base import emit
-
-        emit(callbacks, "on_restore", progress)
-    return progress
-
-
-def load(
-    mode: str,
-    directory: str | os.PathLike[str],
-    *,
-    model: Any,
-    world: World,
-    callbacks: Iterable[Any] = (),
-    history: Any = None,
-    feed: Data | None = None,
-    run: str | None = None,
-    check: Callable[[dict[str, Any]], None] | None = None,
-) -> Progress | None:
-    """Put the state of a checkpoint back on all ranks, which call this together.
+    """Restore a run on all ranks, which call this together.
 
     Args:
         mode: `auto`: the latest checkpoint in `directory`, the one before if it is damaged, or
@@ -94,9 +53,10 @@ def load(
         run: with `auto`, only checkpoints that this run saved, by its name; None: any run's.
         check: called with the state before anything is changed; raises, on all ranks alike, if
             it is not fit.
+        tell: let callbacks hear `on_restore`.
 
     Returns:
-        Where the run stood; None for a fresh start.
+        Where the run goes on; None for a fresh start.
 
     Raises:
         CheckpointError: every checkpoint is damaged, the one asked for is, or it does not fit
@@ -109,12 +69,17 @@ def load(
         return None
     if check is not None:
         check(state)
+    callbacks = list(callbacks)
     saved = _specs(arrays, world)
     pairs = pair(model, saved, state, world)
     keep = needed(model, pairs, saved, state, world)
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
     progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks, feed=feed)
     fill_history(history if history is not None else getattr(model, "history", None), state)
+    if tell:
+        from ktrainer.callbacks.base import emit
+
+        emit(callbacks, "on_restore", progress)
     return progress
 
 
