@@ -1,14 +1,15 @@
 """Training that is disturbed all the time, and ends with the weights of one that is not.
 
-    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 heal restart
+    python benchmarks/soak.py --data-dir DIR --steps 4000 --every 60 one heal restart
 
 Two processes train a small transformer on Shakespeare's plays (`DIR/input.txt`, else downloaded),
 first undisturbed, then, in each of the ways named, with a rank, drawn at random, killed every so
 many seconds: `heal` lets the others go on and replaces it (`ktrainer launch --replace`), `restart`
 starts both again from the last checkpoint (`--max-restarts`). Prints how far the weights are apart,
-how often a rank was killed, memory over time, and what is left behind. In float64, so that a
-difference is not rounding. `--pause` stretches a run over its time on a machine that has other
-work: so many seconds of sleep after each disturbed update.
+how often a rank was killed, memory over time, and what is left behind. `one` is one process,
+undisturbed: it adds the same numbers in another order, as the ranks that heal do, and shows what
+rounding (of float64) alone makes of so many updates. `--pause` stretches a run over its time on a
+machine that has other work: so many seconds of sleep after each disturbed update.
 """
 
 from __future__ import annotations
@@ -105,26 +106,27 @@ class Disturber(threading.Thread):
                 continue
 
 
-WAYS = {"calm": [], "heal": ["--replace"], "restart": ["--max-restarts", "1000"]}
+CALM = {"calm": ["-n", "2"], "one": ["-n", "1"]}
+DISTURBED = {"heal": ["-n", "2", "--replace"], "restart": ["-n", "2", "--max-restarts", "1000"]}
 
 
 def launch(args: argparse.Namespace, folder: Path, name: str) -> Disturber:
-    """Run a training to its end; a `calm` one is not disturbed."""
+    """Run a training to its end."""
     words = [
         *(f"trainer.max_steps={args.steps}", "trainer.epochs=100000", f"run.dir={folder / name}"),
         *("checkpoint.every=10ba", "backend=data_parallel", "logging.progress=none"),
         *("data.batch_size=16", "world.deadline=60"),
     ]
     more = ["--data-dir", args.data_dir] if args.data_dir else []
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "--no-check"]
-    command += WAYS[name]
-    pause = 0.0 if name == "calm" else args.pause
+    command = [sys.executable, "-m", "ktrainer.cli", "launch", "--no-check"]
+    command += (CALM | DISTURBED)[name]
+    pause = 0.0 if name in CALM else args.pause
     command += [__file__, "--train", str(folder / f"{name}.npz"), str(pause), *more, *words]
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ})
         disturber = Disturber(
             process.pid,
-            every=0.0 if name == "calm" else args.every,
+            every=0.0 if name in CALM else args.every,
             settled=args.every if name == "restart" else 0.0,
         )
         disturber.start()
@@ -175,7 +177,7 @@ def main() -> None:
         train(out, float(pause), [word for word in words if "=" in word])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("how", nargs="+", choices=["heal", "restart"])
+    parser.add_argument("how", nargs="+", choices=["one", *DISTURBED])
     parser.add_argument("--steps", type=int, default=1000, help="updates in all")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two deaths")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each update")

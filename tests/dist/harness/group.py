@@ -56,7 +56,7 @@ class Ranks:
         self._fresh = False
         self._tasks = 0
         self._connections: list[mp.Connection] = []
-        self._pids: list[int] = []
+        self._processes: list[psutil.Process] = []  # not numbers, which soon are others'
         self._process = self._start({**memory, **(env or {})}, mpirun)
         try:
             self._accept()
@@ -141,12 +141,10 @@ class Ranks:
             processes = [*top.children(recursive=True), top]
         except psutil.NoSuchProcess:
             pass
-        processes += [psutil.Process(pid) for pid in self._pids if psutil.pid_exists(pid)]
+        processes += self._processes
         for process in processes:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(processes, timeout=5)
         self._process.wait(timeout=10)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -155,19 +153,17 @@ class Ranks:
     def survivors(self) -> list[int]:
         """Process ids of ranks that still run."""
         alive = []
-        for pid in self._pids:
-            try:
-                if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    alive.append(pid)
-            except psutil.NoSuchProcess:
-                continue
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process.pid)
         return alive
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
-            for pid in self._pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            for process in self._processes:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
 
     def _start(self, env: Mapping[str, str], mpirun: Sequence[str]) -> subprocess.Popen[bytes]:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -203,7 +199,7 @@ class Ranks:
 
     def _accept(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        found: dict[int, tuple[mp.Connection, int]] = {}
+        found: dict[int, tuple[mp.Connection, psutil.Process]] = {}
         self._socket.settimeout(0.2)
         while len(found) < self.size:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -219,11 +215,11 @@ class Ranks:
             connection = mp.Connection(peer.detach())
             leaks.expect_file(connection.fileno())
             rank, pid = connection.recv()
-            found[rank] = connection, pid
+            found[rank] = connection, psutil.Process(pid)
             leaks.expect_process(pid)
         self._socket.close()
         self._connections = [found[rank][0] for rank in range(self.size)]
-        self._pids = [found[rank][1] for rank in range(self.size)]
+        self._processes = [found[rank][1] for rank in range(self.size)]
 
     def _collect(self, task: str, deadline: float) -> list[Outcome]:
         end = time.monotonic() + deadline
@@ -251,10 +247,8 @@ class Ranks:
         """End the group and raise, with the stacks of ranks that have not answered."""
         late = [rank for rank in range(self.size) if rank not in outcomes]
         for rank in late:
-            try:
-                os.kill(self._pids[rank], signal.SIGUSR1)
-            except ProcessLookupError:
-                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(1.0)  # for the stacks to be written
         output = self.output()
         self.kill()

@@ -9,6 +9,7 @@ import psutil
 from tests.dist.harness.group import Ranks
 
 AWAKE = "cluster"  # TensorFlow takes the silence of a stopped process for its death
+DEVICES = ("cluster", "strategies")  # of several devices each, made before TensorFlow is used
 
 _LEAST = 2  # a test may use two at once
 _ROOM_BYTES = 8 * 2**30  # for a group of four, and what other tests start meanwhile
@@ -35,7 +36,8 @@ class Pool:
 
         Args:
             mode: any name: groups with different modes are different processes. Tests that
-                start Horovod use "horovod", because its background thread stays for good.
+                start Horovod use "horovod", because its background thread stays for good;
+                those of strategies "strategies", or "cluster" and more: these have four devices.
             env, mpirun: as for `Ranks`; another group for each combination.
         """
         key = (size, mode, tuple(sorted((env or {}).items())), tuple(mpirun))
@@ -45,6 +47,10 @@ class Pool:
                 self._end(group)
             self._make_room()
             group = Ranks(size, env=env, mpirun=mpirun)
+            if mode.startswith(DEVICES):
+                from tests.tf_distribute.running import make_devices
+
+                group.run(make_devices)
         self._groups[key] = group  # last, as the one used most recently
         return group
 
