@@ -162,11 +162,14 @@ def double() -> Any:
     return model
 
 
-def compiled() -> Any:
+def compiled(rate: Any = 0.05) -> Any:
     model = network()
-    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
     model.compile(keras.optimizers.Adam(rate), classes(), metrics=["accuracy"])
     return model
+
+
+def scheduled() -> Any:
+    return compiled(keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9))
 
 
 # Data of other kinds
@@ -220,11 +223,15 @@ CASES = {
         ("trainer.epochs=4", "trainer.accumulate=2", "trainer.precision=mixed_float16",
          "trainer.clip.global_norm=1.0", "lr.schedule=[{start: 5ba, multiplier: 0.1}]"),
     ),
-    "compiled": Case(compiled, 8, _FOUR_EPOCHS),
+    "compiled": Case(scheduled, 8, _FOUR_EPOCHS),
+    "judged": Case(compiled, 8, ("trainer.epochs=6",), judging),
+    "compiled, tf.data": Case(compiled, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
+    "compiled, PyDataset": Case(compiled, 14, ("trainer.epochs=2",), data=Turning),
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
     "unseeded tf.data": Case(with_callbacks, 32, (), data=unseeded_pipeline),
     "PyDataset": Case(with_callbacks, 14, ("trainer.epochs=2",), data=Turning),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
     "double": Case(double, 15, ("trainer.epochs=2",)),
     "double, tf.data": Case(double, 15, ("trainer.epochs=2",), data=shuffled_pipeline),
+    "double, PyDataset": Case(double, 15, ("trainer.epochs=2",), data=Turning),
 }  # fmt: skip

@@ -88,6 +88,8 @@ ROWS = {
     ],
     20: [
         "faults/test_spoilt.py::test_row_20_local",
+        "faults/test_spoilt.py::test_row_20_stop",
+        "faults/test_spoilt.py::test_row_20_a_loss_scale_is_halved",
         "faults/test_spoilt.py::test_row_20_data_parallel",
         "faults/test_spoilt.py::test_row_20_pipeline",
         "faults/test_spoilt.py::test_row_20_tf_distribute",
@@ -108,7 +110,12 @@ ROWS = {
     ],
     28: ["faults/test_process.py::test_row_28_a_planted_secret"],
     29: ["faults/test_saving.py::test_row_29_private_even_without_a_umask"],
-    30: ["faults/test_process.py::test_row_30_cycles"],
+    30: [
+        "faults/test_process.py::test_row_30_cycles",
+        "faults/test_process.py::test_row_30_cycles_on_ranks",
+        "faults/test_process.py::test_row_30_cycles_of_a_pipeline",
+        "faults/test_process.py::test_row_30_cycles_of_a_strategy",
+    ],
     31: [
         "dist/test_agreement.py::test_an_unseeded_shuffle_is_found_before_step_1",
         "dist/test_agreement.py::test_another_model_is_found_before_step_1",

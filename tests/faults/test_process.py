@@ -16,6 +16,7 @@ from ktrainer import Callback, ConfigError, Trainer, register
 from tests.dist.small import ENGINES, group_mode
 from tests.launch.conftest import launch
 from tests.small import build, data, trainer
+from tests.tf_distribute.running import ONE_PROCESS
 
 __all__ = ["launch"]
 
@@ -126,3 +127,10 @@ def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) 
     words = ("backend__partitions=2", "backend__microbatches=2")
     for seen in ranks(2).run(cycles, "pipeline", 8, str(tmp_path), *words, deadline=180):
         assert len(set(seen[3:])) == 1, seen
+
+
+def test_row_30_cycles_of_a_strategy(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("backend__strategy=mirrored", "backend__devices=2")
+    group = ranks(1, ONE_PROCESS)
+    (seen,) = group.run(cycles, "tf_distribute", 8, str(tmp_path), *words, deadline=180)
+    assert len(set(seen[3:])) == 1, seen

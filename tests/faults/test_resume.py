@@ -14,7 +14,7 @@ import pytest
 from ktrainer.errors import CheckpointError
 from tests.dist.small import ENGINES, group_mode
 from tests.faults.runs import CASES, STEPS, Result, resumed, seen, train
-from tests.tf_distribute.running import ONE_PROCESS, make_devices
+from tests.tf_distribute.running import ONE_PROCESS
 
 
 def differences(found: Result, expected: Result) -> list[str]:
@@ -77,25 +77,29 @@ def test_row_07_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine:
             folder = str(tmp_path / f"pipeline-{number}")
             found = group.run(on_ranks, folder, "tf.data", [2], *words, *more, deadline=180)
             assert found == [[[]], [[]]], more
+        for case in ("judged", "compiled, PyDataset"):
+            found = group.run(on_ranks, str(tmp_path / case), case, [5], *words, deadline=180)
+            assert found == [[[]], [[]]], case
         words = (*words, "data.batch=per_worker")
         own, case = str(tmp_path / "own"), "unseeded tf.data"
         assert group.run(on_ranks, own, case, [5], *words, deadline=180) == [[[]], [[]]]
 
 
-def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
+COMPILED = ["compiled", "judged", "compiled, tf.data", "compiled, PyDataset"]
+STRATEGY = ("backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2")
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
     words = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
-    for found in ranks(2).run(on_ranks, str(tmp_path), "compiled", [3], *words, deadline=180):
+    for found in ranks(2).run(on_ranks, str(tmp_path), case, [5], *words, deadline=180):
         assert found == [[]]
 
 
-def under_a_strategy(directory: str) -> list[list[str]]:
-    make_devices()
-    words = ("backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2")
-    return on_ranks(directory, "compiled", [3], *words)
-
-
-def test_row_07_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    assert ranks(1, ONE_PROCESS).run(under_a_strategy, str(tmp_path), deadline=120) == [[[]]]
+@pytest.mark.parametrize("case", COMPILED)
+def test_row_07_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
+    group = ranks(1, ONE_PROCESS)
+    assert group.run(on_ranks, str(tmp_path), case, [5], *STRATEGY, deadline=120) == [[[]]]
 
 
 LAYOUTS = {
@@ -105,6 +109,7 @@ LAYOUTS = {
     "four": (4, ("backend=data_parallel",)),
     "pipeline": (2, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")),
     "hybrid": (4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1")),
+    "strategy": (1, STRATEGY),
 }
 
 
@@ -119,15 +124,18 @@ def part(directory: str, name: str, step: int | None, *words: str) -> Result:
 
 def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
     size, words = LAYOUTS[layout]
-    if size == 1:
+    if layout == "local":
         return [part(*args, *words)]
-    return ranks(size).run(part, *args, *words, deadline=120)
+    return ranks(size, ONE_PROCESS if layout == "strategy" else "").run(
+        part, *args, *words, deadline=120
+    )
 
 
 @pytest.mark.parametrize(
     ("begun", "kind", "step", "continued"),
     [
-        ("four", "double", 2, ["two", "three", "pipeline"]),
+        ("four", "double", 2, ["two", "three", "pipeline", "strategy"]),
+        ("strategy", "double, PyDataset", 6, ["local", "two"]),
         ("pipeline", "double, tf.data", 6, ["local", "hybrid"]),
     ],
 )

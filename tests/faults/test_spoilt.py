@@ -17,6 +17,7 @@ from ktrainer.callbacks import LossGuard
 from ktrainer.config import load_config
 from tests.dist.small import ENGINES, group_mode
 from tests.faults import spoiling
+from tests.faults.asking import BACKENDS
 from tests.faults.spoiling import CASES, ROLLBACK, SPIKE, differences, on_ranks, stopped, train
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
 
@@ -54,6 +55,14 @@ def test_row_20_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     assert ranks(2).run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]] * 3] * 2
 
 
+@pytest.mark.parametrize(("backend", "size"), [("pipeline", 2), ("strategy", 1)])
+def test_row_20_stop(ranks: Callable[..., Any], tmp_path: Path, backend: str, size: int) -> None:
+    group = ranks(size, ONE_PROCESS if backend == "strategy" else "")
+    for step, steps, said in group.run(stopped, str(tmp_path), *BACKENDS[backend], deadline=120):
+        assert (step, steps) == (4, [1, 2, 3])
+        assert "not finite at step 4" in said[0]
+
+
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_row_20_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
     names = ["spike", "rollback"] if strategy == "mirrored" else ["nan"]
@@ -76,14 +85,25 @@ def half() -> Any:
     return built
 
 
-@pytest.mark.parametrize("words", [("trainer.precision=mixed_float16",)])
-def test_row_20_a_loss_scale_is_halved(tmp_path: Path, words: tuple[str, ...]) -> None:
-    bad, without = {3: math.nan}, (3,)
-    found = train(tmp_path / "bad", (*words, "health.nan=skip"), bad, build=half)
-    expected = train(tmp_path / "good", words, without=without, build=half)
-    names = differences(found, expected)
-    assert [n for n in names if "dynamic_scale" not in n and "step_counter" not in n] == []
-    assert any("dynamic_scale" in n for n in names)
+def halved(folder: Path, *words: str) -> list[str]:
+    """In what a run with a bad batch differs from the one without it."""
+    words = (*words, "trainer.precision=mixed_float16")
+    found = train(folder / "bad", (*words, "health.nan=skip"), {3: math.nan}, build=half)
+    return differences(found, train(folder / "good", words, without=(3,), build=half))
+
+
+@pytest.mark.parametrize("backend", ["local", "data_parallel", "pipeline", "strategy"])
+def test_row_20_a_loss_scale_is_halved(
+    ranks: Callable[..., Any], tmp_path: Path, backend: str
+) -> None:
+    if backend == "local":
+        by_rank = [halved(tmp_path)]
+    else:
+        group = ranks(1, ONE_PROCESS) if backend == "strategy" else ranks(2)
+        by_rank = group.run(halved, tmp_path, *BACKENDS[backend], deadline=120)
+    for names in by_rank:
+        assert [n for n in names if "dynamic_scale" not in n and "step_counter" not in n] == []
+        assert any("dynamic_scale" in n for n in names)
 
 
 def test_row_20_several_updates_in_a_call(tmp_path: Path) -> None:
