@@ -140,7 +140,7 @@ def launch(args: argparse.Namespace, folder: Path, name: str) -> Disturber:
     return disturber
 
 
-def report(folder: Path, name: str, disturbed: Disturber, before: set[str]) -> None:
+def report(folder: Path, name: str, disturbed: Disturber) -> None:
     """How far the two runs are apart, and what is left of them."""
     with np.load(folder / "calm.npz") as one, np.load(folder / f"{name}.npz") as other:
         gaps = [float(np.max(np.abs(one[k] - other[k]) / _scale(one[k]))) for k in one]
@@ -155,7 +155,8 @@ def report(folder: Path, name: str, disturbed: Disturber, before: set[str]) -> N
     print(f"         {max(memory[-quarter:]):.0f} MB in the last")
     print(f"left:    {len(psutil.Process().children(recursive=True))} processes, ", end="")
     temporary = [p for p in (folder / name).rglob("*") if ".tmp" in p.name]
-    print(f"{len(left_behind() - before)} shared or private folders, {len(temporary)} half-written")
+    folders = left_behind(disturbed.launcher.pid)
+    print(f"{len(folders)} shared or private folders, {len(temporary)} half-written")
 
 
 def _scale(array: np.ndarray) -> float:
@@ -163,10 +164,10 @@ def _scale(array: np.ndarray) -> float:
     return max(float(np.max(np.abs(array))), 1e-3)
 
 
-def left_behind() -> set[str]:
-    """Folders that a launch makes and should take away."""
+def left_behind(launcher: int) -> list[Path]:
+    """Folders that a launch should have taken away."""
     places = [Path(tempfile.gettempdir()), Path("/dev/shm")]
-    return {str(p) for place in places if place.is_dir() for p in place.glob("ktrainer-*")}
+    return [path for place in places for path in place.glob(f"ktrainer-*-{launcher}-*")]
 
 
 def main() -> None:
@@ -183,12 +184,11 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each update")
     parser.add_argument("--data-dir", help="where input.txt is")
     args = parser.parse_args()
-    before = left_behind()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         launch(args, folder, "calm")
         for way in args.how:
-            report(folder, way, launch(args, folder, way), before)
+            report(folder, way, launch(args, folder, way))
 
 
 if __name__ == "__main__":

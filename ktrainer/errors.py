@@ -70,7 +70,7 @@ class WorldError(KtrainerError):
 
 
 class DeadlineExceeded(WorldError):
-    """A wait on other ranks took longer than `world.deadline`.
+    """A wait on other ranks took longer than it may.
 
     Args:
         rank: the rank that waited.
@@ -79,18 +79,25 @@ class DeadlineExceeded(WorldError):
         seconds: how long it waited.
         others: sentences on what the other ranks are doing, where that is known; on further lines,
             where those that are missing are.
+        setting: the key that says how long such a wait may take.
     """
 
     def __init__(
-        self, rank: int, step: int, operation: str, seconds: float, others: str = ""
+        self,
+        rank: int,
+        step: int,
+        operation: str,
+        seconds: float,
+        others: str = "",
+        setting: str = "world.deadline",
     ) -> None:
         self.rank, self.step, self.operation, self.seconds = rank, step, operation, seconds
+        self.others = others
         others = others or "One of them has stopped, died, or taken another path."
         others, _, where = others.partition("\n")
         super().__init__(
             f"rank {rank} waited {seconds:g} s at step {step} in {operation!r} for other ranks. "
-            f"{others} If steps are really that long, raise world.deadline."
-            + (f"\n{where}" if where else "")
+            f"{others} If it may take that long, raise {setting}." + (f"\n{where}" if where else "")
         )
 
 

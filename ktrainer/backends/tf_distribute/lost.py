@@ -42,12 +42,15 @@ def naming_lost_workers(world: World, cluster: Cluster | None, timeout: float) -
         raise _peer_lost(world, cluster, error) from error
     except tf.errors.DeadlineExceededError as error:
         deadline, world.deadline = world.deadline, min(world.deadline, _ASK_SECONDS)
+        others = "All of them are there."
         try:
-            world.barrier("a sum over processes")  # whoever does not come is named
+            world.barrier("a sum over processes")
+        except DeadlineExceeded as late:
+            others = late.others  # who does not come
         finally:
             world.deadline = deadline
         raise DeadlineExceeded(
-            world.rank, world.step, "a sum over processes", timeout, "All of them are there."
+            world.rank, world.step, "a sum over processes", timeout, others, "backend.timeout"
         ) from error
 
 

@@ -170,6 +170,6 @@ def _connect(cluster: Cluster, deadline: float, seconds: float, me: str) -> sock
         0,
         f"start of {me}",
         seconds,
-        f"The coordinator at {address} was not there, or said nothing. Start it, or raise "
-        "backend.start_timeout.",
+        f"The coordinator at {address} was not there, or said nothing. Is it started?",
+        "backend.start_timeout",
     )

@@ -74,7 +74,9 @@ class Workers:
             if now - since > self._timeout:
                 others = f"Not there: {self._presence.missing() or 'nobody'}."
                 others += f"\n{self._presence.where()}"
-                raise DeadlineExceeded(0, self._world.step, what, self._timeout, others)
+                raise DeadlineExceeded(
+                    0, self._world.step, what, self._timeout, others, "backend.timeout"
+                )
             time.sleep(_POLL)
         with self.guard():
             self._coordinator.done()  # raises what a function has raised
