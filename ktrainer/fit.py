@@ -185,6 +185,7 @@ class Fit:
             callbacks=self.callbacks.callbacks,
             history=self.model.history,
             feed=self.feed if config.checkpoint.iterators else None,
+            counted=self.trainer.counted,
             run=run,
             check=partial(take_place, self.feed, config),
         )

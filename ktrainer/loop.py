@@ -10,6 +10,7 @@
                     a callback asked for it)
                 every logging.every: logs of all ranks, on_log
                 every trainer.validate_every, inside the epoch: validate, on_validation_end
+                on_step_checkpoint
                 stop if any rank wants to
         on_epoch_cut, if a stop left some updates
         validation at the epoch's end
@@ -39,6 +40,7 @@ import numpy as np
 from ktrainer.beginning import NO_BATCHES, skip_to_initial_epoch, warn_if_late, warn_if_stopped
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.metrics import global_results
+from ktrainer.counted import Counted
 from ktrainer.durations import Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import validate
@@ -68,8 +70,6 @@ class Loop:
 
     Attributes:
         survival: what goes on after the death of ranks, or saves what is left, if anything does.
-        examples, last_examples: this rank's, in the epoch so far and in its newest share.
-        validated: step and logs of the last validation inside an epoch.
         late: `max_time` has passed, on any rank.
     """
 
@@ -93,11 +93,9 @@ class Loop:
         known = trainer.steps_per_epoch
         self._validate = Every(schedule.validate if validation is not None else None, known)
         self._log = Every(schedule.log, known)
-        self.examples = self.last_examples = 0
-        self.validated: tuple[int, dict[str, Any]] = (-1, {})
         self.late = False
         self._started = 0.0
-        self._owed = False  # an epoch's end, though training is over
+        self._owed = False  # an epoch's end, though there is nothing left to train on
         self._untold: Any = None  # logs of an update that callbacks have not heard of
         self._waited = trainer.communication_seconds or 0.0  # in calls of `fit` before this one
 
@@ -114,6 +112,8 @@ class Loop:
         warn_if_stopped(self.model, self.world)
         self._start_clock()
         skip_to_initial_epoch(self.trainer)
+        # A checkpoint of an epoch's last update, at which `max_steps` ends the run.
+        self._owed = self.trainer.progress.batch == self.trainer.steps_per_epoch
         if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
             self._agree_to_stop()
             warn_if_late(self.late, self.trainer)
@@ -137,7 +137,6 @@ class Loop:
         validation: Feed | None,
         *,
         late: bool,
-        validated: tuple[int, dict[str, Any]],
         phase: Phase,
         logs: Any,
         told: tuple[int, int],
@@ -145,13 +144,14 @@ class Loop:
         """Stand where `trainer.progress` says; returns up to where callbacks have heard of it.
 
         Args:
-            feed, validation, late, validated: as the attributes.
+            feed, validation, late: as the attributes.
             phase, logs: of the last update.
             told: step and batch up to which callbacks have heard.
         """
         self.feed, self.validation = feed, validation
-        self.late, self.validated = late, validated
+        self.late = late
         self._untold = logs if phase == Phase.UPDATED else None
+        self.trainer.counted.logs = logs
         progress = self.trainer.progress
         # What follows an update, or the last one of an epoch, is due even if nothing else is.
         self._owed = phase == Phase.UPDATED or (phase == Phase.TOLD and progress.batch > 0)
@@ -188,9 +188,9 @@ class Loop:
         first = progress.batch
         if first == 0:
             self.model.reset_metrics()
-            self.examples = 0
+            self.trainer.counted = Counted()
         self.callbacks.on_epoch_begin(epoch)
-        logs, cut = self._batches(epoch, skip=first * self.schedule.accumulate)
+        cut = self._batches(epoch, skip=first * self.schedule.accumulate)
         if progress.batch == 0:
             if self.feed.exhausted and epoch > 0:
                 self.model.stop_training = True  # a generator that has nothing more to give
@@ -199,11 +199,11 @@ class Loop:
         self.trainer.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
-        epoch_logs = self._global_logs(logs)
+        epoch_logs = self._global_logs()
         if self._due(self._validate, epoch_end=True):
             epoch_logs |= self._validation_logs(keep=cut)
-        elif self.validated[0] == progress.step:  # after the epoch's last update
-            epoch_logs |= self.validated[1]
+        else:
+            epoch_logs |= progress.validated  # after the epoch's last update
         self.callbacks.on_epoch_end(epoch, epoch_logs)
         if not cut:
             progress.finish_epoch()
@@ -212,27 +212,24 @@ class Loop:
             self.survival.mark(Phase.EPOCH_ENDED)
         return epoch_logs
 
-    def _batches(self, epoch: int, skip: int) -> tuple[Any, bool]:
-        """Train on an epoch's shares but the first `skip`; returns the last logs, and whether
-        a stop left some of the shares."""
-        logs: Any = {}
+    def _batches(self, epoch: int, skip: int) -> bool:
+        """Train on an epoch's shares but the first `skip`; whether a stop left some of them."""
         if self._untold is not None:
             logs, self._untold = self._untold, None
             if self._tell(logs):
-                return logs, self._is_cut()
+                return self._is_cut()
         if self._finished():  # and only the epoch's end was owed
-            return logs, self._is_cut()
+            return self._is_cut()
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
             if self.trainer.progress.validation_due:
                 self._validate_inside_epoch()
                 if self._agree_to_stop():
-                    return logs, self._is_cut()
+                    return self._is_cut()
             for updates in self._updates(shares):
-                logs = self._train(updates)
-                if self._tell(logs):
-                    return logs, self._is_cut()
-        return logs, False
+                if self._tell(self._train(updates)):
+                    return self._is_cut()
+        return False
 
     def _is_cut(self) -> bool:
         """Whether a stop now leaves some of the epoch."""
@@ -255,10 +252,10 @@ class Loop:
 
     def _train(self, updates: list[list[Share]]) -> Any:
         """One call of the program."""
-        progress, ours = self.trainer.progress, self.callbacks.callbacks
+        progress, counted = self.trainer.progress, self.trainer.counted
         self.world.step = progress.step + 1
         self.callbacks.on_train_batch_begin(progress.batch)
-        emit(ours, "on_step_begin", progress.step)
+        emit(self.callbacks.callbacks, "on_step_begin", progress.step)
         start = time.perf_counter()
         if self.survival is not None:
             self.survival.step_begins()
@@ -270,8 +267,9 @@ class Loop:
         for shares in updates:
             progress.advance(sum(share.global_examples for share in shares))
             if self.program.counts_metrics:
-                self.examples += sum(share.examples for share in shares)
-                self.last_examples = shares[-1].examples
+                counted.examples += sum(share.examples for share in shares)
+                counted.last = shares[-1].examples
+        counted.logs = logs
         progress.elapsed = time.monotonic() - self._started
         if (waited := self.trainer.communication_seconds) is not None:
             self.trainer.timers["communication"] = waited - self._waited
@@ -285,14 +283,15 @@ class Loop:
         emit(ours, "on_step_end", progress.step, logs)
         if self.trainer.rollback is not None:
             roll_back(self.trainer, self.callbacks)
-            self.examples = 0  # as the metrics, which begin anew
+            self.trainer.counted.examples = 0  # as the metrics, which begin anew
             for every in (self._validate, self._log):
                 every.start(progress)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
-            emit(ours, "on_log", progress.step, self._global_logs(logs))
+            emit(ours, "on_log", progress.step, self._global_logs())
         if self._due(self._validate):
             self._validate_inside_epoch()
+        emit(ours, "on_step_checkpoint", progress.step, logs)
         stop = self._agree_to_stop()
         if self.survival is not None:
             self.survival.mark(Phase.TOLD)
@@ -317,20 +316,26 @@ class Loop:
     def _highest(self, values: np.ndarray, what: str) -> np.ndarray:
         return self.world.oob_allreduce(values, "max", what)
 
-    def _global_logs(self, logs: Any) -> dict[str, Any]:
-        logs = self.program.finish() or logs
+    def _global_logs(self) -> dict[str, Any]:
+        counted = self.trainer.counted
+        counted.logs = self.program.finish() or counted.logs
         if self.trainer.progress.counted <= 0:
             return {}  # all updates were left out, or made undone: that is no loss of 0
-        seen: Any = {"examples": self.examples, "last_examples": self.last_examples}
-        sources = self.program.sources("train")
-        return global_results(self.model.metrics, self.world, logs=logs, sources=sources, **seen)
+        return global_results(
+            self.model.metrics,
+            self.world,
+            logs=counted.logs,
+            sources=self.program.sources("train"),
+            examples=counted.examples,
+            last_examples=counted.last,
+        )
 
     def _validate_inside_epoch(self) -> None:
-        self.trainer.progress.validation_due = True  # should it be interrupted
-        logs = self._validation_logs(keep=True)
-        self.trainer.progress.validation_due = False
-        self.validated = self.trainer.progress.step, logs
-        emit(self.callbacks.callbacks, "on_validation_end", self.trainer.progress.step, logs)
+        progress = self.trainer.progress
+        progress.validation_due = True  # should it be interrupted
+        progress.validated = self._validation_logs(keep=True)
+        progress.validation_due = False
+        emit(self.callbacks.callbacks, "on_validation_end", progress.step, progress.validated)
 
     def _validation_logs(self, keep: bool) -> dict[str, Any]:
         """Validate; to `keep` is to put the metrics of the epoch so far back."""

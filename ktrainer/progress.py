@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from typing import Any
 
@@ -35,6 +35,8 @@ class Progress:
         elapsed: seconds spent in `fit`, over all restarts.
         validation_due: whether the validation inside the epoch that belongs to this step is still
             to be done: the run was interrupted in it.
+        validated: logs of that validation, if there was one after the newest update: where an epoch
+            ends with it, they are the epoch's too.
     """
 
     epoch: int = 0
@@ -44,6 +46,7 @@ class Progress:
     counted: int = 0
     elapsed: float = 0.0
     validation_due: bool = False
+    validated: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, examples: int) -> None:
         """Count one update that consumed `examples` over all ranks."""
@@ -51,11 +54,18 @@ class Progress:
         self.step += 1
         self.examples += examples
         self.counted += 1
+        self.validated = {}
 
     def finish_epoch(self) -> None:
         """Count the end of an epoch."""
         self.epoch += 1
         self.batch = self.counted = 0
+        self.validated = {}
+
+    @property
+    def moment(self) -> tuple[int, ...]:
+        """What two moments of a run that have the same state have in common."""
+        return self.epoch, self.batch, self.step, self.counted, self.validation_due
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON-able dict."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
+from ktrainer.counted import Counted
 from ktrainer.custom import CustomLoop
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.facts import WorldFacts
@@ -90,7 +91,7 @@ class Trainer(CustomLoop):
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
         facts = pretend(self.config, WorldFacts.detect(self.world))
         self.plan: Plan = make_plan(self.config, facts)
-        self.progress = Progress()
+        self.progress, self.counted = Progress(), Counted()
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
         self.steps_per_epoch: int | None = None
@@ -166,7 +167,7 @@ class Trainer(CustomLoop):
             from ktrainer.preview.report import show_model
 
             show_model(self, data, callbacks)
-        self.progress = Progress()
+        self.progress, self.counted = Progress(), Counted()
         self.timers.clear()
         self.stop_reason = self.rollback = None
         self.unsound = False

@@ -14,13 +14,14 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
                     on_step_begin(step)                 # the learning rate is set here
                         [in the compiled step: forward, backward, all-reduce,
                          gradients = on_gradients(gradients, variables), clip, apply]
-                    on_step_end(step, logs)             # NaN check, checkpoints
+                    on_step_end(step, logs)             # NaN check
                     on_train_batch_end(batch, logs)
                     (every logging.every:)
                     on_log(step, logs)                  # averaged over ranks, as floats
                     (validation inside the epoch:)
                     on_test_begin .. on_test_batch_* .. on_test_end
                     on_validation_end(step, logs)       # `val_` logs, averaged over ranks
+                    on_step_checkpoint(step, logs)      # all have heard of the update
                 (a stop left some of the epoch:)
                 on_epoch_cut(epoch)                     # the state to go on with is that of now
             on_test_begin .. on_test_end                # validation at the epoch's end
@@ -29,12 +30,12 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
     close                                               # always, also after an error
 
 `step` in `on_step_begin` counts the updates already done, so it is 0 before the first; in
-`on_step_end`, `on_log` and `on_validation_end` it counts the updates done, this one included.
+the others it counts the updates done, this one included.
 
-Alone, under `keras.Model.fit`, there is no trainer: the base class derives `on_step_begin` and
-`on_step_end` from Keras' batch events and keeps the counters itself. A subclass that overrides
-`on_train_begin`, `on_epoch_begin`, `on_epoch_end`, `on_train_batch_begin` or
-`on_train_batch_end` must therefore call `super()`.
+Alone, under `keras.Model.fit`, there is no trainer: the base class derives `on_step_begin`,
+`on_step_end` and `on_step_checkpoint` from Keras' batch events and keeps the counters itself. A
+subclass that overrides `on_train_begin`, `on_epoch_begin`, `on_epoch_end`, `on_train_batch_begin`
+or `on_train_batch_end` must therefore call `super()`.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ EXTRA_EVENTS = (
     "on_step_end",
     "on_log",
     "on_validation_end",
+    "on_step_checkpoint",
     "on_epoch_cut",
     "on_restore",
     "on_heal",
@@ -140,6 +142,10 @@ class Callback(keras.callbacks.Callback):
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
 
+    def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        """After everything that follows the `step`-th update: whoever saves a state here has that
+        of callbacks that have heard all. `logs` are those of `on_step_end`."""
+
     def on_epoch_cut(self, epoch: int) -> None:
         """A stop leaves some of the epoch's updates to a later run. `on_epoch_end` follows, here
         and again when the later run has done the rest."""
@@ -200,6 +206,7 @@ class Callback(keras.callbacks.Callback):
             progress.batch = done
             progress.elapsed = time.monotonic() - self._began
             self.on_step_end(progress.step, logs)
+            self.on_step_checkpoint(progress.step, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.trainer is None:

@@ -1,8 +1,9 @@
 """Save the whole state of a run, every so often and when it was best.
 
-Events used: `on_train_begin` (find the folder, clear up what a killed run left), `on_step_end`
-and `on_epoch_end` (save when due), `on_validation_end` (judge the best inside an epoch),
-`on_epoch_cut` (keep the state from before the other callbacks count an epoch that is not over).
+Events used: `on_train_begin` (find the folder, clear up what a killed run left),
+`on_step_checkpoint` and `on_epoch_end` (save when due, or best), `on_validation_end` (logs to judge
+inside an epoch), `on_epoch_cut` (keep the state from before the other callbacks count an epoch that
+is not over).
 
 All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
 each stage its part. A state whose loss is not finite is not saved.
@@ -97,10 +98,11 @@ class Checkpoint(Callback):
         self._own_world = world
         self.best_value: float | None = None
         self._best_step: int | None = None  # at which it was
+        self._validated: Mapping[str, float] | None = None  # logs that are to be judged
         self._at_cut: Snapshot | None = None  # what a cut epoch goes on with
         self._saver: Saver | None = None
         self._run = ""  # names this run in its checkpoints, over restarts
-        self._saved: Progress | None = None  # where the run stood at the last save
+        self._saved: tuple[int, ...] = ()  # the moment of the last save
 
     # -- events
 
@@ -112,7 +114,8 @@ class Checkpoint(Callback):
                 raise ConfigError("say where checkpoints go.", path="checkpoint.dir")
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
-        self.best_value = self._best_step = self._at_cut = self._saved = None
+        self.best_value = self._best_step = self._at_cut = self._validated = None
+        self._saved = ()
         if not getattr(self.trainer, "joining", False):  # else it is told with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
@@ -125,13 +128,16 @@ class Checkpoint(Callback):
             alone=getattr(self.trainer, "joining", False),
         )
 
-    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
-        if self._due(epoch_end=False):
-            self.save(logs)
-
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
-        if self.best is not None:
-            self._save_if_better(logs, missing_is_fine=True)
+        self._validated = logs if self.best is not None else None
+
+    def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        validated, self._validated = self._validated, None
+        due = self._due(epoch_end=False)
+        if validated is not None and self._save_if_better(validated, missing_is_fine=True):
+            return
+        if due:
+            self.save(logs)
 
     def on_epoch_cut(self, epoch: int) -> None:
         self._at_cut = self._snapshot()
@@ -232,7 +238,7 @@ class Checkpoint(Callback):
         except CheckpointError:
             self.close()
             raise
-        self._saved = Progress.from_dict((progress or self.progress).to_dict())
+        self._saved = (progress or self.progress).moment
         return True
 
     def run_facts(self, step: int) -> dict[str, Any]:
@@ -247,10 +253,9 @@ class Checkpoint(Callback):
     def save_in_time(self, seconds: float) -> None:
         """Save, unless the last checkpoint is of this very state, or a further one is likely to
         take longer than `seconds`. All ranks together."""
-        wanted = self._saver is not None and self.progress.step > 0
-        if wanted and self._saved is not None:
-            wanted = replace(self.progress, elapsed=0.0) != replace(self._saved, elapsed=0.0)
-        if wanted and self._agreed(self._saver.seconds_to_save() < seconds):  # type: ignore[union-attr]
+        if self._saver is None or self.progress.step == 0 or self.progress.moment == self._saved:
+            return
+        if self._agreed(self._saver.seconds_to_save() < seconds):
             self.save()
 
     def latest(self) -> Entry | None:
@@ -274,12 +279,12 @@ class Checkpoint(Callback):
         self, progress: Progress | None = None, history: dict[str, Any] | None = None
     ) -> Snapshot:
         callbacks = self.callbacks or [self]
-        progress, feed, place = progress or self.progress, None, None
+        progress, more = progress or self.progress, {}
         if self.trainer is not None:
             self.trainer.settle()
-            place = self.trainer.place_facts()
-            feed = self.trainer.feed if self.iterators else None
-        return take(self.model, progress, self.world, callbacks, history, feed, place)
+            more = {"place": self.trainer.place_facts(), "counted": self.trainer.counted}
+            more |= {"feed": self.trainer.feed} if self.iterators else {}
+        return take(self.model, progress, self.world, callbacks, history, **more)
 
     def _pruning(self) -> Callable[[Store], None]:
         """What removes older checkpoints once a new one is there."""
@@ -323,6 +328,7 @@ class Checkpoint(Callback):
 
     def on_heal(self, progress: Progress) -> None:
         self.every.heal(progress)
+        self._validated = None
         if self._saver is not None:
             self._saver.ranks_changed()
 

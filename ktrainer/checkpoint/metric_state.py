@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.variables import unique_names
+from ktrainer.counted import Counted
 from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
@@ -48,13 +49,23 @@ def counting_ranks(model: Any, world: World) -> list[int]:
     return [rank for rank, counts in enumerate(every) if counts]
 
 
-def restore_metrics(model: Any, arrays: Arrays, state: Mapping[str, Any], world: World) -> None:
+def restore_metrics(
+    model: Any,
+    arrays: Arrays,
+    state: Mapping[str, Any],
+    world: World,
+    counted: Counted | None = None,
+) -> None:
     """Give each rank that counts metrics the states of one that did; where there are more or
-    fewer of them than before, the first gets their sum."""
+    fewer of them than before, the first gets their sum. The same for what is `counted`."""
     from ktrainer.steps.metric_states import adds_up
 
     here = counting_ranks(model, world)
     there = list(state.get("counting") or range(int(state.get("world_size", 1))))
+    if counted is not None and (every := state.get("counted")):  # older ones do not say
+        same, place = len(there) == len(here), world.rank in here and here.index(world.rank)
+        sources = [there[place]] if same else there if place == 0 else []
+        counted.take_over(every, sources if world.rank in here else [], there)
     if world.rank not in here:
         return
     targets = _metric_variables(model)

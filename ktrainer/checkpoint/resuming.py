@@ -20,6 +20,7 @@ from ktrainer.checkpoint.format import MANIFEST
 from ktrainer.checkpoint.reading import read_checkpoint
 from ktrainer.checkpoint.state import needed, pair, put_back
 from ktrainer.checkpoint.store import Store
+from ktrainer.counted import Counted
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
 from ktrainer.world import World
@@ -35,6 +36,7 @@ def resume(
     callbacks: Iterable[Any] = (),
     history: Any = None,
     feed: Data | None = None,
+    counted: Counted | None = None,
     run: str | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
     tell: bool = True,
@@ -50,6 +52,7 @@ def resume(
         callbacks: given their states back.
         history: a `keras.callbacks.History` to fill; default: the one attached to the model.
         feed: the data that are to go on where they were; None leaves them where they are.
+        counted: given what this rank had counted of the epoch.
         run: with `auto`, only checkpoints that this run saved, by its name; None: any run's.
         check: called with the state before anything is changed; raises, on all ranks alike, if
             it is not fit.
@@ -74,7 +77,9 @@ def resume(
     pairs = pair(model, saved, state, world)
     keep = needed(model, pairs, saved, state, world)
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
-    progress = put_back(model, pairs, arrays, state, world, callbacks=callbacks, feed=feed)
+    progress = put_back(
+        model, pairs, arrays, state, world, callbacks=callbacks, feed=feed, counted=counted
+    )
     fill_history(history if history is not None else getattr(model, "history", None), state)
     if tell:
         from ktrainer.callbacks.base import emit

@@ -13,6 +13,7 @@ from ktrainer.checkpoint.data_state import Data
 from ktrainer.checkpoint.encoding import encode_json
 from ktrainer.checkpoint.format import MODEL, MOST_BYTES
 from ktrainer.checkpoint.state import capture, history_of, names_to_save
+from ktrainer.counted import Counted
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
 from ktrainer.steps.placement import placement_of
@@ -46,6 +47,7 @@ def take(
     history: dict[str, Any] | None = None,
     feed: Data | None = None,
     place: Mapping[str, Any] | None = None,
+    counted: Counted | None = None,
 ) -> Snapshot:
     """Copy the state of a run to host memory. All ranks call it together.
 
@@ -54,13 +56,21 @@ def take(
         history: History so far; default: the model's.
         feed: the data, whose iterators' states are kept.
         place: what the position in the data depends on; None: nobody counts it.
+        counted: what this rank has counted of the epoch; None: nobody counts.
 
     Raises:
         CheckpointError: what a callback wants to keep is not JSON.
     """
     history = history if history is not None else history_of(model)
     arrays, state = capture(
-        model, progress, world, callbacks=callbacks, history=history, feed=feed, place=place
+        model,
+        progress,
+        world,
+        callbacks=callbacks,
+        history=history,
+        feed=feed,
+        place=place,
+        counted=counted,
     )
     try:
         text = encode_json(state)

@@ -3,7 +3,8 @@
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
 `callbacks/<i>/<name>/<k>`.
-State: progress, History, callbacks' states, the optimizers' classes and variables, early stop.
+State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
+what each rank has counted of the epoch.
 
 Of a model that is cut into stages (`placement_of`) each process takes out, and puts back, what it
 holds; names are those of the whole model, so a checkpoint fits any number of stages.
@@ -26,6 +27,7 @@ from ktrainer.checkpoint.callback_state import (
 from ktrainer.checkpoint.data_state import Data, data_name, data_states, replicas_of, restore_data
 from ktrainer.checkpoint.matching import match
 from ktrainer.checkpoint.metric_state import counting_ranks, metric_states, restore_metrics
+from ktrainer.counted import Counted
 from ktrainer.errors import CheckpointError
 from ktrainer.progress import Progress
 from ktrainer.steps.placement import Placement, placement_of
@@ -46,6 +48,7 @@ def capture(
     history: Mapping[str, Any] | None = None,
     feed: Data | None = None,
     place: Mapping[str, Any] | None = None,
+    counted: Counted | None = None,
 ) -> tuple[Arrays, dict[str, Any]]:
     """(arrays, state) of a run between two steps. All ranks call it together.
 
@@ -58,6 +61,7 @@ def capture(
         history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
         feed: the data, whose iterators' states are kept.
         place: what the position in the data depends on; None: nobody counts it.
+        counted: what this rank has counted of the epoch; None: nobody counts.
     """
     placement = placement_of(model)
     arrays: Arrays = {n: _value(v) for n, v in variables_of(model) if _saves(n, v, placement)}
@@ -81,6 +85,9 @@ def capture(
     }
     if place is not None:
         state["data"] = dict(place)
+    if counted is not None and progress.batch:
+        mine = [counted.examples, counted.last, counted.plain_logs()]
+        state["counted"] = world.allgather(mine, "what each rank has counted")
     if placement is not None:
         state["counting"] = counting_ranks(model, world)
     return arrays, state
@@ -161,6 +168,7 @@ def put_back(
     *,
     callbacks: Iterable[Any] = (),
     feed: Data | None = None,
+    counted: Counted | None = None,
 ) -> Progress:
     """Put a captured state back, which was found to fit; returns where the run stood.
 
@@ -168,12 +176,13 @@ def put_back(
         pairs: what `pair` gave.
         arrays: at least those that are `needed`.
         feed: the data that are to go on; None leaves them where they are.
+        counted: given what this rank has counted.
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
-        restore_metrics(model, arrays, state, world)
+        restore_metrics(model, arrays, state, world, counted)
     restore_data(feed, arrays, state, world)
     load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
     model.stop_training = bool(state.get("stop_training", False))

@@ -112,6 +112,7 @@ class JustInTime:
             history=history_of(self.model),
             states=copy.deepcopy(states),
             arrays=arrays,
+            logs=self.fit.trainer.counted.plain_logs(),
             unsound=self.fit.trainer.unsound,
         )
         self.world.agree("a finished update")
@@ -121,7 +122,9 @@ class JustInTime:
     def highest(self, flags: np.ndarray, what: str) -> np.ndarray:
         """The greatest of each of `flags` (int32) of all ranks, who also tell what each has
         counted."""
-        row = np.concatenate([flags.astype(np.float64), self._counts.row()])
+        counted = self.fit.trainer.counted
+        examples = [float(counted.examples), float(counted.last)]
+        row = np.concatenate([flags.astype(np.float64), examples, self._counts.row()])
         table = self.world.gather_rows(row, what)
         self._told = table[:, flags.size :]
         agreed: np.ndarray = table[:, : flags.size].max(axis=0).astype(np.int32)
@@ -202,6 +205,8 @@ class JustInTime:
             place=self.fit.place_facts(),
         )
         state |= {"world_size": len(self.grid.places), "counting": self.grid.counting()}
+        if progress.batch:
+            state["counted"] = self._counted_of_all()
         arrays = {k: v for k, v in captured.items() if not k.startswith("metrics/")}
         counted = self._states_of_all()
         if world.is_root and progress.batch:
@@ -216,11 +221,23 @@ class JustInTime:
         """The metrics' states of all ranks at the point, the dead ones' included. Where they are
         too many to be told after each update, the dead have counted nothing."""
         if self._counts.told:
-            return {rank: self._counts.states(row) for rank, row in enumerate(self._counted)}
+            rows = self._counted[:, 2:]
+            return {rank: self._counts.states(row) for rank, row in enumerate(rows)}
         mine = self._counts.states()
         told = self.world.allgather((self.world.slot, mine), "what each rank has counted")
         nothing = [np.zeros_like(state) for state in mine]
         return {**dict.fromkeys(self.grid.places, nothing), **dict(told)}
+
+    def _counted_of_all(self) -> list[list[Any]]:
+        """What `Counted.take_over` wants of all ranks at the point; the ranks of a replica have the
+        same logs."""
+        assert self._point is not None
+        mine = self._placement.replica, self._point.logs
+        logs = dict(self.world.allgather(mine, "logs of replicas"))
+        return [
+            [int(self._counted[rank][0]), int(self._counted[rank][1]), logs.get(replica)]
+            for rank, (_, replica) in sorted(self.grid.places.items())
+        ]
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         """What the manifest says of the run, as it was before anybody died."""

@@ -19,12 +19,11 @@ class Point:
             (step, phase).
         progress: counters, as a dict.
         told: step and batch up to which all callbacks have heard.
-        logs: those of the step, for the callbacks that have not heard of them.
+        logs: those of the step, for callbacks that have not heard of them, and for the epoch.
         history: Keras' History, as a dict.
         states, arrays: those of the callbacks, as in a checkpoint.
         stop, late: whether training is to end, by a callback or the clock.
         unsound: whether the last update has spoilt the model.
-        validated: step and logs of the last validation.
         started: ranks at the start.
         run_dir: the run's folder.
         seed: of the data's order.
@@ -33,14 +32,13 @@ class Point:
     phase: Phase = Phase.TOLD
     progress: dict[str, Any] = field(default_factory=dict)
     told: tuple[int, int] = (0, 0)
-    logs: dict[str, float] = field(default_factory=dict)
+    logs: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     stop: bool = False
     late: bool = False
     unsound: bool = False
-    validated: tuple[int, dict[str, Any]] = (-1, {})
     started: int = 0
     run_dir: str | None = None
     seed: int | None = None

@@ -15,11 +15,12 @@ import keras
 import numpy as np
 
 from ktrainer.callbacks import Checkpoint
-from ktrainer.callbacks.base import as_floats, emit
+from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.broadcast import broadcast_variables
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.resuming import fill_history
 from ktrainer.checkpoint.state import history_of, variables_of
+from ktrainer.counted import Counted
 from ktrainer.errors import PeerLost, WorldError
 from ktrainer.feed.share import Share
 from ktrainer.feed.source import take_slice
@@ -96,7 +97,7 @@ class Survival:
             self._mend(None)
         else:
             self.loop.begin()
-            self.mark(Phase.TOLD)
+            self.mark(Phase.TOLD, self.fit.trainer.counted.logs)
             self._tell_counts()
         while True:
             try:
@@ -121,7 +122,7 @@ class Survival:
 
         Args:
             phase: what is over of the last update.
-            logs: its logs, if callbacks have yet to hear of it.
+            logs: its logs; default: those of the moment before, which is of the same update.
             told: step and batch up to which callbacks have heard; default: as it follows.
         """
         trainer, progress = self.fit.trainer, self.fit.trainer.progress
@@ -132,19 +133,18 @@ class Survival:
             phase=phase,
             progress=progress.to_dict(),
             told=told,
-            logs=as_floats(logs),
+            logs=self._point.logs if logs is None else Counted(logs=logs).plain_logs(),
             history=history_of(self.model),
             states=copy.deepcopy(states),
             arrays=arrays,
             stop=bool(self.model.stop_training),
             late=self.loop.late,
             unsound=trainer.unsound,
-            validated=self.loop.validated,
             started=self._recruiting.started,
             run_dir=None if trainer.config.trainer.fast_dev_run else str(trainer.run_dir),
             seed=getattr(self.fit.feed, "seed", trainer.config.seed),
         )
-        self._mine = np.concatenate([[float(self.loop.examples)], self._counts.row()])
+        self._mine = np.concatenate([[float(trainer.counted.examples)], self._counts.row()])
         self._rollback.keep()
 
     def highest(self, flags: np.ndarray, what: str) -> np.ndarray:
@@ -255,7 +255,7 @@ class Survival:
         dead = [self._table[slot] for slot in lost if slot in self._table]
         if self.world.is_root and dead and self._adds_up:
             mine = mine + np.sum(dead, axis=0)
-        self.loop.examples = int(mine[0])
+        self.fit.trainer.counted.examples = int(mine[0])
         if self._counts.told:
             self._counts.assign(mine[1:])
 
@@ -272,7 +272,6 @@ class Survival:
             self.fit.feed,
             self.fit.validation,
             late=point.late,
-            validated=point.validated,
             phase=point.phase,
             logs=point.logs,
             told=point.told,

@@ -31,6 +31,8 @@ ROWS = {
         "faults/test_resume.py::test_row_07_data_parallel",
         "faults/test_resume.py::test_row_07_pipeline",
         "faults/test_resume.py::test_row_07_tf_distribute",
+        "faults/test_epoch_ends.py::test_row_07_validation_inside_epochs",
+        "faults/test_epoch_ends.py::test_row_07_logs_of_an_epoch",
     ],
     8: [
         "faults/test_interrupted.py::test_row_08_at_every_step",

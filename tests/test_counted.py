@@ -1,0 +1,38 @@
+"""What ranks have counted, on other numbers of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktrainer.counted import Counted
+
+EVERY: list[list[Any]] = [
+    [6, 2, {"a": 1.0, "b": np.array([0.0, 3.0])}],
+    [5, 1, {"a": 4.0, "b": np.array([3.0, 0.0])}],
+    [7, 9, {"a": 100.0, "b": np.array([0.0, 0.0])}],
+]
+
+
+def test_of_one_rank() -> None:
+    counted = Counted()
+    counted.take_over(EVERY, [1], [0, 1])
+    assert (counted.examples, counted.last, counted.logs["a"]) == (5, 1, 4.0)
+
+
+@pytest.mark.parametrize("sources", [[0, 1], []])
+def test_sums_and_means_of_several(sources: list[int]) -> None:
+    """A rank that counts nothing has the logs too: all ranks must have the same."""
+    counted = Counted()
+    counted.take_over(EVERY, sources, [0, 1])
+    assert (counted.examples, counted.last) == ((11, 3) if sources else (0, 0))
+    assert counted.logs["a"] == 2.0
+    np.testing.assert_array_equal(counted.logs["b"], [1.0, 2.0])
+
+
+def test_of_a_rank_whose_logs_nobody_knows() -> None:
+    counted = Counted()
+    counted.take_over([EVERY[0], [5, 1, None]], [1], [0, 1])
+    assert (counted.examples, counted.last, counted.logs["a"]) == (5, 1, 1.0)
