@@ -2,7 +2,8 @@
 #
 #   make setup    install ktrainer and all that it needs
 #   make train    train the quick-start example with two data-parallel processes
-#   make test     run all tests, after building Horovod once
+#   make test     run the tests, after building Horovod once
+#   make test-all the same, with those that repeat others at more sizes, models and engines
 #   make lint     formatting, lints, types and import layers
 #   make clean    remove what was made, .venv too; needed to change TENSORFLOW
 #
@@ -21,7 +22,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test lint clean horovod
+.PHONY: setup train test test-all lint clean horovod
 
 setup: $(INSTALLED)
 
@@ -45,6 +46,9 @@ horovod: setup
 
 test: setup horovod
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: PYTEST_ARGS += -m ""
+test-all: test
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,11 @@ import pytest
 ENGINES = ["mpi", pytest.param("horovod", marks=pytest.mark.horovod)]
 
 
+def more(*values: Any) -> Any:
+    """Parameters of a test that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def group_mode(engine: str) -> str:
     """The kind of group that an engine needs: Horovod's thread stays in a process for good."""
     return "horovod" if engine == "horovod" else ""

@@ -21,7 +21,7 @@ from ktrainer.checkpoint.format import MANIFEST
 from ktrainer.checkpoint.store import Store
 from ktrainer.config import load_config
 from ktrainer.feed.prefetch import Prefetcher
-from tests.dist.small import ENGINES, group_mode
+from tests.dist.small import ENGINES, group_mode, more
 from tests.faults import asking
 from tests.faults.asking import Asks, case_of, in_two, no_checkpoint, whole
 from tests.faults.runs import BATCH, CASES, STEPS, arrays, settings, train
@@ -34,7 +34,7 @@ __all__ = ["script", "start"]
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
-@pytest.mark.parametrize("name", ["callbacks", "precision", "tf.data"])
+@pytest.mark.parametrize("name", ["callbacks", "precision", more("tf.data")])
 def test_row_08_at_every_step(tmp_path: Path, name: str) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
     expected, _ = whole(tmp_path, name)

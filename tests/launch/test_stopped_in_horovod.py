@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.small import more
+
 SCRIPT = """
 import os, signal
 import keras, numpy as np, tensorflow as tf
@@ -50,7 +52,7 @@ WORDS = ("backend.engine=horovod", "data.batch_size=16", "logging.progress=none"
     ("size", "words"),
     [
         (2, ("backend=data_parallel",)),
-        (4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1", STAGES)),
+        more(4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1", STAGES)),
     ],
     ids=["data_parallel", "pipeline"],
 )

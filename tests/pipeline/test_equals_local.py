@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.dist.small import more
 from tests.pipeline.equal import Case, Outcome, local, pipeline, same, train
 
 Ranks = Callable[..., Any]
@@ -36,22 +37,22 @@ def check(ranks: Ranks, case: Case, stages: int, *words: str, **close: float) ->
         ("tied", 2, INTERLEAVED),
         ("two", 2, GPIPE),
         ("recurrent", 2, RECOMPUTE),
-        ("mlp", 2, GPIPE),
-        ("cnn", 2, INTERLEAVED),
-        ("tied", 2, GPIPE),
-        ("two", 2, ()),
-        ("two", 2, ZERO),
-        ("recurrent", 2, INTERLEAVED),
+        more("mlp", 2, GPIPE),
+        more("cnn", 2, INTERLEAVED),
+        more("tied", 2, GPIPE),
+        more("two", 2, ()),
+        more("two", 2, ZERO),
+        more("recurrent", 2, INTERLEAVED),
         ("mlp", 3, ZERO),
-        ("cnn", 3, GPIPE),
-        ("tied", 3, ()),
-        ("two", 3, INTERLEAVED),
-        ("recurrent", 3, ZERO),
-        ("mlp", 4, INTERLEAVED),
+        more("cnn", 3, GPIPE),
+        more("tied", 3, ()),
+        more("two", 3, INTERLEAVED),
+        more("recurrent", 3, ZERO),
+        more("mlp", 4, INTERLEAVED),
         ("cnn", 4, ()),
         ("tied", 4, ZERO),
         ("two", 4, (*GPIPE, *RECOMPUTE)),
-        ("recurrent", 4, BACKWARD_FIRST),
+        more("recurrent", 4, BACKWARD_FIRST),
     ],
     ids=lambda v: "-".join(w.partition("=")[2] for w in v) or "1f1b" if isinstance(v, tuple) else v,
 )
@@ -117,8 +118,8 @@ def test_stopping_early_takes_the_best_weights_back() -> None:
     ("case", "words"),
     [
         (Case("plain", epochs=3, floatx="float32"), ()),
-        (Case("cnn", **SHORT, floatx="float32"), ZERO),
-        (Case("masked", **SHORT, floatx="float32"), ()),
+        more(Case("cnn", **SHORT, floatx="float32"), ZERO),
+        more(Case("masked", **SHORT, floatx="float32"), ()),
     ],
     ids=["plain", "cnn", "masked"],
 )
@@ -129,12 +130,12 @@ def test_float32_is_equal_to_round_off(ranks: Ranks, case: Case, words: tuple[st
 @pytest.mark.parametrize(
     ("model", "stages", "words", "precision"),
     [
-        ("plain", 2, ZERO, "mixed_bfloat16"),
-        ("cnn", 3, ZERO, "mixed_bfloat16"),
+        more("plain", 2, ZERO, "mixed_bfloat16"),
+        more("cnn", 3, ZERO, "mixed_bfloat16"),
         ("tied", 2, ZERO, "mixed_bfloat16"),
-        ("plain", 2, ZERO, "mixed_float16"),
-        ("cnn", 2, (), "mixed_float16"),
-        ("tied", 3, GPIPE, "mixed_float16"),
+        more("plain", 2, ZERO, "mixed_float16"),
+        more("cnn", 2, (), "mixed_float16"),
+        more("tied", 3, GPIPE, "mixed_float16"),
         ("aside", 3, (), "mixed_float16"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.small import group_mode
+from tests.dist.small import group_mode, more
 from tests.pipeline.equal import Case, copies_agree, local, pipeline, same, train
 
 MAIN = Case("mlp", epochs=3)
@@ -23,10 +23,10 @@ TWO = Case("two", rows=38, epochs=2, accumulate=2)
     [
         (MAIN, "cluster", "1f1b", "mpi"),
         (MAIN, "spread", "zero_bubble", "mpi"),
-        (LITTLE, "spread", "gpipe", "mpi"),
+        more(LITTLE, "spread", "gpipe", "mpi"),
         (MASKED, "cluster", "1f1b", "mpi"),
         (TWO, "spread", "interleaved", "mpi"),
-        pytest.param(MASKED, "cluster", "1f1b", "horovod", marks=pytest.mark.horovod),
+        more(MASKED, "cluster", "1f1b", "horovod"),
         pytest.param(MAIN, "spread", "1f1b", "horovod", marks=pytest.mark.horovod),
     ],
     ids=lambda v: v.model if isinstance(v, Case) else v,

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.dist.harness.group import ROOT
+from tests.dist.small import more
 
 SCRIPT = Path(__file__).with_name("memory_script.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "layers", "width"), [(2, 12, 2048), (4, 24, 1448)])
+@pytest.mark.parametrize(("processes", "layers", "width"), [(2, 12, 2048), more(4, 24, 1448)])
 def test_a_process_takes_its_share_of_a_model_of_200_mb(
     tmp_path: Path, processes: int, layers: int, width: int
 ) -> None:

@@ -15,6 +15,7 @@ from tests.contracts import running
 from tests.contracts.running import largest_difference, local
 from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist.cases import Outcome
+from tests.dist.small import more
 from tests.tf_distribute.running import ONE_PROCESS, cases_under, make_devices, zoo_under
 from tests.tf_distribute.test_equals_local import compare
 from tests.tf_distribute.test_features import trainer, vectors
@@ -63,7 +64,7 @@ def cases_traced_once(cores: int, chosen: list[tuple[str, str]], **more: Any) ->
     ("cores", "chosen", "settings"),
     [
         (2, CHOSEN, {"trainer__epochs": 2}),
-        (3, [("plain", "adamw")], {"trainer__epochs": 2, "trainer__steps_per_call": 3}),
+        more(3, [("plain", "adamw")], {"trainer__epochs": 2, "trainer__steps_per_call": 3}),
     ],
 )
 def test_cases(ranks: Callable[..., Any], cores: int, chosen: Any, settings: Any) -> None:

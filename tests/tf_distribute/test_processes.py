@@ -15,7 +15,7 @@ from tests.contracts import running
 from tests.contracts.running import local
 from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist.harness import leaks
-from tests.dist.small import small_model
+from tests.dist.small import more, small_model
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, zoo_under
 from tests.tf_distribute.test_features import half_precision, trainer, vectors, weights_of
 
@@ -31,16 +31,17 @@ def on_a_rank(function: Callable[..., Any], *args: Any) -> Any:
         leaks.expect_ports()
 
 
-def test_models_of_the_zoo(ranks: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("exact", "noisy"), [(EXACT[:2], NOISY[:1]), more(EXACT[2:], NOISY[1:])])
+def test_models_of_the_zoo(ranks: Callable[..., Any], exact: list[str], noisy: list[str]) -> None:
     """Noise is that of two replicas in one process, each with its own."""
     by_rank = ranks(2, f"{CLUSTER} 1").run(
-        on_a_rank, zoo_under, "multi_worker_mirrored", 1, [*EXACT, *NOISY], deadline=250
+        on_a_rank, zoo_under, "multi_worker_mirrored", 1, [*exact, *noisy], deadline=250
     )
-    (mirrored,) = ranks(1, ONE_PROCESS).run(zoo_under, "mirrored", 2, NOISY, deadline=200)
-    for name in [*EXACT, *NOISY]:
+    (mirrored,) = ranks(1, ONE_PROCESS).run(zoo_under, "mirrored", 2, noisy, deadline=200)
+    for name in [*exact, *noisy]:
         first, second = (rank[name][0] for rank in by_rank)
         assert running.digest(first) == running.digest(second), name
-        compare_zoo(name, mirrored[name][0] if name in NOISY else local(name), first)
+        compare_zoo(name, mirrored[name][0] if name in noisy else local(name), first)
 
 
 def test_mixed_bfloat16(ranks: Callable[..., Any]) -> None:

@@ -58,6 +58,7 @@ def test_trainings(start: Start, tmp_path: Path) -> None:
     assert max(found["resumed"]) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_models_precisions_and_callbacks(start: Start, tmp_path: Path) -> None:
     found = found_by(start, tmp_path, "contracts", 1)
     wrong = {name: text for name, text in found.items() if text}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ktrainer.errors import DeadlineExceeded
+from tests.dist.small import more
 from tests.world import collectives
 
 DEADLINE = 0.5
@@ -16,8 +17,9 @@ WORLDS = [
     *(pytest.param("mpi", size, id=f"mpi-{size}") for size in (1, 2, 3)),
     *(
         pytest.param("horovod", size, id=f"horovod-{size}", marks=pytest.mark.horovod)
-        for size in (1, 2, 3)
+        for size in (2, 3)
     ),
+    more("horovod", 1),
 ]
 
 
