@@ -115,7 +115,10 @@ class Loop:
         self._start_clock()
         skip_to_initial_epoch(self.trainer)
         if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
-            self._agree_to_stop()
+            try:
+                self._agree_to_stop()
+            except Asked as asked:
+                leave(self.trainer, self.callbacks, asked)
             warn_if_late(self.late, self.trainer)
 
     def go_on(self) -> Any:
