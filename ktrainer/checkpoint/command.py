@@ -118,8 +118,8 @@ def _show(path: Path, as_json: bool) -> int:
     if manifest.get("metric"):
         metric = manifest["metric"]
         print(f"  metric: {metric.get('name')} = {metric.get('value')}")
-    versions = ", ".join(f"{name} {text}" for name, text in manifest.get("versions", {}).items())
-    print(f"  versions: {versions}")
+    versions = manifest.get("versions") or {}
+    print(f"  versions: {', '.join(f'{name} {text}' for name, text in versions.items())}")
     print("  files:")
     for name, facts in manifest["files"].items():
         print(f"    {name}  {size_text(facts['size'])}")
