@@ -17,6 +17,8 @@ def to_add(trainer: Trainer, checkpoint: str | Path) -> str:
         trainer: of the `fit` that has saved it.
         checkpoint: the folder of the checkpoint.
     """
+    if trainer.config.trainer.fast_dev_run:  # it has no folder
+        return f"checkpoint.resume={checkpoint}"
     folder = trainer.checkpoint_dir.absolute()
     if Path(checkpoint).absolute().parent == folder:
         begins_there = _begins_in(trainer, folder)
