@@ -113,8 +113,8 @@ class RanksDied(PeerLost):
         checkpoint: path of the newest checkpoint; None if there is none.
 
     Attributes:
-        exit_code: what a launched process ends with: 75 (EX_TEMPFAIL: the same command goes on)
-            where there is a checkpoint, else 1.
+        exit_code: what a launched process ends with: 75 (EX_TEMPFAIL) where there is a checkpoint
+            to go on from, as the message says, else 1.
     """
 
     def __init__(self, message: str, checkpoint: str | None = None) -> None:
@@ -134,15 +134,17 @@ class CheckpointError(KtrainerError):
 class Interrupted(SystemExit):
     """The process was asked to end while it trained, and all ranks have left at the same step.
 
-    It ends the program, past `except Exception`, with exit code 75 (EX_TEMPFAIL: run the same
-    command again and it goes on) where there is a checkpoint, else with 128 plus the signal's
-    number, as a shell says of a program that the signal ended.
+    It ends the program, past `except Exception`, with exit code 75 (EX_TEMPFAIL) where there is a
+    checkpoint to go on from, else with 128 plus the signal's number, as a shell says of a program
+    that the signal ended.
 
     Args:
         signal_number: what asked for it.
         step: updates done.
         checkpoint: path of the newest checkpoint of the run; None if there is none.
         saved_at: its step.
+        add: the settings that the command needs more to go on from it, such as
+            `checkpoint.resume=PATH`; empty: the same command goes on.
     """
 
     def __init__(
@@ -151,9 +153,10 @@ class Interrupted(SystemExit):
         step: int,
         checkpoint: str | None = None,
         saved_at: int | None = None,
+        add: str = "",
     ) -> None:
         self.signal, self.step = signal_number, step
-        self.checkpoint, self.saved_at = checkpoint, saved_at
+        self.checkpoint, self.saved_at, self.add = checkpoint, saved_at, add
         super().__init__(RUN_AGAIN if checkpoint else 128 + signal_number)
 
     def __str__(self) -> str:
@@ -161,10 +164,11 @@ class Interrupted(SystemExit):
         if self.checkpoint is None:
             return f"{text}, and there is no checkpoint"
         of = "" if self.saved_at == self.step else f" of step {self.saved_at}"
-        return f"{text}, checkpoint{of} {self.checkpoint}; run the same command again to go on"
+        how = f"the command again with {self.add}" if self.add else "the same command again"
+        return f"{text}, checkpoint{of} {self.checkpoint}; run {how} to go on"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.signal, self.step, self.checkpoint, self.saved_at)
+        return type(self), (self.signal, self.step, self.checkpoint, self.saved_at, self.add)
 
 
 RUN_AGAIN = 75  # EX_TEMPFAIL

@@ -3,7 +3,7 @@
     a signal, on any rank       a handler in the main thread notes it, and does nothing else
     the end of the step         the ranks agree on it, with what they agree on anyway
     all ranks                   save, if what is left of the grace is enough; on_train_end
-    `Interrupted`               ends the program with exit code 75: the same command goes on
+    `Interrupted`               ends the program with exit code 75, and says how to go on
 
 A second signal does what the first would have done without ktrainer.
 """
@@ -24,6 +24,7 @@ import numpy as np
 
 from ktrainer.checkpoint.callback import Checkpoint
 from ktrainer.errors import Interrupted
+from ktrainer.going_on import to_add
 
 if TYPE_CHECKING:
     import keras
@@ -176,7 +177,8 @@ def leave(trainer: Trainer, callbacks: keras.callbacks.CallbackList, asked: Aske
         saved = (str(found[0].path), found[0].step) if found else None
     saved = world.broadcast(saved, 0, "last checkpoint before the end")
     path, saved_at = saved or (None, None)
-    ended = Interrupted(asked.number, step, path, saved_at)
+    add = to_add(trainer, path) if path is not None else ""
+    ended = Interrupted(asked.number, step, path, saved_at, add)
     if world.is_root and LAUNCHED not in os.environ:
         print(f"ktrainer: {ended}", file=sys.stderr, flush=True)
     raise ended

@@ -115,7 +115,10 @@ class Loop:
         # A checkpoint of an epoch's last update, at which `max_steps` ends the run.
         self._owed = self.trainer.progress.batch == self.trainer.steps_per_epoch
         if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
-            self._agree_to_stop()
+            try:
+                self._agree_to_stop()
+            except Asked as asked:
+                leave(self.trainer, self.callbacks, asked)
             warn_if_late(self.late, self.trainer)
 
     def go_on(self) -> Any:

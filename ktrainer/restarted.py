@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
 def note_save(directory: Path, step: int, run: str) -> None:
     """A checkpoint of `step`, saved by `run`, stands in `directory`. By rank 0, from any thread."""
     if memory := os.environ.get(MEMORY):
-        with (Path(memory) / _SAVES).open("a") as file:
-            file.write(json.dumps([str(directory.absolute()), step, run]) + "\n")
+        _note(Path(memory) / _SAVES, [str(directory.absolute()), step, run])
 
 
 def saves(memory: Path) -> dict[str, int]:
@@ -63,12 +63,20 @@ def run_folder(make: Callable[[], Path]) -> Path:
     if _opened <= len(known):
         return known[_opened - 1]
     path = make().absolute()
-    with (Path(memory) / _RUNS).open("a") as file:
-        file.write(json.dumps([str(path)]) + "\n")
+    _note(Path(memory) / _RUNS, [str(path)])
     return path
 
 
+def _note(path: Path, record: list[Any]) -> None:
+    # On a line of its own, though the one before may be cut off: its writer was killed.
+    with path.open("a") as file:
+        file.write(f"\n{json.dumps(record)}\n")
+
+
 def _lines(path: Path) -> list[Any]:
-    # The last line may be cut off: its writer was killed.
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+    """The records that are whole."""
+    records = []
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

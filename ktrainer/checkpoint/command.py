@@ -17,7 +17,10 @@ from ktrainer.checkpoint.reading import form_problem, read_manifest, sizes_probl
 from ktrainer.errors import CheckpointError
 from ktrainer.quiet import quiet_tensorflow
 
-_WHERE = "a run's folder, a folder of checkpoints, or one checkpoint"
+_WHERE = (
+    "a run's folder, a folder of checkpoints, or one checkpoint; of a script that called fit more "
+    "than once, a run's folder has one of checkpoints for each call"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("path", metavar="RUN_OR_CHECKPOINT", help=_WHERE)
         if name in ("show", "export"):
             action.add_argument(
-                "--best", action="store_true", help="of a run, the best one, not the latest"
+                "--best",
+                action="store_true",
+                help="not the one saved last, but the best one of the fit that saved last",
             )
         if name == "show":
             action.add_argument("--json", action="store_true", help="the manifest, as JSON")
@@ -113,8 +118,8 @@ def _show(path: Path, as_json: bool) -> int:
     if manifest.get("metric"):
         metric = manifest["metric"]
         print(f"  metric: {metric.get('name')} = {metric.get('value')}")
-    versions = ", ".join(f"{name} {text}" for name, text in manifest.get("versions", {}).items())
-    print(f"  versions: {versions}")
+    versions = manifest.get("versions") or {}
+    print(f"  versions: {', '.join(f'{name} {text}' for name, text in versions.items())}")
     print("  files:")
     for name, facts in manifest["files"].items():
         print(f"    {name}  {size_text(facts['size'])}")

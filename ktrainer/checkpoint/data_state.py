@@ -17,6 +17,7 @@ from ktrainer.world import World
 
 Arrays = dict[str, np.ndarray]
 _MOST_BYTES = 2**28  # of all ranks
+LEAST_BYTES = 16  # of one: it begins with a place, of two numbers
 
 
 class Data(Protocol):

@@ -70,13 +70,22 @@ def dtype_named(name: str) -> np.dtype:
     raise ValueError(f"a checkpoint holds no values of dtype {name!r}")
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value out of JSON is a number of things, or of bytes, that there can be."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def encode_json(value: Any) -> bytes:
     """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists."""
     return json.dumps(value, default=_plain).encode()
 
 
 def decode_json(data: bytes) -> Any:
-    """The inverse of `encode_json`."""
+    """The inverse of `encode_json`.
+
+    Raises:
+        ValueError, RecursionError: it is no such text.
+    """
     return json.loads(data.decode(), object_hook=_array)
 
 
@@ -95,5 +104,8 @@ def _plain(value: Any) -> Any:
 
 def _array(item: dict[str, Any]) -> Any:
     if set(item) == {"__array__", "dtype"}:
-        return np.array(item["__array__"], dtype_named(item["dtype"]))
+        try:
+            return np.array(item["__array__"], dtype_named(item["dtype"]))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"an array is described wrongly: {error}") from error
     return item

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from ktrainer.checkpoint.format import MANIFEST
 from ktrainer.checkpoint.reading import read_manifest
 from ktrainer.checkpoint.store import Entry, Store
 from ktrainer.errors import CheckpointError
+
+_OF_FIT = re.compile(r"checkpoints(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,15 @@ class Found:
 
 
 def folders(path: Path) -> list[tuple[Path, list[Found]]]:
-    """The folders of checkpoints that `path` names, each with its checkpoints, the latest first.
+    """The folders of checkpoints that `path` names, those of a script's calls of `fit` in their
+    order, each with its checkpoints, the latest first.
 
     Raises:
         CheckpointError: there is none.
     """
     if (path / MANIFEST).exists():
         return [(path.parent, [_found(Entry(path, 0, 0), ())])]
-    stores = [path, *sorted(path.glob("checkpoints*"))]
+    stores = [path, *sorted(path.glob("checkpoints*"), key=_place)]
     found = [(Store(folder), Store(folder).entries()) for folder in stores if folder.is_dir()]
     listed = [(store.directory, _marked(store, entries)) for store, entries in found if entries]
     if not listed:
@@ -50,21 +56,44 @@ def folders(path: Path) -> list[tuple[Path, list[Found]]]:
 
 
 def chosen(path: Path, best: bool = False) -> Found:
-    """The checkpoint that `path` names; of several, the latest or the best.
+    """The checkpoint that `path` names; of several, the one saved last, or the best of the `fit`
+    that saved last.
 
     Raises:
-        CheckpointError: there is none, or none was judged.
+        CheckpointError: there is none, or none of that `fit` was judged.
     """
-    every = [found for _, listed in folders(path) for found in listed]
+    each = [(_latest(listed), folder, listed) for folder, listed in folders(path)]
+    latest, folder, listed = max(each, key=lambda one: (_saved(one[0]), _place(one[1])))
     if not best:
-        return next((found for found in every if found.manifest is not None), every[0])
-    for found in every:
+        return latest
+    for found in listed:
         if any(mark.startswith("best") for mark in found.marks):
             return found
+    other = ", or name the folder of another fit" if len(each) > 1 else ""
     raise CheckpointError(
-        f"{path}: no checkpoint is marked best: train with checkpoint.best=val_loss, or leave "
-        "--best out"
+        f"{folder}: no checkpoint is marked best: train with checkpoint.best=val_loss, or leave "
+        f"--best out{other}"
     )
+
+
+def _latest(listed: Sequence[Found]) -> Found:
+    """Of those of one folder, in their order."""
+    return next((found for found in listed if found.manifest is not None), listed[0])
+
+
+def _saved(found: Found) -> float:
+    """When it was saved, in seconds; 0 where it does not say."""
+    with suppress(TypeError, ValueError, OverflowError):
+        text = (found.manifest or {}).get("saved")
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()  # type: ignore[arg-type]
+    return 0.0
+
+
+def _place(folder: Path) -> tuple[int, str]:
+    """The number of the `fit` whose folder it is (a copy under another name comes first), and its
+    name."""
+    match = _OF_FIT.fullmatch(folder.name)
+    return int(match[1] or 1) if match else 0, folder.name
 
 
 def _marked(store: Store, entries: Sequence[Entry]) -> list[Found]:

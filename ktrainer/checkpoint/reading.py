@@ -6,6 +6,7 @@ the variables. Keep no such view: it holds its file open.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,13 @@ from typing import Any
 import numpy as np
 
 from ktrainer.checkpoint import checksums
-from ktrainer.checkpoint.encoding import decode_json, dtype_named, encode_json, stored_as
+from ktrainer.checkpoint.encoding import (
+    decode_json,
+    dtype_named,
+    encode_json,
+    is_count,
+    stored_as,
+)
 from ktrainer.checkpoint.format import FILE_NAME, FORMAT, MANIFEST, STATE, unfit
 from ktrainer.checkpoint.shards import open_shard
 from ktrainer.errors import CheckpointError
@@ -67,14 +74,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if problem:
         raise CheckpointError(f"{file}: {problem}. This is not a complete checkpoint.")
     try:
-        manifest = decode_json(file.read_bytes())
+        manifest = json.loads(file.read_bytes().decode())  # it has no arrays
         recorded = manifest.pop("checksum")
         intact = _intact(encode_json(manifest), recorded)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     if not intact:
         raise CheckpointError(f"{file} is damaged: its checksum does not match its content")
-    if manifest.get("format") not in range(1, FORMAT + 1):
+    if not is_count(manifest.get("format")) or not 1 <= manifest["format"] <= FORMAT:
         raise CheckpointError(
             f"{file} has format {manifest.get('format')!r}; this version reads formats up to "
             f"{FORMAT}"
@@ -91,8 +98,11 @@ def form_problem(manifest: Mapping[str, Any]) -> str | None:
             missing = [key for key in keys if not isinstance(facts, dict) or key not in facts]
             if missing:
                 return f"of {name!r} among its {part} it does not tell the {missing[0]}"
+    for name, facts in manifest["files"].items():
+        if not is_count(facts["size"]):
+            return f"of {name!r} among its files it does not tell the size"
     for part in ("metric", "versions"):
-        if not isinstance(manifest.get(part) or {}, dict):
+        if not isinstance(manifest.get(part), (dict, type(None))):
             return f"its {part!r} is no table"
     return None
 
@@ -132,7 +142,7 @@ def _place_problem(path: Path, name: str, facts: Any) -> str | None:
     if not FILE_NAME.fullmatch(name):
         return f"{name!r} is not a file name that a checkpoint may hold"
     size = facts.get("size") if isinstance(facts, dict) else None
-    if type(size) is not int:
+    if not is_count(size):
         return f"{path / name}: the manifest does not tell its size"
     problem = unfit(path / name, size)
     return f"{path / name}: {problem}" if problem else None
@@ -162,10 +172,10 @@ def _open_arrays(
                 problems.append(f"{path / file} cannot be read: {error}")
     for name, facts in manifest["arrays"].items():
         file = facts.get("file") if isinstance(facts, dict) else None
-        if file in bad:
+        if isinstance(file, str) and file in bad:
             continue  # said already
         try:
-            if file not in opened:
+            if not isinstance(file, str) or file not in opened:
                 raise ValueError(f"{name} is in {file!r}, which is not a file of this checkpoint")
             arrays[name] = _typed(name, opened[file].get(name), facts)
         except (ValueError, KeyError, TypeError) as error:

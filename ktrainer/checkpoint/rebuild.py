@@ -17,7 +17,7 @@ from typing import Any
 from ktrainer.checkpoint.export import write_file
 from ktrainer.checkpoint.foreign import foreign
 from ktrainer.checkpoint.format import MODEL
-from ktrainer.checkpoint.reading import read_checkpoint
+from ktrainer.checkpoint.run_state import read_run
 from ktrainer.checkpoint.state import Arrays, pair, variables_of
 from ktrainer.errors import CheckpointError
 from ktrainer.world import SingleWorld
@@ -42,7 +42,7 @@ def export(checkpoint: Path, output: Path, function: str | None = None) -> None:
     """
     if not output.name.endswith((".keras", ".weights.h5")):
         raise CheckpointError(f"{output} must end in .keras or .weights.h5")
-    arrays, state = read_checkpoint(checkpoint)
+    arrays, state = read_run(checkpoint)
     whole = output.suffix == ".keras"
     if function is None:
         model = _rebuilt(checkpoint, arrays, state, whole)

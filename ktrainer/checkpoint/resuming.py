@@ -17,7 +17,7 @@ import numpy as np
 from ktrainer.checkpoint.data_state import Data
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.checkpoint.format import MANIFEST
-from ktrainer.checkpoint.reading import read_checkpoint
+from ktrainer.checkpoint.run_state import read_run
 from ktrainer.checkpoint.state import needed, pair, put_back
 from ktrainer.checkpoint.store import Store
 from ktrainer.counted import Counted
@@ -93,6 +93,7 @@ def _read_on_root(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
     arrays: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {"state": None, "error": None}
+    cause: Exception | None = None
     if world.is_root:
         try:
             chosen = _latest_good(directory, run) if mode == "auto" else _asked_for(Path(mode))
@@ -100,15 +101,18 @@ def _read_on_root(
                 arrays, found["state"] = chosen
         except CheckpointError as error:
             found["error"] = str(error)
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            where, what, cause = directory if mode == "auto" else mode, type(error).__name__, error
+            found["error"] = f"no checkpoint can be read in {where}: {what}: {error}"
     found = world.broadcast(found, 0, "state of a checkpoint")
     if found["error"]:
-        raise CheckpointError(found["error"])
+        raise CheckpointError(found["error"]) from cause
     return arrays, found["state"]
 
 
 def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     if (path / MANIFEST).exists():
-        return read_checkpoint(path)
+        return read_run(path)
     for folder in (path, path / "checkpoints"):
         latest = _latest_good(folder)
         if latest is not None:
@@ -127,7 +131,7 @@ def _latest_good(
         if run is not None and entry.problem is None and entry.run != run:
             continue  # of one whose manifest cannot be read, nobody knows whose it is
         try:
-            return read_checkpoint(entry.path)
+            return read_run(entry.path)
         except CheckpointError as error:
             problems.append(str(error))
             warnings.warn(f"{error}; trying the one before", stacklevel=4)

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.checkpoint.encoding import CODES, storable
+from ktrainer.checkpoint.encoding import CODES, is_count, storable
 
 MAX_HEADER_BYTES = 32 * 2**20  # of JSON, which takes up to twenty times as much memory
 _ALIGNMENT = 8
+_MOST_DIMENSIONS = 64  # of any NumPy array
 
 
 def encode(arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
@@ -90,7 +91,9 @@ def _view(name: str, facts: Any, data: np.ndarray) -> np.ndarray:
         start, end = facts["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is described wrongly: {facts!r:.200}") from error
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{name} is described wrongly: {facts!r:.200}")
+    if not all(map(is_count, (*shape, start, end))):
         raise ValueError(f"{name} has the impossible shape or place {facts!r:.200}")
     if not start <= end <= data.size or end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(

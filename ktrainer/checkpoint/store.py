@@ -182,5 +182,5 @@ def _entry(path: Path, step: int) -> Entry:
         return Entry(path, step, serial, scored, run, mode=mode)
     except CheckpointError as error:
         return Entry(path, step, 0, problem=str(error))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         return Entry(path, step, 0, problem=f"{path / MANIFEST} is damaged: {error}")

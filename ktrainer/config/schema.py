@@ -52,7 +52,8 @@ class InterruptConfig:
     Attributes:
         signals: signals that ask for it, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. One on any rank:
             all ranks end after the same step, save a checkpoint where checkpointing is on, and
-            exit with code 75. A second one acts as without ktrainer. []: none is caught.
+            exit with code 75 where there is a checkpoint to go on from, else with 128 plus the
+            signal's number. A second one acts as without ktrainer. []: none is caught.
         grace: seconds from the signal until the process is killed: 30 under Kubernetes
             (terminationGracePeriodSeconds), 30 under Slurm (KillWait) or as much as --signal
             leaves. What is not likely to end in them is not begun.
@@ -232,7 +233,7 @@ class HealthConfig:
         nan: what to do when the loss is not finite on any rank, on all ranks at that step and
             before a checkpoint. stop: end training. skip: leave the update out (also when a
             gradient is not finite). rollback: go back to the last checkpoint, and on with the
-            batch that comes next. ignore: nothing.
+            batch that comes next. ignore: nothing, and checkpoints are saved of it too.
         spike: a loss above so many times the median of the last `spike_window` is a spike, such
             as 3. null: none is. For losses above 0.
         on_spike: what to do about a spike: stop, skip or rollback, as for `nan`.

@@ -54,8 +54,8 @@ class OwnFeed(Feed):
     ) -> None:
         self.source, self.world, self._facts = source, world, facts or {}
         self.spec = agreed_spec(world, source.spec)
-        longest, self._replica_of = _lengths(world, source)
-        self.num_batches = limited(longest, limit)
+        self.source_batches, self._replica_of = _lengths(world, source)
+        self.num_batches = limited(self.source_batches, limit)
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._blank: Any = None
 

@@ -13,6 +13,8 @@ from ktrainer.feed.share import Feed
 if TYPE_CHECKING:
     from ktrainer.config import Config
 
+_BATCHES = "batches in an epoch"  # compared where both are known
+
 
 def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
     """All that a position inside an epoch depends on, by name, as a JSON-able dict.
@@ -20,6 +22,8 @@ def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
     Not the number of processes, unless each has data of its own: they share a global batch.
     """
     facts: dict[str, Any] = {"trainer.accumulate": config.trainer.accumulate}
+    if feed.source_batches is not None:
+        facts[_BATCHES] = feed.source_batches
     if isinstance(feed, ArrayFeed):
         facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
         facts |= {"data.shuffle": feed.shuffle}
@@ -48,6 +52,7 @@ def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
         f"{name}: {saved.get(name, 'not used')} then, {now.get(name, 'not used')} now"
         for name in dict.fromkeys([*saved, *now])
         if saved.get(name) != now.get(name)
+        and not (name == _BATCHES and None in (saved.get(name), now.get(name)))
     ]
     if changed and progress["batch"]:
         raise CheckpointError(

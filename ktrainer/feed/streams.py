@@ -50,7 +50,8 @@ class StreamFeed(Feed):
     ) -> None:
         self.source, self.world, self._check = source, world, check
         self.spec = agreed_spec(world, source.spec)
-        self.num_batches = limited(source.num_batches, limit)
+        self.source_batches = source.num_batches
+        self.num_batches = limited(self.source_batches, limit)
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._fingerprinted = False
 

@@ -25,19 +25,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import keras
 import numpy as np
 
-from ktrainer.callbacks import Checkpoint
+from ktrainer.checkpoint.callback import Checkpoint
 from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.metric_state import states_of_ranks
 from ktrainer.checkpoint.snapshot import model_text
 from ktrainer.checkpoint.state import capture, history_of, names_to_save
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.store import Entry, Store
 from ktrainer.errors import CheckpointError, RanksDied
+from ktrainer.going_on import to_add
 from ktrainer.healing.counts import Counts
 from ktrainer.healing.point import Point
 from ktrainer.healing.rollback import Rollback
 from ktrainer.healing.saving import Grid, LastState, write_together
 from ktrainer.progress import Phase, Progress
-from ktrainer.restarted import MEMORY
+from ktrainer.restarted import MEMORY, run_before
 from ktrainer.steps.placement import Placement, place
 from ktrainer.world.healing import HealingWorld
 
@@ -148,18 +149,17 @@ class JustInTime:
                 cause = another
         who = " and ".join(self.grid.name(rank) for rank in sorted(lost))
         step = self._point.order[0] if self._point is not None else 0
-        told = f"{who} died after step {step}: {text}{_advice(path)}"
+        told = f"{who} died after step {step}: {text}{self._advice(path)}"
         raise RanksDied(told, str(path) if path else None) from cause
 
     def _save(self) -> tuple[str, Path | None]:
         """Save what is left; returns what became of it, and the path of the newest checkpoint."""
-        for callback in self.fit.every:
-            if isinstance(callback, Checkpoint):
-                callback.close()  # what it writes is completed, or given up
+        for saver in self._savers():
+            saver.close()  # what it writes is completed, or given up
         if self.fit.trainer.config.trainer.fast_dev_run:
             return "trainer.fast_dev_run saves nothing", None
         store = Store(self.fit.trainer.checkpoint_dir)
-        latest = store.latest() if self.world.is_root else None
+        latest = self._latest(store) if self.world.is_root else None
         latest = self.world.broadcast(latest, 0, "the last checkpoint")
         why = self._why_not()
         if not why:
@@ -171,6 +171,17 @@ class JustInTime:
         if latest is None:
             return f"{why}, and there is no checkpoint", None
         return f"{why}; the last checkpoint, of step {latest.step}, is {latest.path}", latest.path
+
+    def _latest(self, store: Store) -> Entry | None:
+        """The newest checkpoint in `store` that is of this run: of another one only if this one
+        has begun with it."""
+        run = run_before(store.directory)
+        if run is None and self.fit.trainer.config.checkpoint.resume == "auto":
+            return store.latest()
+        if run is None:
+            run = next((saver.run_facts(0)["run"] for saver in self._savers()), None)
+        good = (entry for entry in store.entries() if entry.problem is None)
+        return next((entry for entry in good if entry.run == run), None)
 
     def _why_not(self) -> str:
         """Why nothing can be saved; empty if it can."""
@@ -241,7 +252,7 @@ class JustInTime:
 
     def _facts(self, progress: Progress) -> dict[str, Any]:
         """What the manifest says of the run, as it was before anybody died."""
-        savers = [c for c in self.fit.every if isinstance(c, Checkpoint)]
+        savers = self._savers()
         return {
             "epoch": progress.epoch,
             "batch": progress.batch,
@@ -251,14 +262,17 @@ class JustInTime:
             **(savers[0].run_facts(progress.step) if savers else {"run": ""}),
         }
 
+    def _savers(self) -> list[Checkpoint]:
+        return [c for c in self.fit.every if isinstance(c, Checkpoint)]
 
-def _advice(path: Path | None) -> str:
-    """How to go on, if nobody does it."""
-    if MEMORY in os.environ:
-        return ""
-    how = f" with checkpoint.resume={path}" if path else ""
-    does = "goes on from there" if path else "begins anew"
-    return (
-        f". Started again{how}, on as many processes, the run {does}; "
-        "`ktrainer launch --max-restarts N` starts it by itself"
-    )
+    def _advice(self, path: Path | None) -> str:
+        """How to go on, if nobody does it."""
+        if MEMORY in os.environ:
+            return ""
+        add = to_add(self.fit.trainer, path) if path else ""
+        how = f" with {add}" if add else ""
+        does = "goes on from there" if path else "begins anew"
+        return (
+            f". Started again{how}, on as many processes, the run {does}; "
+            "`ktrainer launch --max-restarts N` starts it by itself"
+        )

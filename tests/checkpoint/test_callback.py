@@ -159,6 +159,17 @@ def test_a_loss_that_is_not_finite_is_not_kept(tmp_path) -> None:
     assert steps(tmp_path) == [2, 4, 6]
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.parametrize(("nan", "steps"), [("ignore", [6, 12]), ("stop", [])])
+def test_what_health_nan_says_of_saving(tmp_path, nan: str, steps: list[int]) -> None:
+    x, y = data()
+    x[0] = np.nan
+    words = {"run__dir": tmp_path, "checkpoint__every": "1ep", "trainer__epochs": 2}
+    with trainer(**words, health__nan=nan) as it:
+        it.fit(build, (x, y))
+    assert [entry.step for entry in Store(tmp_path / "checkpoints").entries()][::-1] == steps
+
+
 def test_settings_are_checked(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.every"):
         Checkpoint(tmp_path)

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from ktrainer import Trainer, cli
+from ktrainer.checkpoint.find import chosen, folders
 from ktrainer.checkpoint.foreign import foreign
-from ktrainer.checkpoint.format import MANIFEST, MODEL
+from ktrainer.checkpoint.format import MANIFEST, MODEL, write_checkpoint
+from ktrainer.errors import CheckpointError
 from tests.faults.forging import forge
 from tests.small import BATCH, build, data
 
@@ -134,6 +136,59 @@ def test_mistakes(tmp_path: Path, run: Path, capsys) -> None:
         assert cli.main(["checkpoint", *words]) == 2
         assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+DAY = "2026-01-01"
+
+
+def of_fits(folder: Path, saved: dict[str, str]) -> None:
+    """A run whose calls of `fit` have saved at these times, two checkpoints each."""
+    for number, (name, time) in enumerate(saved.items()):
+        for step in (1, 2):
+            facts = {"step": step, "serial": step, "saved": time}
+            facts["metric"] = {"name": "loss", "value": number + step, "mode": "min"}
+            path = folder / name / f"step-{step:08d}"
+            write_checkpoint(path, {"a": np.zeros(1)}, {}, facts)
+
+
+@pytest.mark.parametrize(
+    ("saved", "last"),
+    [
+        (  # by time: the script was started again, and stopped in its first fit
+            {"checkpoints": f"{DAY}T12:00:00+0100", "checkpoints-2": f"{DAY}T10:30:00+0000"},
+            "checkpoints",
+        ),
+        (  # one second: by number
+            dict.fromkeys((f"checkpoints{end}" for end in ("", "-2", "-10")), f"{DAY}T10:00:00Z"),
+            "checkpoints-10",
+        ),
+        ({"checkpoints-2": "", "checkpoints-old": "never"}, "checkpoints-2"),
+    ],
+    ids=["time", "number", "unknown"],
+)
+def test_of_several_fits_the_one_that_saved_last(
+    tmp_path: Path, saved: dict[str, str], last: str
+) -> None:
+    of_fits(tmp_path, saved)
+    assert chosen(tmp_path).path == tmp_path / last / "step-00000002"
+    assert chosen(tmp_path, best=True).path == tmp_path / last / "step-00000001"
+    names = [folder.name for folder, _ in folders(tmp_path)]
+    assert names == sorted(saved, key=lambda n: ("old" not in n, len(n), n))
+    for path in (tmp_path / last).iterdir():
+        forge(path, lambda manifest: manifest.pop("metric"))
+    with pytest.raises(CheckpointError, match=f"{last}: no checkpoint .* folder of another fit"):
+        chosen(tmp_path, best=True)
+
+
+def test_export_of_several_fits(tmp_path: Path) -> None:
+    """The model as the last one has left it."""
+    words = [f"run.dir={tmp_path / 'run'}", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=words) as trainer:
+        for _ in range(2):
+            trainer.fit(trainer.model or build(), data())
+        ours = [w.numpy().tobytes() for w in trainer.model.weights]
+    assert cli.main(["checkpoint", "export", "run", "m.keras"]) == 0
+    assert [w.numpy().tobytes() for w in keras.models.load_model("m.keras").weights] == ours
 
 
 def test_without_tensorflow(run: Path) -> None:

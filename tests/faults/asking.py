@@ -24,7 +24,7 @@ BACKENDS = {
 
 class Asks(Callback):
     """Sends this process a signal at one moment, on one rank. What it does not see in `ended` has
-    not been ended properly."""
+    not been ended properly; `first` is the step that its first update followed."""
 
     def __init__(self, step: int, rank: int = 0, during: str = "step", number: int = 0) -> None:
         super().__init__()
@@ -32,6 +32,7 @@ class Asks(Callback):
         self.number = number or signal.SIGTERM
         self.validated: list[int] = []
         self.ended = 0
+        self.first: int | None = None
 
     def _ask(self, during: str) -> None:
         mine = self.world.rank == self.at_rank and during == self.during
@@ -42,6 +43,9 @@ class Asks(Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
         self._ask("begin")
+
+    def on_step_begin(self, step: int) -> None:
+        self.first = step if self.first is None else self.first
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
         self._ask("step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -74,6 +75,124 @@ def test_row_08_before_the_first_step(tmp_path: Path) -> None:
     ended, found, _ = in_two(tmp_path, "compiled", Asks(0, during="begin"))
     assert (ended.code, ended.step, ended.checkpoint) == (143, 0, None)
     assert not differences(found, expected)
+
+
+def test_row_08_before_the_first_step_with_a_limit_of_time(tmp_path: Path) -> None:
+    """Then the ranks agree before the first step too: on the time that earlier starts have used."""
+    limit, asks = "trainer.max_time=10m", Asks(0, during="begin")
+    ended, _, _ = in_two(tmp_path, "compiled", asks, limit)
+    assert (ended.code, ended.step, ended.checkpoint) == (143, 0, None)
+    with pytest.raises(Interrupted) as third:
+        train(tmp_path / "run", case_of("compiled", Asks(3)), limit)
+    with pytest.raises(Interrupted) as again:
+        train(tmp_path / "run", case_of("compiled", Asks(0, during="begin")), limit)
+    assert (third.value.code, third.value.step) == (75, 3)
+    assert (again.value.code, again.value.step, again.value.saved_at) == (75, 3, 3)
+
+
+ASKED_AT_ONCE = """
+import os, signal, sys
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+class Asks(Callback):
+    def on_train_begin(self, logs=None):
+        super().on_train_begin(logs)
+        if self.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_end(self, logs=None):
+        print("ended", flush=True)
+
+def build():
+    layers = [keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    return model
+
+trainer = Trainer.from_cli(callbacks=[Asks()])
+x = np.ones((64, 6), "float32")
+trainer.fit(build, (x, x[:, :3]))
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-n", 2, "backend=data_parallel"),
+        ("-n", 2, "backend=pipeline", "backend.partitions=1"),
+    ],
+    ids=["data_parallel", "pipeline"],
+)
+def test_row_08_before_the_first_step_where_ranks_may_die(
+    start: Start, tmp_path: Path, words: tuple[object, ...]
+) -> None:
+    path = tmp_path / "asked.py"
+    path.write_text(ASKED_AT_ONCE)
+    settings = ("trainer.max_time=10m", "logging.progress=none", f"run.dir={tmp_path / 'run'}")
+    launcher = start(*LAUNCH, "--heal", *words[:2], path, *words[2:], *settings)
+    out, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 143, errors
+    assert sorted(line[-8:] for line in out.splitlines()) == ["0] ended", "1] ended"]
+    said = "ktrainer launch: interrupted by SIGTERM at step 0, and there is no checkpoint"
+    assert errors.splitlines()[-1] == said
+
+
+@pytest.mark.parametrize(
+    ("words", "adds"),
+    [
+        ((), ""),
+        (("checkpoint.resume=RUN/checkpoints",), ""),
+        (("run.dir=null",), "checkpoint.resume=LAST"),
+        (("run.dir=RUN-{time}",), "checkpoint.resume=LAST"),
+        (("run.dir=null", "checkpoint.dir=saved"), ""),
+        (("checkpoint.resume=never",), "checkpoint.resume=LAST"),
+    ],
+    ids=["named", "own folder", "new folder", "by time", "own place", "never"],
+)
+def test_what_is_said_of_going_on_is_true(
+    tmp_path: Path, words: tuple[str, ...], adds: str
+) -> None:
+    expected, _ = whole(tmp_path, "compiled")
+    words = tuple(word.replace("RUN", str(tmp_path / "run")) for word in words)
+    if "checkpoints" in str(words):  # there must be one to begin with
+        train(tmp_path / "run", CASES["compiled"], "trainer.max_steps=1")
+    with pytest.raises(Interrupted) as raised:
+        train(tmp_path / "run", case_of("compiled", Asks(3)), "checkpoint.every=100ba", *words)
+    ended = pickle.loads(pickle.dumps(raised.value))
+    assert (ended.code, ended.saved_at) == (75, 3)
+    assert ended.add == adds.replace("LAST", str(ended.checkpoint))
+    how = f"the command again with {ended.add}" if adds else "the same command again"
+    assert str(ended).endswith(f"step-00000003; run {how} to go on")
+    again = Asks(-1)
+    found = train(tmp_path / "run", case_of("compiled", again), *words, *ended.add.split())
+    assert again.first == 3
+    assert not differences(found, expected)
+
+
+def test_what_is_said_in_the_second_fit_is_true(tmp_path: Path) -> None:
+    """A path is where the first one begins."""
+
+    def both(asks: Asks, *words: str) -> list[Any]:
+        keras.utils.clear_session()
+        case = CASES["compiled"]
+        words = (*settings(tmp_path / "run", case, "checkpoint.every=100ba"), *words)
+        with Trainer(overrides=words) as trainer:
+            trainer.fit(case.model, arrays(8))
+            trainer.fit(trainer.model, arrays(8), callbacks=[asks])
+            return [v.numpy().tobytes() for v in trainer.model.weights]
+
+    expected = both(Asks(-1), f"run.dir={tmp_path / 'whole'}")
+    for words in (("run.dir=null",), ("checkpoint.resume=never",)):
+        with pytest.raises(Interrupted) as ended:
+            both(Asks(3), *words)
+        last = Path(str(ended.value.checkpoint))
+        assert last.parent.name == "checkpoints-2"
+        new = f"run.dir={last.parents[1]}"
+        assert ended.value.add == (new if "null" in words[0] else "checkpoint.resume=auto")
+        again = Asks(-1)
+        assert both(again, *words, *ended.value.add.split()) == expected
+        assert again.first == 3
 
 
 def test_row_08_in_a_save(tmp_path: Path, monkeypatch: Any) -> None:

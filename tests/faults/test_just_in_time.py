@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ktrainer.callbacks import Checkpoint
 from ktrainer.checkpoint import read_checkpoint, verify
 from ktrainer.checkpoint.format import MANIFEST
+from ktrainer.checkpoint.store import Store
+from ktrainer.config import load_config
+from ktrainer.healing.just_in_time import JustInTime
 from ktrainer.healing.saving import Grid
 from ktrainer.world.layout import Layout
 from tests.faults import hybrid_script
@@ -29,7 +34,7 @@ def test_replicas_save_the_state_of_the_dead(tmp_path: Path) -> None:
     (last,) = ended.stderr.splitlines()
     assert "rank 0 (partition 0 of replica 0) and rank 3 (partition 1 of replica 1) died" in last
     assert f"died after step 9: the state of that step is saved in {saved}" in last
-    assert f"Started again with checkpoint.resume={saved}" in last
+    assert ". Started again, on as many processes, the run goes on from there" in last
     assert not verify(saved)
     ninth = read(saved)
 
@@ -86,3 +91,33 @@ def test_who_writes_what(placement: Any) -> None:
     assert min(left) in grid.writers(left).values()
     assert grid.counting() == sorted([first[2], second[2]])
     assert grid.name(second[1]) == f"rank {second[1]} (partition 1 of replica 1)"
+
+
+@pytest.mark.parametrize(
+    ("mode", "started_again", "expected"),
+    [
+        ("auto", None, "step-00000009"),  # with which this run has begun
+        ("never", None, "step-00000004"),
+        ("elsewhere", None, "step-00000004"),
+        ("never", "second", "step-00000006"),  # saved by an earlier start of the launch
+        ("never", "none", None),
+    ],
+)
+def test_the_last_checkpoint_is_of_this_run(
+    tmp_path: Path, monkeypatch: Any, mode: str, started_again: str | None, expected: str | None
+) -> None:
+    """Those of others in the folder are none to go on from."""
+    store = Store(tmp_path / "checkpoints")
+    for step, run in ((4, "first"), (6, "second"), (9, "other")):
+        store.save({"a": np.zeros(2)}, {}, step, facts={"run": run})
+    monkeypatch.setattr("ktrainer.healing.just_in_time.run_before", lambda folder: started_again)
+    saver = Checkpoint(every="1ep")
+    saver.load_state_dict({"run": "first"})
+    config = load_config(None, [f"checkpoint.resume={mode}"])
+    survivor = object.__new__(JustInTime)
+    survivor.fit = SimpleNamespace(every=[saver], trainer=SimpleNamespace(config=config))
+    found = survivor._latest(store)
+    assert (found and found.path.name) == expected
+    survivor.fit.every = []  # checkpointing is off
+    if (mode, started_again) == ("never", None):
+        assert survivor._latest(store) is None

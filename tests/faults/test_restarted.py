@@ -210,3 +210,11 @@ def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> No
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('["cut off", 1')
     assert list(restarted.saves(tmp_path).values()) == [3]
+    restarted.note_save(tmp_path / "checkpoints", 5, "first")  # by the next start
+    assert list(restarted.saves(tmp_path).values()) == [5]
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('["/cut o')
+    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "two"
+    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "three"
+    monkeypatch.setattr(restarted, "_opened", 2)
+    assert restarted.run_folder(lambda: tmp_path / "four") == tmp_path / "three"

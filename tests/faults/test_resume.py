@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,27 @@ def test_row_18_other_examples_would_be_left(tmp_path: Path) -> None:
             train(tmp_path, case, every, word)
     assert train(tmp_path, case, every, "trainer.max_steps=4").step == 4  # the end of the epoch
     assert train(tmp_path, case, every, word).step == STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("compiled, PyDataset", ()),
+        ("compiled, tf.data", ("checkpoint.iterators=false",)),  # read again up to there
+    ],
+)
+def test_row_18_another_number_of_batches(
+    tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    case = CASES[name]  # of 4 batches an epoch
+    longer, words = dataclasses.replace(case, rows=22), ("checkpoint.every=1ep", *words)
+    train(tmp_path, case, "trainer.max_steps=3", *words)
+    says = "after update 3 of epoch 1.*\n.*batches in an epoch: 4 then, 6 now"
+    with pytest.raises(CheckpointError, match=says):
+        train(tmp_path, longer, *words)
+    limit = "trainer.limit_train_batches=4"  # of the same data: the same batches come first
+    assert train(tmp_path, case, "trainer.max_steps=4", limit, *words).step == 4
+    assert train(tmp_path, longer, "trainer.max_steps=6", *words).step == 6
 
 
 def their_own(directory: str, backend: str, *words: str) -> int:
