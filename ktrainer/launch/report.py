@@ -73,6 +73,29 @@ def first_failure(
     return Failure(None, mpirun_code, f"mpirun ended with exit code {mpirun_code}", mpirun_said)
 
 
+def missed_failure(
+    notes: Mapping[int, Note], missed: int, mpirun_code: int, faults: Mapping[int, str]
+) -> Failure:
+    """The failure of a group that heals, in which the others could not go on without a rank.
+
+    mpirun, which is to let ranks die, does not say how it died.
+
+    Args:
+        notes: the failures that ranks reported; one that raised by itself comes first.
+        missed: the rank that ended without a word.
+        mpirun_code: how mpirun ended.
+        faults: rank -> the stack that Python's fault handler wrote.
+    """
+    own = {rank: note for rank, note in notes.items() if not note.follows}
+    if (first := first_failure(own, (), 0, "", {})) is not None:
+        return first
+    headline = (
+        f"rank {missed} was killed, often by the system for lack of memory, or left by os._exit, "
+        "before the first step of fit or after its end, where the others cannot go on without it"
+    )
+    return Failure(missed, 1 if mpirun_code <= 0 else mpirun_code, headline, faults.get(missed, ""))
+
+
 def others(notes: Mapping[int, Note], first: Failure) -> list[str]:
     """One line for each further rank that reported a failure."""
     lines = []

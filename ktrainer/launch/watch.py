@@ -8,54 +8,27 @@ import selectors
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from ktrainer.launch import kernel, processes
-from ktrainer.launch.channel import PIPES, Note, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.channel import PIPES, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.end import End
 from ktrainer.launch.folders import private_folder
 from ktrainer.launch.network import narrow_to_loopback
 from ktrainer.launch.output import LineMerger
+from ktrainer.launch.parts import Parts
 
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # what mpirun has to end the group once a rank has failed
+MISSED_SECONDS = 1.0  # what the others have to say of a rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
 _SHARED_MEMORY = "/dev/shm"
 _SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 _CHUNK = 1 << 16
 _SAID_AT_MOST = 1 << 16  # bytes kept of mpirun's own output
-
-
-@dataclass
-class End:
-    """How a group ended.
-
-    Attributes:
-        code: mpirun's exit code.
-        started: whether any rank came to run the script.
-        said: what mpirun itself printed.
-        failures: rank -> what it reported.
-        interrupted: what a rank reported that was asked to end and did so, as then all do.
-        gone: ranks that started and ended without a word, in that order.
-        faults: rank -> stack of a crash.
-        stopped_by: the signal that this process got, or `"timeout"`, or None.
-        ended: ranks that came to the end of the script.
-        saved: whether it was stopped before a restart that would have gone on from a checkpoint.
-    """
-
-    code: int = 0
-    started: bool = False
-    said: str = ""
-    failures: dict[int, Note] = field(default_factory=dict)
-    interrupted: Note | None = None
-    gone: list[int] = field(default_factory=list)
-    faults: dict[int, str] = field(default_factory=dict)
-    stopped_by: int | str | None = None
-    ended: set[int] = field(default_factory=set)
-    saved: bool = False
 
 
 @contextlib.contextmanager
@@ -81,7 +54,7 @@ class Group:
         grace: seconds that ranks have to end after SIGTERM.
         signals: those that this process has got, to be passed on; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
-        spare: how many more processes may join later.
+        spare: how many more processes may join later; with any, ranks may die while they heal.
     """
 
     def __init__(
@@ -97,6 +70,7 @@ class Group:
     ) -> None:
         self._ranks, self._grace, self._timeout = ranks + spare, grace, timeout
         self._first = ranks
+        self._parts = Parts(ranks) if spare else None
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._said = b""
@@ -171,10 +145,34 @@ class Group:
                 return
             if self._signals:
                 self._pass_on(self._signals.pop(0))
+            self._look_for_the_dead()
             if self.end.failures:
                 self._end_by(FAILURE_SECONDS)
+            elif self.end.missed is not None:
+                self._end_by(MISSED_SECONDS)
             if self._kill_at is not None and now > self._kill_at:
                 return
+        self._read_all()
+        self._miss()
+
+    def _look_for_the_dead(self) -> None:
+        """Of a group that heals: children that a rank has forked keep its pipes open."""
+        if self._parts is None:
+            return
+        for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
+            self._read_all()  # it may have said how it ended
+            self._note_gone(rank)
+        self._miss()
+
+    def _note_gone(self, rank: int) -> None:
+        if rank not in self.end.ended | set(self.end.failures) | set(self.end.gone):
+            self.end.gone.append(rank)
+
+    def _miss(self) -> None:
+        """Note the first rank that has gone and is waited for, unless all are to end anyway."""
+        asked = self.end.stopped_by is not None or self.end.interrupted is not None
+        if self._parts is not None and self.end.missed is None and not asked:
+            self.end.missed = self._parts.missed(self.end.gone)
 
     def _read(self, seconds: float) -> bool:
         """Handle what has arrived. Returns whether anything had."""
@@ -187,8 +185,8 @@ class Group:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say" and rank not in self.end.ended | set(self.end.failures):
-                    self.end.gone.append(rank)
+                if pipe == "say":
+                    self._note_gone(rank)
             elif pipe == "say":
                 self._hear(rank, data)
             elif pipe == "mpirun":
@@ -204,7 +202,10 @@ class Group:
             if note.event == "started":
                 self._started[rank] = note.pid
                 self.end.started = True
-            elif note.event == "failed" and rank >= self._first:
+            elif note.event == "part":
+                if self._parts is not None:
+                    self._parts.hear(note)
+            elif note.event == "failed" and self._may_fail(rank):
                 last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
                 text = f"a process that was to join, or had joined, failed: {last[0]}"
                 self._mergers["err"].tell(f"ktrainer launch: {text}")
@@ -215,6 +216,10 @@ class Group:
                 self._end_by(self._grace)
             else:
                 self.end.ended.add(rank)
+
+    def _may_fail(self, rank: int) -> bool:
+        """Whether a failure is of one that came later, and the others go on without it."""
+        return rank >= self._first and (self._parts is None or self._parts.may_go(rank))
 
     def _close(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fileobj)
@@ -253,10 +258,13 @@ class Group:
         at = time.monotonic() + seconds
         self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
-    def _finish(self, folder: Path) -> None:
-        # All writers are gone: every pipe ends, unless it never began.
+    def _read_all(self) -> None:
         while self._read(0):
             pass
+
+    def _finish(self, folder: Path) -> None:
+        # All writers are gone: every pipe ends, unless it never began.
+        self._read_all()
         for key in list(self._selector.get_map().values()):
             self._close(key)
         for merger in self._mergers.values():

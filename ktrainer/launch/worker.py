@@ -16,10 +16,12 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ktrainer import telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
 
@@ -62,6 +64,7 @@ def main(argv: list[str]) -> None:
     _redirect(Path(folder), rank, options)
     say = os.open(pipe_path(Path(folder), rank, "say"), os.O_WRONLY)
     _say(say, Note("started", pid=os.getpid()))
+    telling.listener = partial(_tell, say)
     # The file stays open for as long as the process may crash.
     faulthandler.enable(fault_path(Path(folder), rank).open("w"))
     # Registered first, so called last: after whatever the script leaves to the exit.
@@ -162,6 +165,11 @@ def _say(say: int, note: Note) -> None:
         data = encode(note)
         while data:
             data = data[os.write(say, data) :]
+
+
+def _tell(say: int, event: str, **fields: Any) -> None:
+    """Pass on what the script's libraries say: see `ktrainer.telling`."""
+    _say(say, Note(event, pid=os.getpid(), time=time.time(), **fields))  # type: ignore[arg-type]
 
 
 def _format(error: BaseException) -> str:

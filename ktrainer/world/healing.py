@@ -65,6 +65,8 @@ class HealingWorld(MpiWorld):
             the rank that writes.
         nominal_size: ranks when training began, which what is set by their number goes by.
         trained: whether a `fit` has begun.
+        parts: how many parts of the script, in which deaths are healed and in which they are not,
+            have begun after the first; see `ktrainer.telling`.
         on_change: called on all ranks, in order, whenever there are new communicators to make.
 
     Raises:
@@ -88,6 +90,7 @@ class HealingWorld(MpiWorld):
         self._copies: list[MPI.Intracomm] = []
         self._broken = self._called = False
         self.trained = False
+        self.parts = 0
         self._silent: list[int] = []  # ranks that did not answer when asked what they do
         if slot is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", slot))
