@@ -28,6 +28,11 @@ def tell_part(number: int, slots: Iterable[int]) -> None:
     _tell("part", number=number, slots=sorted(slots))
 
 
+def tell_grace(seconds: float) -> None:
+    """How long this process may need to end in once it is asked to."""
+    _tell("grace", seconds=seconds)
+
+
 def _tell(event: str, **fields: object) -> None:
     if listener is not None:
         listener(event, **fields)

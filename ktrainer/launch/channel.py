@@ -51,9 +51,10 @@ class Note:
         final: another try would fail in the same way, or the script itself chose to end.
         number: which part of the script begins.
         slots: the processes that are in it.
+        seconds: how long it needs to end once asked to.
     """
 
-    event: Literal["started", "failed", "interrupted", "ended", "part"]
+    event: Literal["started", "failed", "interrupted", "ended", "part", "grace"]
     pid: int = 0
     time: float = 0.0
     code: int = 0
@@ -63,6 +64,7 @@ class Note:
     final: bool = False
     number: int = 0
     slots: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:

@@ -51,7 +51,8 @@ class Group:
     Args:
         ranks: the world size.
         out, err: where the ranks' output goes.
-        grace: seconds that ranks have to end after SIGTERM.
+        grace: seconds that ranks have to end after SIGTERM, unless they say how long they need.
+        fixed: whether it is so whatever they say.
         signals: those that this process has got, to be passed on; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later; with any, ranks may die while they heal.
@@ -64,11 +65,14 @@ class Group:
         err: LineMerger,
         *,
         grace: float,
+        fixed: bool = False,
         signals: list[int],
         timeout: float | None = None,
         spare: int = 0,
     ) -> None:
-        self._ranks, self._grace, self._timeout = ranks + spare, grace, timeout
+        self._ranks, self._timeout = ranks + spare, timeout
+        self._given, self._fixed = grace, fixed
+        self._graces: dict[int, float] = {}
         self._first = ranks
         self._parts = Parts(ranks) if spare else None
         self._mergers = {"out": out, "err": err}
@@ -202,6 +206,8 @@ class Group:
             if note.event == "started":
                 self._started[rank] = note.pid
                 self.end.started = True
+            elif note.event == "grace":
+                self._graces[rank] = note.seconds
             elif note.event == "part":
                 if self._parts is not None:
                     self._parts.hear(note)
@@ -252,6 +258,10 @@ class Group:
         processes.send(ranks, number)
         if not ranks:
             self._kill_at = 0.0
+
+    @property
+    def _grace(self) -> float:
+        return self._given if self._fixed else max(self._graces.values(), default=self._given)
 
     def _end_by(self, seconds: float) -> None:
         """Kill what is left after so many seconds, unless that is due before."""
