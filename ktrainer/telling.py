@@ -28,9 +28,19 @@ def tell_part(number: int, slots: Iterable[int]) -> None:
     _tell("part", number=number, slots=sorted(slots))
 
 
+def tell_opening(seconds: float) -> None:
+    """This process has come to where the world is opened, and waits for the others so long."""
+    _tell("opening", seconds=seconds)
+
+
 def tell_grace(seconds: float) -> None:
     """How long this process may need to end in once it is asked to."""
     _tell("grace", seconds=seconds)
+
+
+def heard() -> bool:
+    """Whether there is a launcher that listens."""
+    return listener is not None
 
 
 def _tell(event: str, **fields: object) -> None:

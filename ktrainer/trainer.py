@@ -87,6 +87,7 @@ class Trainer(CustomLoop):
             self.config.world.deadline,
             *cluster_asked(self.config),
             heal=self.config.world.heal,
+            start_deadline=self.config.world.start_deadline,
         )
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))

@@ -31,7 +31,8 @@ from ktrainer.healing.recruiting import Recruiting
 from ktrainer.healing.rollback import Rollback
 from ktrainer.progress import Phase, Progress
 from ktrainer.steps.metric_states import unadded_metrics
-from ktrainer.world.healing import HealingWorld, Peer
+from ktrainer.world.healing import HealingWorld
+from ktrainer.world.peers import Peer
 
 if TYPE_CHECKING:
     from ktrainer.fit import Fit

@@ -51,10 +51,10 @@ class Note:
         final: another try would fail in the same way, or the script itself chose to end.
         number: which part of the script begins.
         slots: the processes that are in it.
-        seconds: how long it needs to end once asked to.
+        seconds: how long it needs to end once asked to; how long it waits for all to start.
     """
 
-    event: Literal["started", "failed", "interrupted", "ended", "part", "grace"]
+    event: Literal["started", "failed", "interrupted", "ended", "part", "grace", "opening"]
     pid: int = 0
     time: float = 0.0
     code: int = 0

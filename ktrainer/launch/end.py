@@ -19,6 +19,8 @@ class End:
         interrupted: what a rank reported that was asked to end and did so, as then all do.
         gone: ranks that started and ended without a word, in that order.
         missed: the first of them that the others of a group that heals cannot go on without.
+        late: why those that wait for others to start were ended; empty: they were not.
+        absent: the ranks that they waited for.
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
         ended: ranks that came to the end of the script.
@@ -32,6 +34,8 @@ class End:
     interrupted: Note | None = None
     gone: list[int] = field(default_factory=list)
     missed: int | None = None
+    late: str = ""
+    absent: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
     ended: set[int] = field(default_factory=set)

@@ -7,7 +7,7 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,34 +15,19 @@ import psutil
 from ktrainer.launch import kernel, processes
 from ktrainer.launch.channel import PIPES, Options, decode, fault_path, pipe_path, prepare
 from ktrainer.launch.end import End
-from ktrainer.launch.folders import private_folder
+from ktrainer.launch.folders import private_folder, shared_memory_folder
 from ktrainer.launch.network import narrow_to_loopback
 from ktrainer.launch.output import LineMerger
 from ktrainer.launch.parts import Parts
+from ktrainer.launch.start import Start
 
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # what mpirun has to end the group once a rank has failed
 MISSED_SECONDS = 1.0  # what the others have to say of a rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
-_SHARED_MEMORY = "/dev/shm"
-_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 _CHUNK = 1 << 16
 _SAID_AT_MOST = 1 << 16  # bytes kept of mpirun's own output
-
-
-@contextlib.contextmanager
-def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """MPI settings that keep the segments through which ranks talk in a folder of their own.
-
-    MPI leaves segments behind when ranks are killed; they go with the folder. None is made where
-    the environment `given` already says which to use.
-    """
-    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
-        with private_folder(_SHARED_MEMORY) as name:
-            yield {_SEGMENTS: name}
-    else:
-        yield {}
 
 
 class Group:
@@ -75,6 +60,7 @@ class Group:
         self._graces: dict[int, float] = {}
         self._first = ranks
         self._parts = Parts(ranks) if spare else None
+        self._start_of_all = Start(ranks)
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._said = b""
@@ -150,6 +136,8 @@ class Group:
             if self._signals:
                 self._pass_on(self._signals.pop(0))
             self._look_for_the_dead()
+            if self._is_late():
+                return
             if self.end.failures:
                 self._end_by(FAILURE_SECONDS)
             elif self.end.missed is not None:
@@ -158,6 +146,17 @@ class Group:
                 return
         self._read_all()
         self._miss()
+
+    def _is_late(self) -> bool:
+        """Whether ranks have waited too long for others at the start."""
+        if (text := self._start_of_all.notice()) is not None:
+            self._mergers["err"].tell(f"ktrainer launch: {text}")
+        text = self._start_of_all.late(self.end.ended)
+        if text is None or self._kill_at is not None:
+            return False
+        self.end.late, self.end.absent = text, self._start_of_all.missing
+        self._start_of_all.ask(self._started)
+        return True
 
     def _look_for_the_dead(self) -> None:
         """Of a group that heals: children that a rank has forked keep its pipes open."""
@@ -208,6 +207,8 @@ class Group:
                 self.end.started = True
             elif note.event == "grace":
                 self._graces[rank] = note.seconds
+            elif note.event == "opening":
+                self._start_of_all.hear(rank, note.seconds)
             elif note.event == "part":
                 if self._parts is not None:
                     self._parts.hear(note)

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from ktrainer import telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
+from ktrainer.launch.start import ASK
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -66,7 +67,9 @@ def main(argv: list[str]) -> None:
     _say(say, Note("started", pid=os.getpid()))
     telling.listener = partial(_tell, say)
     # The file stays open for as long as the process may crash.
-    faulthandler.enable(fault_path(Path(folder), rank).open("w"))
+    faults = fault_path(Path(folder), rank).open("w")
+    faulthandler.enable(faults)
+    faulthandler.register(ASK, faults, all_threads=True)  # until the world has a file of its own
     # Registered first, so called last: after whatever the script leaves to the exit.
     atexit.register(_say, say, Note("ended", pid=os.getpid()))
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.

@@ -64,3 +64,45 @@ def test_a_rank_that_dies_after_fit_is_a_failure(tmp_path: Path) -> None:
     healed, last = done.stderr.splitlines()
     assert "rank 2 died; 2 ranks go on after step" in healed
     assert "ktrainer launch: rank 0 was killed" in last
+
+
+NAMES = """
+import os, signal, threading, time
+from ktrainer.errors import DeadlineExceeded, PeerLost
+from ktrainer.telling import tell_part
+from ktrainer.world import open_world
+
+def lost_in_thought():
+    threading.Event().wait(60)
+
+world = open_world(heal=True)
+tell_part(1, range(3))
+if world.rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if world.rank == 1:
+    lost_in_thought()
+world.deadline = 10.0
+try:
+    world.barrier("a meeting")
+except PeerLost as error:
+    print(error, flush=True)
+world.deadline = 1.0
+try:
+    world.heal()
+except DeadlineExceeded as error:
+    print(error, flush=True)
+os._exit(3)
+"""
+
+
+def test_errors_name_the_dead_and_those_that_do_not_come(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NAMES)
+    done = launch(tmp_path, "--heal", "-n", "3", "--no-prefix", "--timeout", "60", str(script))
+    assert done.returncode == 3, done.stdout + done.stderr
+    lost, late, *where = done.stdout.splitlines()
+    assert lost.startswith("rank 0 lost rank 2 at step 0 in 'a meeting': ")
+    assert "rank 0 waited 1 s at step 0 in 'agree on who is left'" in late
+    assert "Dead: process 2. Expected: process 1, by their ranks at the start." in late
+    assert where[0].startswith("process 1 (process ")
+    assert any('script.py", line 8 in lost_in_thought' in line for line in where)
