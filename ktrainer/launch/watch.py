@@ -144,8 +144,9 @@ class Group:
                 self._end_by(MISSED_SECONDS)
             if self._kill_at is not None and now > self._kill_at:
                 return
-        self._read_all()
-        self._miss()
+        for _ in range(2):  # what each has said last, and then that it said no more
+            self._read(0)
+        self._look_for_the_dead()
 
     def _is_late(self) -> bool:
         """Whether ranks have waited too long for others at the start."""
@@ -163,7 +164,7 @@ class Group:
         if self._parts is None:
             return
         for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
-            self._read_all()  # it may have said how it ended
+            self._read(0)  # a pipe holds no more than one read takes: how it ended, if it said so
             self._note_gone(rank)
         self._miss()
 
@@ -269,13 +270,10 @@ class Group:
         at = time.monotonic() + seconds
         self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
 
-    def _read_all(self) -> None:
-        while self._read(0):
-            pass
-
     def _finish(self, folder: Path) -> None:
         # All writers are gone: every pipe ends, unless it never began.
-        self._read_all()
+        while self._read(0):
+            pass
         for key in list(self._selector.get_map().values()):
             self._close(key)
         for merger in self._mergers.values():
