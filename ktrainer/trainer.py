@@ -22,6 +22,7 @@ from ktrainer.preflight import check_agreement, data_facts
 from ktrainer.preview.mode import asked, pretend
 from ktrainer.progress import Progress
 from ktrainer.quiet import loud_tensorflow, quiet_tensorflow
+from ktrainer.telling import tell_grace
 from ktrainer.world import World, open_world
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ class Trainer(CustomLoop):
         overrides: Sequence[str] = (),
     ) -> None:
         self.config = as_launched(load_config(config, overrides))
+        tell_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(
             self.config.world.deadline,
             *cluster_asked(self.config),
             heal=self.config.world.heal,
+            start_deadline=self.config.world.start_deadline,
         )
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))

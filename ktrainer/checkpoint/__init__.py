@@ -9,7 +9,7 @@ The parts of this package:
     store.py     the folders of a run: list, latest, best, prune
     state.py     the whole state of a run <-> arrays and JSON
                  of callbacks: callback_state.py; of metrics and data inside an epoch:
-                 metric_state.py, data_state.py
+                 metric_state.py, data_state.py; run_state.py: is it of that form?
     matching.py  which saved array belongs to which variable
     snapshot.py  a copy of that state in host memory
     saver.py     writes snapshots behind the training

@@ -262,6 +262,8 @@ class WorldConfig:
 
     Attributes:
         deadline: seconds that any wait for another rank may last before it ends with an error.
+        start_deadline: the same for the wait at the start, until all ranks have come to
+            `Trainer(...)`: what a script does before, such as preparing data, may take so long.
         threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer
             launch` sets it), else the machine's cores divided by its processes.
         heal: with engine mpi: go on without ranks that die (data_parallel), or save the state that
@@ -274,6 +276,7 @@ class WorldConfig:
     """
 
     deadline: float = number(300.0, above=0)
+    start_deadline: float = number(1800.0, above=0)
     threads: int | None = number(None, at_least=1)
     heal: bool = False
     replace: bool = False

@@ -34,6 +34,7 @@ from ktrainer.checkpoint.store import Entry, Store
 from ktrainer.errors import CheckpointError, RanksDied
 from ktrainer.going_on import to_add
 from ktrainer.healing.counts import Counts
+from ktrainer.healing.parts import healing_part
 from ktrainer.healing.point import Point
 from ktrainer.healing.rollback import Rollback
 from ktrainer.healing.saving import Grid, LastState, write_together
@@ -79,17 +80,18 @@ class JustInTime:
         Raises:
             RanksDied: on all that are left; it says what became of the state.
         """
-        try:
-            self.loop.begin()
-            self.highest(np.zeros(0, np.int32), "what each rank has counted")
-            self.mark(Phase.TOLD)
-            history = self.loop.go_on()
-            self.world.agree("end of training")
-            return history
-        except Exception as error:
-            if not self.world.has_lost(error):
-                raise
-            self._end(error)
+        with healing_part(self.world):
+            try:
+                self.loop.begin()
+                self.highest(np.zeros(0, np.int32), "what each rank has counted")
+                self.mark(Phase.TOLD)
+                history = self.loop.go_on()
+                self.world.agree("end of training")
+                return history
+            except Exception as error:
+                if not self.world.has_lost(error):
+                    raise
+                self._end(error)
 
     # -- what the loop tells
 

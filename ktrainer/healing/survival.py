@@ -26,12 +26,14 @@ from ktrainer.feed.share import Share
 from ktrainer.feed.source import take_slice
 from ktrainer.healing.checks import changes_in_parts, check_callbacks, check_data
 from ktrainer.healing.counts import Counts
+from ktrainer.healing.parts import healing_part
 from ktrainer.healing.point import Point
 from ktrainer.healing.recruiting import Recruiting
 from ktrainer.healing.rollback import Rollback
 from ktrainer.progress import Phase, Progress
 from ktrainer.steps.metric_states import unadded_metrics
-from ktrainer.world.healing import HealingWorld, Peer
+from ktrainer.world.healing import HealingWorld
+from ktrainer.world.peers import Peer
 
 if TYPE_CHECKING:
     from ktrainer.fit import Fit
@@ -99,6 +101,10 @@ class Survival:
             self.loop.begin()
             self.mark(Phase.TOLD, self.fit.trainer.counted.logs)
             self._tell_counts()
+        with healing_part(self.world):
+            return self._train()
+
+    def _train(self) -> keras.callbacks.History:
         while True:
             try:
                 history = self.loop.go_on()

@@ -6,8 +6,10 @@
     │  ├─ rank 0: python -m ktrainer.launch.worker FOLDER script.py …   worker.py
     │  └─ rank 1: …       output and errors come back through the pipes channel.py
     ├─ merges output by rank, waits, passes signals on                  watch.py, output.py
+    ├─ sees whether all come to `Trainer(...)`                          start.py
+    ├─ sees whose death the others do not go on after (--heal)          parts.py
     ├─ ends whatever is left, and says who failed first                 processes.py, report.py
-    └─ the last words and the exit code, or another start               ending.py, restarts.py
+    └─ the last words and the exit code, or another start       end.py, ending.py, restarts.py
 
 Clusters of parameter servers are started by cluster.py in the place of mpirun; healing.py has
 `--heal` and its like. folders.py takes away what a launch has made, and kernel.py whom it has left.

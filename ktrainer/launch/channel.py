@@ -3,7 +3,7 @@
 | pipe | carries |
 |---|---|
 | `RANK.out`, `RANK.err` | the rank's standard output and error, as bytes |
-| `RANK.say` | JSON lines: that it started, how it failed, was interrupted, that it ended |
+| `RANK.say` | JSON lines: that it started, where it is, how it failed or was interrupted, its end |
 
 Pipes, unlike what mpirun forwards, tell the ranks apart whatever they print, lose nothing when
 mpirun ends the group, and keep mpirun's own messages separate.
@@ -40,7 +40,8 @@ class Note:
     """One line that a rank says to the launcher.
 
     Attributes:
-        event: it started, failed, was asked to end and did so, or reached the end of the script.
+        event: it started, failed, was asked to end and did so, or reached the end of the script; or
+            what `ktrainer.telling` says meanwhile.
         pid: its process id.
         time: seconds since the epoch, on that rank.
         code: the exit code that goes with a failure or interruption.
@@ -48,9 +49,12 @@ class Note:
         text: the traceback, as Python prints it.
         follows: the failure is what one sees when another rank has gone.
         final: another try would fail in the same way, or the script itself chose to end.
+        number: which part of the script begins.
+        slots: the processes that are in it.
+        seconds: how long it needs to end once asked to; how long it waits for all to start.
     """
 
-    event: Literal["started", "failed", "interrupted", "ended"]
+    event: Literal["started", "failed", "interrupted", "ended", "part", "grace", "opening"]
     pid: int = 0
     time: float = 0.0
     code: int = 0
@@ -58,6 +62,9 @@ class Note:
     text: str = ""
     follows: bool = False
     final: bool = False
+    number: int = 0
+    slots: list[int] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:

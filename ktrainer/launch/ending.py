@@ -8,9 +8,16 @@ import sys
 from collections.abc import Callable
 
 from ktrainer.errors import RUN_AGAIN
-from ktrainer.launch.report import SIGNAL_BASE, Failure, first_failure, others
+from ktrainer.launch.end import End
+from ktrainer.launch.report import (
+    SIGNAL_BASE,
+    Failure,
+    first_failure,
+    late_failure,
+    missed_failure,
+    others,
+)
 from ktrainer.launch.restarts import Restarts
-from ktrainer.launch.watch import End
 
 TIMED_OUT = 124  # as timeout(1)
 _EXIT = "builtins.SystemExit"
@@ -71,7 +78,11 @@ def conclude(end: End, args: argparse.Namespace, heals: bool = False) -> int:
 
 
 def _failure(end: End, heals: bool) -> Failure | None:
-    """What went wrong; where ranks may die, nothing if one came to the end."""
+    """What went wrong; where ranks may die, nothing if one came to the end and nobody is missed."""
+    if end.late and all(note.follows for note in end.failures.values()):
+        return late_failure(end.late, end.absent, end.faults)
+    if heals and end.missed is not None:
+        return missed_failure(end.failures, end.missed, end.code, end.faults)
     if heals and end.ended and not end.failures:
         return None
     if heals and not end.failures and end.code == 0:

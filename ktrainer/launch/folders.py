@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
+_SHARED_MEMORY = "/dev/shm"
+_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 _NAME = re.compile(r"ktrainer-(\d+)-(\d+)-\w+")
 
 
@@ -44,3 +48,17 @@ def _namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
+
+
+@contextlib.contextmanager
+def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """MPI settings that keep the segments through which ranks talk in a folder of their own.
+
+    MPI leaves segments behind when ranks are killed; they go with the folder. None is made where
+    the environment `given` already says which to use.
+    """
+    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
+        with private_folder(_SHARED_MEMORY) as name:
+            yield {_SEGMENTS: name}
+    else:
+        yield {}

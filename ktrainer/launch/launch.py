@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive(float),
         metavar="S",
         help="seconds that processes have to end in once asked to (default: "
-        "trainer.interrupt.grace, which is 30)",
+        "trainer.interrupt.grace, in the script too, which is 30)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -147,7 +147,14 @@ def run(args: argparse.Namespace) -> int:
         while True:
             left = None if until is None else max(0.0, until - time.monotonic())
             group = Group(
-                args.ranks, out, err, grace=grace, signals=signals, timeout=left, spare=spare
+                args.ranks,
+                out,
+                err,
+                grace=grace,
+                fixed=args.grace is not None,
+                signals=signals,
+                timeout=left,
+                spare=spare,
             )
             given = {**env, **restarts.environment}
             try:

@@ -13,6 +13,10 @@ from ktrainer.launch.channel import Note
 _SIGNALLED = re.compile(r"process rank (\d+) with PID \d+ .*?exited\s+on\s+signal (\d+)", re.DOTALL)
 _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)")
 
+_IMPROPER = re.compile(
+    r"exited due to process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly"
+)
+
 _DIED = "ktrainer.errors.RanksDied"
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus its number
 
@@ -73,6 +77,41 @@ def first_failure(
     return Failure(None, mpirun_code, f"mpirun ended with exit code {mpirun_code}", mpirun_said)
 
 
+def missed_failure(
+    notes: Mapping[int, Note], missed: int, mpirun_code: int, faults: Mapping[int, str]
+) -> Failure:
+    """The failure of a group that heals, in which the others could not go on without a rank.
+
+    mpirun, which is to let ranks die, does not say how it died.
+
+    Args:
+        notes: the failures that ranks reported; one that raised by itself comes first.
+        missed: the rank that ended without a word.
+        mpirun_code: how mpirun ended.
+        faults: rank -> the stack that Python's fault handler wrote.
+    """
+    own = {rank: note for rank, note in notes.items() if not note.follows}
+    if (first := first_failure(own, (), 0, "", {})) is not None:
+        return first
+    headline = (
+        f"rank {missed} was killed, often by the system for lack of memory, or left by os._exit, "
+        "before the first step of fit or after its end, where the others cannot go on without it"
+    )
+    return Failure(missed, 1 if mpirun_code <= 0 else mpirun_code, headline, faults.get(missed, ""))
+
+
+def late_failure(why: str, absent: Sequence[int], faults: Mapping[int, str]) -> Failure:
+    """The failure of a group of which some ranks were waited for in vain at the start.
+
+    Args:
+        why: who waited for whom.
+        absent: the ranks that did not come.
+        faults: rank -> its stack, as it was asked for.
+    """
+    stacks = [f"rank {rank} is at:\n{faults[rank].strip()}" for rank in absent if rank in faults]
+    return Failure(None, 1, why, "\n".join(stacks))
+
+
 def others(notes: Mapping[int, Note], first: Failure) -> list[str]:
     """One line for each further rank that reported a failure."""
     lines = []
@@ -109,6 +148,9 @@ def _killed(mpirun_said: str, faults: Mapping[int, str]) -> Failure | None:
     if match := _EXITED.search(mpirun_said):
         rank, code = int(match[1]), int(match[2])
         return Failure(rank, code, _ended_by(rank, code), faults.get(rank, ""))
+    if match := _IMPROPER.search(mpirun_said):
+        rank = int(match[1])
+        return Failure(rank, 1, f"rank {rank} left by os._exit, while others were waiting for it")
     return None
 
 

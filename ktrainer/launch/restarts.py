@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ktrainer import restarted
 from ktrainer.launch.channel import Note
+from ktrainer.launch.end import End
 from ktrainer.launch.report import Failure
-from ktrainer.launch.watch import End
 
 MOST_SECONDS = 60.0  # between a failure and the next start
 SOON_SECONDS = 60.0  # a group that lasted longer did not fail soon

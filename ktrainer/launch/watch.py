@@ -7,69 +7,27 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from ktrainer.launch import kernel, processes
-from ktrainer.launch.channel import PIPES, Note, Options, decode, fault_path, pipe_path, prepare
-from ktrainer.launch.folders import private_folder
+from ktrainer.launch.channel import PIPES, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.end import End
+from ktrainer.launch.folders import private_folder, shared_memory_folder
 from ktrainer.launch.network import narrow_to_loopback
 from ktrainer.launch.output import LineMerger
+from ktrainer.launch.parts import Parts
+from ktrainer.launch.start import Start
 
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # what mpirun has to end the group once a rank has failed
+MISSED_SECONDS = 1.0  # what the others have to say of a rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
-_SHARED_MEMORY = "/dev/shm"
-_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
 _CHUNK = 1 << 16
 _SAID_AT_MOST = 1 << 16  # bytes kept of mpirun's own output
-
-
-@dataclass
-class End:
-    """How a group ended.
-
-    Attributes:
-        code: mpirun's exit code.
-        started: whether any rank came to run the script.
-        said: what mpirun itself printed.
-        failures: rank -> what it reported.
-        interrupted: what a rank reported that was asked to end and did so, as then all do.
-        gone: ranks that started and ended without a word, in that order.
-        faults: rank -> stack of a crash.
-        stopped_by: the signal that this process got, or `"timeout"`, or None.
-        ended: ranks that came to the end of the script.
-        saved: whether it was stopped before a restart that would have gone on from a checkpoint.
-    """
-
-    code: int = 0
-    started: bool = False
-    said: str = ""
-    failures: dict[int, Note] = field(default_factory=dict)
-    interrupted: Note | None = None
-    gone: list[int] = field(default_factory=list)
-    faults: dict[int, str] = field(default_factory=dict)
-    stopped_by: int | str | None = None
-    ended: set[int] = field(default_factory=set)
-    saved: bool = False
-
-
-@contextlib.contextmanager
-def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """MPI settings that keep the segments through which ranks talk in a folder of their own.
-
-    MPI leaves segments behind when ranks are killed; they go with the folder. None is made where
-    the environment `given` already says which to use.
-    """
-    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
-        with private_folder(_SHARED_MEMORY) as name:
-            yield {_SEGMENTS: name}
-    else:
-        yield {}
 
 
 class Group:
@@ -78,10 +36,11 @@ class Group:
     Args:
         ranks: the world size.
         out, err: where the ranks' output goes.
-        grace: seconds that ranks have to end after SIGTERM.
+        grace: seconds that ranks have to end after SIGTERM, unless they say how long they need.
+        fixed: whether it is so whatever they say.
         signals: those that this process has got, to be passed on; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
-        spare: how many more processes may join later.
+        spare: how many more processes may join later; with any, ranks may die while they heal.
     """
 
     def __init__(
@@ -91,12 +50,17 @@ class Group:
         err: LineMerger,
         *,
         grace: float,
+        fixed: bool = False,
         signals: list[int],
         timeout: float | None = None,
         spare: int = 0,
     ) -> None:
-        self._ranks, self._grace, self._timeout = ranks + spare, grace, timeout
+        self._ranks, self._timeout = ranks + spare, timeout
+        self._given, self._fixed = grace, fixed
+        self._graces: dict[int, float] = {}
         self._first = ranks
+        self._parts = Parts(ranks) if spare else None
+        self._start_of_all = Start(ranks)
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._said = b""
@@ -171,10 +135,48 @@ class Group:
                 return
             if self._signals:
                 self._pass_on(self._signals.pop(0))
+            self._look_for_the_dead()
+            if self._is_late():
+                return
             if self.end.failures:
                 self._end_by(FAILURE_SECONDS)
+            elif self.end.missed is not None:
+                self._end_by(MISSED_SECONDS)
             if self._kill_at is not None and now > self._kill_at:
                 return
+        for _ in range(2):  # what each has said last, and then that it said no more
+            self._read(0)
+        self._look_for_the_dead()
+
+    def _is_late(self) -> bool:
+        """Whether ranks have waited too long for others at the start."""
+        if (text := self._start_of_all.notice()) is not None:
+            self._mergers["err"].tell(f"ktrainer launch: {text}")
+        text = self._start_of_all.late(self.end.ended)
+        if text is None or self._kill_at is not None:
+            return False
+        self.end.late, self.end.absent = text, self._start_of_all.missing
+        self._start_of_all.ask(self._started)
+        return True
+
+    def _look_for_the_dead(self) -> None:
+        """Of a group that heals: children that a rank has forked keep its pipes open."""
+        if self._parts is None:
+            return
+        for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
+            self._read(0)  # a pipe holds no more than one read takes: how it ended, if it said so
+            self._note_gone(rank)
+        self._miss()
+
+    def _note_gone(self, rank: int) -> None:
+        if rank not in self.end.ended | set(self.end.failures) | set(self.end.gone):
+            self.end.gone.append(rank)
+
+    def _miss(self) -> None:
+        """Note the first rank that has gone and is waited for, unless all are to end anyway."""
+        asked = self.end.stopped_by is not None or self.end.interrupted is not None
+        if self._parts is not None and self.end.missed is None and not asked:
+            self.end.missed = self._parts.missed(self.end.gone)
 
     def _read(self, seconds: float) -> bool:
         """Handle what has arrived. Returns whether anything had."""
@@ -187,8 +189,8 @@ class Group:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say" and rank not in self.end.ended | set(self.end.failures):
-                    self.end.gone.append(rank)
+                if pipe == "say":
+                    self._note_gone(rank)
             elif pipe == "say":
                 self._hear(rank, data)
             elif pipe == "mpirun":
@@ -204,7 +206,14 @@ class Group:
             if note.event == "started":
                 self._started[rank] = note.pid
                 self.end.started = True
-            elif note.event == "failed" and rank >= self._first:
+            elif note.event == "grace":
+                self._graces[rank] = note.seconds
+            elif note.event == "opening":
+                self._start_of_all.hear(rank, note.seconds)
+            elif note.event == "part":
+                if self._parts is not None:
+                    self._parts.hear(note)
+            elif note.event == "failed" and self._may_fail(rank):
                 last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
                 text = f"a process that was to join, or had joined, failed: {last[0]}"
                 self._mergers["err"].tell(f"ktrainer launch: {text}")
@@ -215,6 +224,10 @@ class Group:
                 self._end_by(self._grace)
             else:
                 self.end.ended.add(rank)
+
+    def _may_fail(self, rank: int) -> bool:
+        """Whether a failure is of one that came later, and the others go on without it."""
+        return rank >= self._first and (self._parts is None or self._parts.may_go(rank))
 
     def _close(self, key: selectors.SelectorKey) -> None:
         self._selector.unregister(key.fileobj)
@@ -247,6 +260,10 @@ class Group:
         processes.send(ranks, number)
         if not ranks:
             self._kill_at = 0.0
+
+    @property
+    def _grace(self) -> float:
+        return self._given if self._fixed else max(self._graces.values(), default=self._given)
 
     def _end_by(self, seconds: float) -> None:
         """Kill what is left after so many seconds, unless that is due before."""

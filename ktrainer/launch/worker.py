@@ -16,12 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from ktrainer import telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
+from ktrainer.launch.start import ASK
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -62,8 +65,11 @@ def main(argv: list[str]) -> None:
     _redirect(Path(folder), rank, options)
     say = os.open(pipe_path(Path(folder), rank, "say"), os.O_WRONLY)
     _say(say, Note("started", pid=os.getpid()))
+    telling.listener = partial(_tell, say)
     # The file stays open for as long as the process may crash.
-    faulthandler.enable(fault_path(Path(folder), rank).open("w"))
+    faults = fault_path(Path(folder), rank).open("w")
+    faulthandler.enable(faults)
+    faulthandler.register(ASK, faults, all_threads=True)  # until the world has a file of its own
     # Registered first, so called last: after whatever the script leaves to the exit.
     atexit.register(_say, say, Note("ended", pid=os.getpid()))
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
@@ -162,6 +168,11 @@ def _say(say: int, note: Note) -> None:
         data = encode(note)
         while data:
             data = data[os.write(say, data) :]
+
+
+def _tell(say: int, event: str, **fields: Any) -> None:
+    """Pass on what the script's libraries say: see `ktrainer.telling`."""
+    _say(say, Note(event, pid=os.getpid(), time=time.time(), **fields))  # type: ignore[arg-type]
 
 
 def _format(error: BaseException) -> str:

@@ -18,7 +18,9 @@ The parts of this package:
     in_place.py       sums in the memory where arrays are
     buffers.py        memory of fused sums, handed to TensorFlow without a copy
 
+    meeting.py        the wait for all ranks at the start
     healing.py        a world that outlives its ranks
+    peers.py          who its ranks are, and which of them have died
     newcomers.py      processes that join ranks which train already
     rollcall.py       who is missing when a wait has taken too long
     stacks.py         where a silent process of this host is

@@ -10,11 +10,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 from collections.abc import Mapping
+from importlib import import_module
 
 from ktrainer.config.cluster import Cluster
 from ktrainer.errors import SetupError
+from ktrainer.telling import heard, tell_opening
 from ktrainer.world.base import SingleWorld, World
 
 _MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
@@ -40,6 +44,7 @@ def open_world(
     cluster: Cluster | None = None,
     start_timeout: float = 60.0,
     heal: bool = False,
+    start_deadline: float = 1800.0,
 ) -> World:
     """The world of this process, opened at the first call.
 
@@ -48,6 +53,7 @@ def open_world(
         cluster: the processes to meet where neither MPI nor Horovod has started this one.
         start_timeout: seconds to wait for them.
         heal: let ranks die and others join, if MPI connects them.
+        start_deadline: seconds to wait for all processes that MPI connects to come here.
     """
     global _current
     if _current is None:
@@ -56,16 +62,8 @@ def open_world(
             from ktrainer.world.cluster import ClusterWorld
 
             _current = ClusterWorld(cluster, start_timeout)
-        elif kind == "mpi" and heal:
-            from ktrainer.world.newcomers import open_healing_world
-
-            _current = open_healing_world()
         elif kind == "mpi":
-            from ktrainer.world.mpi import MpiWorld
-
-            world = MpiWorld()
-            check_size(world.size)
-            _current = world
+            _current = _open_mpi_world(heal, start_deadline)
         elif kind == "horovod":
             from ktrainer.world.horovod import HorovodWorld
 
@@ -74,6 +72,34 @@ def open_world(
             _current = SingleWorld()
     _current.deadline = deadline
     return _current
+
+
+def _open_mpi_world(heal: bool, start_deadline: float) -> World:
+    tell_opening(start_deadline)  # before MPI, whose start waits for all, and hears no signal
+    _start_mpi_with_the_other_ranks(start_deadline)
+    if heal:
+        from ktrainer.world.newcomers import open_healing_world
+
+        return open_healing_world(start_deadline)
+    from ktrainer.world.mpi import MpiWorld
+
+    world = MpiWorld(start_deadline)
+    check_size(world.size)
+    return world
+
+
+def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
+    """Import MPI, which waits for all ranks to do so. `ktrainer launch` sees to that wait; under a
+    plain mpirun, Python's fault handler does, the only one that can meanwhile: it ends this process
+    with its stack, in which the name of this function says what it waited for."""
+    alone = not heard() and "mpi4py.MPI" not in sys.modules
+    if alone:
+        faulthandler.dump_traceback_later(start_deadline, exit=True)
+    try:
+        import_module("mpi4py.MPI")
+    finally:
+        if alone:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:

@@ -19,7 +19,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -29,27 +28,13 @@ from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
 from ktrainer.world.blocking import in_time
 from ktrainer.world.mpi import MpiWorld
 from ktrainer.world.mpi_group import MpiGroup
+from ktrainer.world.peers import Peer, known_to_have_died, where_others_are
 from ktrainer.world.rollcall import RollCall, silent
-from ktrainer.world.stacks import Process, answering, end
+from ktrainer.world.stacks import answering, end
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # mpirun sets it for `--with-ft ulfm`
 _FAILURES = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 _NEWS_SECONDS = 10.0  # what MPI has to notice that a process on this host was ended
-
-
-@dataclass(frozen=True)
-class Peer:
-    """One rank, as the others must know it.
-
-    Attributes:
-        slot: its number for life; ranks change when others die, slots are never used again.
-        local_rank: which of its host's devices it uses.
-        process: its process.
-    """
-
-    slot: int
-    local_rank: int
-    process: Process
 
 
 class HealingWorld(MpiWorld):
@@ -58,6 +43,7 @@ class HealingWorld(MpiWorld):
     Args:
         slot: of a newcomer, which is alone until it is admitted; None for those that mpirun
             started.
+        start_deadline: seconds to wait for those to come here.
 
     Attributes:
         peers: all ranks, by rank.
@@ -65,6 +51,8 @@ class HealingWorld(MpiWorld):
             the rank that writes.
         nominal_size: ranks when training began, which what is set by their number goes by.
         trained: whether a `fit` has begun.
+        parts: how many parts of the script, in which deaths are healed and in which they are not,
+            have begun after the first; see `ktrainer.telling`.
         on_change: called on all ranks, in order, whenever there are new communicators to make.
 
     Raises:
@@ -73,14 +61,14 @@ class HealingWorld(MpiWorld):
 
     heals = True
 
-    def __init__(self, slot: int | None = None) -> None:
+    def __init__(self, slot: int | None = None, start_deadline: float = 1800.0) -> None:
         if os.environ.get(_ENABLED) not in ("1", "true"):
             raise SetupError(
                 "world.heal=true needs MPI's failure mitigation, which was not switched on when "
                 "the processes were started: use `ktrainer launch --heal`, or "
                 "`mpirun --with-ft ulfm`"
             )
-        super().__init__()
+        super().__init__(start_deadline)
         self.alone = slot is not None
         self._slot = self.rank if slot is None else slot
         self.entrance: Any = None  # of a newcomer: see `ktrainer.world.newcomers`
@@ -88,6 +76,7 @@ class HealingWorld(MpiWorld):
         self._copies: list[MPI.Intracomm] = []
         self._broken = self._called = False
         self.trained = False
+        self.parts = 0
         self._silent: list[int] = []  # ranks that did not answer when asked what they do
         if slot is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", slot))
@@ -179,7 +168,7 @@ class HealingWorld(MpiWorld):
         if not self._all_agree(self.comm, not self._broken):
             self._called = True
             self.revoke()
-            raise PeerLost(f"rank {self.rank} lost a peer at step {self.step} in {what!r}")
+            raise PeerLost(self._lost_in(what))
 
     def heal(self) -> list[Peer]:
         """Go on without those that died. All who are left call it, nobody else.
@@ -252,7 +241,8 @@ class HealingWorld(MpiWorld):
     def _open(self, comm: MPI.Intracomm) -> None:
         self._copies = []
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._roll_call = in_time(self, lambda: RollCall(comm), "open the world anew")
+        others = self._where_all_are
+        self._roll_call = in_time(self, lambda: RollCall(comm.Dup()), "open the world anew", others)
         self._broken = self._called = False
         self._meet("who is left")
         self.share_data(self.rank, self.size)
@@ -266,7 +256,8 @@ class HealingWorld(MpiWorld):
 
     def _shrunk(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         # Open MPI 5's `Ishrink` frees what is not its own.
-        return in_time(self, cast(Any, comm).Shrink, "shrink the world")
+        shrink = cast(Any, comm).Shrink
+        return in_time(self, shrink, "shrink the world", self._where_all_are)
 
     def _all_agree(self, comm: MPI.Intracomm, mine: bool) -> bool:
         flag = np.array([int(mine)], np.int32)
@@ -281,8 +272,15 @@ class HealingWorld(MpiWorld):
         end = time.monotonic() + self.deadline
         while not request.Test():
             if time.monotonic() > end:
-                raise DeadlineExceeded(self.rank, self.step, what, self.deadline)
+                others = self._where_all_are()
+                raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
             time.sleep(50e-6)
+
+    def _where_all_are(self) -> str:
+        return where_others_are(self.peers, self.slot)
+
+    def _dead(self) -> list[int]:
+        return sorted({*super()._dead(), *known_to_have_died(self.comm)})
 
     def _end_silent(self) -> bool:
         """End the processes of this host that did not answer; whether there were any."""

@@ -16,29 +16,45 @@ from mpi4py import MPI
 
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
 from ktrainer.world.blocking import in_time
+from ktrainer.world.meeting import meet
 from ktrainer.world.mpi_comm import MpiComm
 from ktrainer.world.mpi_group import MpiGroup
-from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, report, silent
-from ktrainer.world.stacks import Process, answering, where_they_are
+from ktrainer.world.rollcall import (
+    ANSWER_SECONDS,
+    LOOK_SECONDS,
+    RollCall,
+    name_ranks,
+    report,
+    silent,
+)
+from ktrainer.world.stacks import Process, answering, has_ended, where_they_are
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
 
 
 class MpiWorld(MpiComm):
-    """Ranks of `MPI.COMM_WORLD`, talking through a communicator of their own."""
+    """Ranks of `MPI.COMM_WORLD`, talking through a communicator of their own.
 
-    def __init__(self) -> None:
+    Args:
+        start_deadline: seconds to wait for all of them to come here.
+
+    Raises:
+        DeadlineExceeded: naming those that have not come.
+    """
+
+    def __init__(self, start_deadline: float = 1800.0) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise WorldError(
                 "this MPI was started without MPI_THREAD_MULTIPLE, which gradients and host "
                 "messages that overlap need; start the script through `ktrainer launch`, or "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
+        _end_all_with_this_rank()
+        meet(MPI.COMM_WORLD, start_deadline)
         super().__init__(MPI.COMM_WORLD.Dup())
-        self._roll_call = RollCall(self.comm)
+        self._roll_call = RollCall(self.comm.Dup())
         self._processes: dict[int, Process] = {}
         self._processes |= enumerate(self.allgather(answering(), "who is where"))
-        _end_all_with_this_rank()
 
     def group(self, ranks: Sequence[int], name: str) -> MpiGroup:
         """A world of some of the ranks, this one among them.
@@ -83,9 +99,7 @@ class MpiWorld(MpiComm):
                 else:
                     os.sched_yield()
         except MPI.Exception as error:
-            raise PeerLost(
-                f"rank {self.rank} lost a peer at step {self.step} in {what!r}: {error}"
-            ) from error
+            raise PeerLost(f"{self._lost_in(what)}: {error}") from error
 
     def close(self) -> None:
         if self.comm != MPI.COMM_NULL and not MPI.Is_finalized():
@@ -107,6 +121,16 @@ class MpiWorld(MpiComm):
         said = report(self.size, self.rank, answers)
         stacks = where_they_are(self._processes, silent(self.size, self.rank, answers))
         return f"{said}\n{stacks}" if stacks else said
+
+    def _lost_in(self, what: str) -> str:
+        """Who has died, for an error message, as far as that is known."""
+        dead = [rank for rank in self._dead() if rank != self.rank]
+        whom = name_ranks(dead) if dead else "a peer"
+        return f"rank {self.rank} lost {whom} at step {self.step} in {what!r}"
+
+    def _dead(self) -> list[int]:
+        """The ranks of this host whose processes have ended."""
+        return [rank for rank, process in self._processes.items() if has_ended(process)]
 
     def _doing(self, what: str) -> str:
         return f"at step {self.step} in {what!r}"

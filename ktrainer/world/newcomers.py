@@ -138,10 +138,14 @@ def admit(world: HealingWorld, recruit: Recruit | None) -> None:
     world.admit(merged, tell)
 
 
-def open_healing_world() -> HealingWorld:
-    """The world of a process that mpirun started, or one that trains already."""
+def open_healing_world(start_deadline: float) -> HealingWorld:
+    """The world of a process that mpirun started, or one that trains already.
+
+    Args:
+        start_deadline: seconds that those that mpirun started wait for one another.
+    """
     if SLOT not in os.environ or MPI.Comm.Get_parent() == MPI.COMM_NULL:
-        world = HealingWorld()
+        world = HealingWorld(start_deadline=start_deadline)
     else:
         world = HealingWorld(int(os.environ[SLOT]))
         world.entrance = Entrance()
@@ -185,7 +189,13 @@ class Entrance:
         until = None if seconds is None else time.monotonic() + seconds
         while not self._bridge.iprobe(source=0, tag=tag):
             if until is not None and time.monotonic() > until:
-                raise DeadlineExceeded(world.slot, world.step, "be admitted", world.deadline)
+                raise DeadlineExceeded(
+                    world.slot,
+                    world.step,
+                    "be admitted",
+                    world.deadline,
+                    "Rank 0, which started this one, does not say whether all ranks have it.",
+                )
             time.sleep(_LOOK_SECONDS)
         return self._bridge.recv(source=0, tag=tag)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from mpi4py import MPI
 
-_ASK, _ANSWER = 0, 1
 LOOK_SECONDS = 0.1  # how often a rank that waits looks for questions
 ANSWER_SECONDS = 2.0  # how long to wait for answers, at most: the machine may be busy
 
@@ -21,11 +20,12 @@ class RollCall:
     """Questions and answers over a communicator that is used for nothing else.
 
     Args:
-        comm: of all ranks; it is duplicated.
+        comm: of all ranks.
+        tag: of questions; answers have the next one. Nobody else uses the two.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm.Dup()
+    def __init__(self, comm: MPI.Intracomm, tag: int = 0) -> None:
+        self.comm, self._ask_tag, self._answer_tag = comm, tag, tag + 1
         self._one_at_a_time = threading.Lock()
         self._asked = 0
         self._sent: list[MPI.Request] = []  # a request that is let go of may lose its message
@@ -33,9 +33,11 @@ class RollCall:
     def answer(self, doing: str) -> None:
         """Answer the questions that have come, if any. Any thread may call this."""
         # Matched probes: another thread of this rank cannot take the message in between.
-        while question := self.comm.improbe(MPI.ANY_SOURCE, _ASK):
+        while question := self.comm.improbe(MPI.ANY_SOURCE, self._ask_tag):
             rank, number = question.recv()
-            self._sent.append(self.comm.isend((self.comm.rank, number, doing), rank, _ANSWER))
+            self._sent.append(
+                self.comm.isend((self.comm.rank, number, doing), rank, self._answer_tag)
+            )
 
     def ask(self, doing: str, seconds: float) -> dict[int, str]:
         """What the other ranks are doing; those that are not there do not answer.
@@ -51,12 +53,12 @@ class RollCall:
         self._asked += 1
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         for rank in others:
-            self._sent.append(self.comm.isend((self.comm.rank, self._asked), rank, _ASK))
+            self._sent.append(self.comm.isend((self.comm.rank, self._asked), rank, self._ask_tag))
         answers: dict[int, str] = {}
         end = time.monotonic() + seconds
         while len(answers) < len(others) and time.monotonic() < end:
             self.answer(doing)
-            while message := self.comm.improbe(MPI.ANY_SOURCE, _ANSWER):
+            while message := self.comm.improbe(MPI.ANY_SOURCE, self._answer_tag):
                 rank, number, theirs = message.recv()
                 if number == self._asked:
                     answers[rank] = theirs
@@ -79,11 +81,11 @@ def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
     sentences = []
     if missing:
         sentences.append(
-            f"No answer from {_ranks(missing)}: stopped, died, or busy (computing, in Horovod)."
+            f"No answer from {name_ranks(missing)}: stopped, died, or busy (computing, in Horovod)."
         )
     for doing in sorted(set(answers.values())):
         said = [r for r in sorted(answers) if answers[r] == doing]
-        sentences.append(f"Waiting {doing}: {_ranks(said)}.")
+        sentences.append(f"Waiting {doing}: {name_ranks(said)}.")
     return " ".join(sentences)
 
 
@@ -92,5 +94,6 @@ def silent(size: int, rank: int, answers: Mapping[int, str]) -> list[int]:
     return [r for r in range(size) if r != rank and r not in answers]
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """`"rank 1"`, or `"ranks 1, 2"`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

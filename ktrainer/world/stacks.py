@@ -70,6 +70,17 @@ def end(process: Process) -> bool:
     return True
 
 
+def has_ended(process: Process) -> bool:
+    """Whether it is known that a process is no more; one of another host may be there."""
+    if process.where != _where():
+        return False
+    try:
+        found = psutil.Process(process.pid)
+        return abs(found.create_time() - process.born) > 1 or found.status() == "zombie"
+    except psutil.Error:
+        return True
+
+
 def where_they_are(processes: Mapping[Name, Process], names: Sequence[Name]) -> str:
     """Lines on what each of `names` is doing, for an error message.
 
@@ -105,11 +116,10 @@ class _Asked:
         named = f"(process {process.pid})"
         if process.where != _where():
             return f"{named} is on another host: {process.where.split()[0]}"
+        if has_ended(process):
+            return f"{named} has ended"
         try:
-            found = psutil.Process(process.pid)
-            if abs(found.create_time() - process.born) > 1 or found.status() == "zombie":
-                return f"{named} has ended"
-            status = found.status()
+            status = psutil.Process(process.pid).status()
         except psutil.Error:
             return f"{named} has ended"
         if status in _STATES:

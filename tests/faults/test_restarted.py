@@ -13,9 +13,9 @@ import pytest
 
 from ktrainer import restarted
 from ktrainer.launch.channel import Note
+from ktrainer.launch.end import End
 from ktrainer.launch.report import Failure
 from ktrainer.launch.restarts import Restarts
-from ktrainer.launch.watch import End
 from tests.dist.small import ENGINES
 from tests.launch.conftest import launch, script
 from tests.launch.test_launch import ready, running

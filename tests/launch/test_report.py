@@ -78,3 +78,15 @@ def test_mpirun_that_started_nobody_speaks_itself() -> None:
 
 def test_no_failure() -> None:
     assert first_failure({}, [0, 1], 0, "", {}) is None
+
+
+def test_rank_that_left_before_the_end_of_mpi_is_named() -> None:
+    said = (
+        "prterun has exited due to process rank 1 with PID 16574 on node vm exiting\n"
+        "improperly. There are three reasons this could occur:\n"
+    )
+    lost = failed(1.0, follows=True, kind="ktrainer.errors.PeerLost")
+    first = first_failure({0: lost}, [1], 1, said, {})
+    assert first is not None
+    assert (first.rank, first.code) == (1, 1)
+    assert "rank 1 left by os._exit" in first.headline

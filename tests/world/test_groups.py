@@ -11,6 +11,7 @@ import pytest
 
 from ktrainer import world
 from ktrainer.errors import DeadlineExceeded, WorldError
+from ktrainer.world.blocking import in_time
 from tests.dist.harness import PerRank
 from tests.world import collectives
 
@@ -106,3 +107,23 @@ def test_a_late_rank_stops_its_own_group_only(ranks: Callable[..., Any]) -> None
     assert isinstance(error, DeadlineExceeded), outcomes[1]
     assert (error.rank, error.step, error.seconds) == (1, 7, 0.5)
     assert "oob_allreduce among the odd or even ones (ranks 1, 3)" in str(error)
+
+
+def _blocked() -> None:
+    whole: Any = world.current()
+    whole.step, whole.deadline = 7, 1.0
+    if whole.rank == 1:
+        time.sleep(2.5)
+        return
+    in_time(whole, lambda: time.sleep(5.0), "open the group")
+
+
+def test_a_blocking_call_that_takes_too_long_says_who_is_missing(ranks: Callable[..., Any]) -> None:
+    outcomes = ranks(3).outcomes(_blocked)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, DeadlineExceeded), outcome
+        said = str(outcome.error)
+        assert "waited 1 s at step 7 in 'open the group'" in said
+        assert "No answer from rank 1: stopped, died, or busy" in said
+        assert f"Waiting at step 7 in 'open the group': rank {2 - outcome.rank}." in said
+        assert "in _blocked" in said.partition("\nrank 1 (process ")[2]

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
-from ktrainer.launch.watch import shared_memory_folder
+from ktrainer.launch.folders import shared_memory_folder
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankError, RanksTimeout
 

@@ -1,0 +1,86 @@
+"""Rows 9 and 10 at the start: who does not come to `Trainer(...)` is named, and nobody waits on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ktrainer.launch import start
+from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
+from tests.dist.harness.group import ROOT
+from tests.launch.conftest import launch, script
+
+__all__ = ["launch", "script"]
+
+# With MPI under way, ranks meet in it; else its own start waits, where Python cannot act.
+SCRIPT = """
+import os, sys, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    if sys.argv[1] == "under way":
+        from mpi4py import MPI
+    time.sleep(60)
+from ktrainer.world import open_world
+open_world(start_deadline=2.0)
+"""
+
+
+def test_the_launcher_names_who_does_not_come_and_where_it_is(
+    launch: Callable[..., subprocess.CompletedProcess[str]], script: Callable[[str], Path]
+) -> None:
+    done = launch("-n", 3, script(SCRIPT), "not yet")
+    assert done.returncode == 1, done.stderr
+    assert "waited 2 s for rank 1 to come to `Trainer(...)`" in done.stderr
+    assert "raise world.start_deadline" in done.stderr
+    assert 'script.py", line 6 in <module>' in done.stderr.partition("rank 1 is at:\n")[2]
+
+
+@pytest.mark.parametrize("mpi", ["under way", "not yet"])
+def test_under_mpirun_the_ranks_end_by_themselves(script: Callable[[str], Path], mpi: str) -> None:
+    program = [sys.executable, str(script(SCRIPT)), mpi]
+    done = subprocess.run(
+        mpirun_command(3, program, mpirun=find_mpirun(), root=os.geteuid() == 0),
+        env={**os.environ, **mpi_environment(), "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    if mpi == "under way":
+        assert "waited 2 s at step 0 in 'start of all ranks'" in done.stderr
+        assert "Not there: rank 1, which did not come to `Trainer(...)`" in done.stderr
+        assert "If it may take that long, raise world.start_deadline." in done.stderr
+    else:
+        assert "_start_mpi_with_the_other_ranks" in done.stderr
+
+
+def test_a_person_is_told_once_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "NOTICE_SECONDS", 0.0)
+    wait = start.Start(3)
+    assert wait.notice() is None
+    wait.hear(2, 1800.0)
+    told = wait.notice()
+    assert told is not None
+    assert "rank 2 has waited 0 s for ranks 0, 1 to come to `Trainer(...)`; after 1800 s" in told
+    assert wait.notice() is None
+    assert wait.late(()) is None
+
+
+def test_a_rank_that_never_comes_is_told_apart() -> None:
+    wait = start.Start(3)
+    assert wait.late(()) is None
+    wait.hear(0, 0.0)
+    wait.hear(5, 0.0)  # one that joins later
+    said = wait.late({1})
+    assert said is not None
+    assert "waited 0 s for ranks 1, 2 to come to `Trainer(...)`" in said
+    assert "; rank 1 came to the end of the script without it." in said
+    wait.hear(1, 0.0)
+    wait.hear(2, 0.0)
+    assert wait.late({1}) is None

@@ -1,0 +1,57 @@
+"""How long ranks have to end in once they are asked to: as long as they say, but for `--grace`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ktrainer import Trainer, telling
+from tests.launch.test_launch import running
+
+# Rank 1 needs longer than rank 0 has said, and ends by itself; rank 0 never does.
+SCRIPT = """
+import os, signal, sys, time
+from ktrainer.telling import tell_grace
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+def end(*_):
+    time.sleep(2.0 if rank == "1" else 60.0)
+    print("took 2 s", flush=True)
+    time.sleep(60)
+signal.signal(signal.SIGTERM, end)
+tell_grace(4.0 if rank == "1" else 0.5)
+with open("MARKS", "a") as marks:
+    marks.write("here\\n")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("given", "in_time"), [((), True), (("--grace", 1), False)])
+def test_the_longest_grace_that_a_rank_has_said_counts(
+    script: Callable[[str], Path],
+    tmp_path: Path,
+    within: Callable[..., None],
+    given: tuple[object, ...],
+    in_time: bool,
+) -> None:
+    marks = tmp_path / "marks"
+    path = script(SCRIPT.replace("MARKS", str(marks)))
+    with running("-n", 2, *given, path) as launcher:
+        within(30, lambda: marks.exists() and marks.read_text().count("here") == 2, "ranks ready")
+        time.sleep(0.3)  # the launcher reads what they say every tenth of a second
+        asked = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        output = launcher.stdout.read()
+        assert launcher.wait(20) == 143, output
+    assert ("[1] took 2 s" in output) == in_time, output
+    assert time.monotonic() - asked < 15.0  # not the 30 seconds where nobody says anything
+
+
+def test_a_trainer_says_the_grace_of_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[object]()
+    monkeypatch.setattr(telling, "listener", lambda event, **more: said.append((event, more)))
+    with Trainer(overrides=["trainer.interrupt.grace=120"]):
+        assert ("grace", {"seconds": 120.0}) in said
