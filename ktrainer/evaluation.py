@@ -15,6 +15,7 @@ from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
     from ktrainer.feed import Feed
+    from ktrainer.trainer import Trainer
 
 
 def evaluate(
@@ -115,3 +116,19 @@ def predict(program: Steps, feed: Feed, callbacks: keras.callbacks.CallbackList,
 
 def _concatenate(parts: Any) -> Any:
     return np.concatenate(parts, axis=0)
+
+
+def logs_so_far(trainer: Trainer, program: Steps) -> dict[str, Any]:
+    """Logs of the epoch up to now, of all ranks, who call this together."""
+    counted = trainer.counted
+    counted.logs = program.finish() or counted.logs
+    if trainer.progress.counted <= 0:
+        return {}  # all updates were left out, or made undone: that is no loss of 0
+    return global_results(
+        program.model.metrics,
+        trainer.world,
+        logs=counted.logs,
+        sources=program.sources("train"),
+        examples=counted.examples,
+        last_examples=counted.last,
+    )

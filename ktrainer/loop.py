@@ -39,11 +39,10 @@ import numpy as np
 
 from ktrainer.beginning import NO_BATCHES, skip_to_initial_epoch, warn_if_late, warn_if_stopped
 from ktrainer.callbacks.base import emit
-from ktrainer.callbacks.metrics import global_results
 from ktrainer.counted import Counted
 from ktrainer.durations import Every
 from ktrainer.errors import DataError
-from ktrainer.evaluation import validate
+from ktrainer.evaluation import logs_so_far, validate
 from ktrainer.interruption import Asked, Interruption, leave
 from ktrainer.progress import Phase, Progress
 from ktrainer.rollback import roll_back
@@ -202,7 +201,7 @@ class Loop:
         self.trainer.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
-        epoch_logs = self._global_logs()
+        epoch_logs = logs_so_far(self.trainer, self.program)
         if self._due(self._validate, epoch_end=True):
             epoch_logs |= self._validation_logs(keep=cut)
         else:
@@ -291,7 +290,7 @@ class Loop:
                 every.start(progress)
         self.callbacks.on_train_batch_end(progress.batch - 1, logs)
         if self._due(self._log):
-            emit(ours, "on_log", progress.step, self._global_logs())
+            emit(ours, "on_log", progress.step, logs_so_far(self.trainer, self.program))
         if self._due(self._validate):
             self._validate_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)
@@ -318,20 +317,6 @@ class Loop:
 
     def _highest(self, values: np.ndarray, what: str) -> np.ndarray:
         return self.world.oob_allreduce(values, "max", what)
-
-    def _global_logs(self) -> dict[str, Any]:
-        counted = self.trainer.counted
-        counted.logs = self.program.finish() or counted.logs
-        if self.trainer.progress.counted <= 0:
-            return {}  # all updates were left out, or made undone: that is no loss of 0
-        return global_results(
-            self.model.metrics,
-            self.world,
-            logs=counted.logs,
-            sources=self.program.sources("train"),
-            examples=counted.examples,
-            last_examples=counted.last,
-        )
 
     def _validate_inside_epoch(self) -> None:
         progress = self.trainer.progress

@@ -15,6 +15,7 @@ The parts of this package:
     saver.py     writes snapshots behind the training
     parts.py     one checkpoint that all stages of a pipeline write at once
     callback.py  when a run saves; it is `ktrainer.callbacks.Checkpoint`
+                 direction.py: is a high or a low value best?
     resuming.py  all ranks go on from what rank 0 reads
     export.py    the trained model as a `.keras` file
     rebuild.py   a checkpoint as a Keras file, without the script; foreign.py: what it refuses

@@ -26,6 +26,7 @@ from typing import Any
 
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.health import finite_loss
+from ktrainer.checkpoint.direction import direction
 from ktrainer.checkpoint.saver import Saver
 from ktrainer.checkpoint.snapshot import Snapshot, take
 from ktrainer.checkpoint.state import history_of
@@ -331,25 +332,3 @@ class Checkpoint(Callback):
         self._validated = None
         if self._saver is not None:
             self._saver.ranks_changed()
-
-
-def direction(model: Any, monitor: str) -> str:
-    """`min` or `max`: which way the metric `monitor` is better.
-
-    Raises:
-        ConfigError: neither its name nor the metric itself tells.
-    """
-    name = monitor.removeprefix("val_")
-    if name == "loss" or name.endswith("_loss"):
-        return "min"
-    for metric in model.metrics:
-        parts = metric.metrics if hasattr(type(metric), "metrics") else [metric]
-        for part in parts:
-            found = getattr(part, "_direction", None)
-            if found and (name == part.name or name.endswith(f"_{part.name}")):
-                return "max" if found == "up" else "min"
-    raise ConfigError(
-        f"cannot tell whether a high or a low {monitor!r} is better; set checkpoint.mode to min "
-        "or max.",
-        path="checkpoint.mode",
-    )

@@ -10,7 +10,8 @@ on: like a resume from a checkpoint, but from memory, and without leaving `fit`.
     Counts      what each rank's metrics have counted, which the others know too   counts.py
     Recruiting  starts processes in the place of those that died                   recruiting.py
 
-What data, callbacks and steps must be like for that is checked in checks.py.
+What data, callbacks and steps must be like for that is checked in checks.py. Outside the part of a
+script that runs like this, a death ends all: parts.py tells the launcher where it begins and ends.
 
 An update is applied whole or not at all (`GradientPlane.atomic`), so an interrupted one leaves the
 weights as they were, and is done again with the same global batch over fewer ranks.

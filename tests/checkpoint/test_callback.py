@@ -13,7 +13,7 @@ import ktrainer.checkpoint.format as format_module
 from ktrainer import world
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
-from ktrainer.checkpoint.callback import direction
+from ktrainer.checkpoint.direction import direction
 from ktrainer.checkpoint.store import Store
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
