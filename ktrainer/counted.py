@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import keras
-import numpy as np
 
 
 @dataclass
@@ -24,9 +21,9 @@ class Counted:
     last: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
 
-    def plain_logs(self) -> dict[str, Any]:
-        """The logs as floats, and arrays where they have several numbers."""
-        return dict(keras.tree.map_structure(_plain, self.logs or {}))
+    def plain_logs(self) -> dict[str, float | None]:
+        """The scalars as floats; None for what is no scalar, of which only the name counts."""
+        return {**dict.fromkeys(self.logs or {}), **as_floats(self.logs)}
 
     def take_over(self, every: list[list[Any]], sources: list[int], counting: list[int]) -> None:
         """Make these the counts of other ranks.
@@ -43,21 +40,29 @@ class Counted:
         if len(sources) == 1 and every[sources[0]][2] is not None:
             self.logs = dict(every[sources[0]][2])
             return
-        known = [
-            (every[rank][1], every[rank][2]) for rank in counting if every[rank][2] is not None
-        ]
+        known = [every[rank][1:] for rank in counting if every[rank][2] is not None]
         if known:
-            self.logs = keras.tree.map_structure(
-                lambda *values: _mean([w for w, _ in known], values), *[logs for _, logs in known]
-            )
+            weights, logs = zip(*known, strict=True)
+            self.logs = {key: _mean(weights, [each.get(key) for each in logs]) for key in logs[0]}
 
 
-def _mean(weights: Sequence[int], values: tuple[Any, ...]) -> Any:
-    if not sum(weights):
-        return values[0]
-    return _plain(np.average(np.array(values, np.float64), axis=0, weights=weights))
+def _mean(weights: Sequence[int], values: Sequence[float | None]) -> float | None:
+    pairs = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
+    if len(pairs) < len(values):
+        return None
+    total = sum(w for w, _ in pairs)
+    return sum(w * v for w, v in pairs) / total if total else values[0]
 
 
-def _plain(value: Any) -> Any:
-    array = np.array(value.numpy() if hasattr(value, "numpy") else value)
-    return float(array) if array.ndim == 0 else array
+def as_floats(logs: Mapping[str, Any] | None) -> dict[str, float]:
+    """The scalars among `logs` as floats; nested dicts are flattened, the rest left out."""
+    scalars: dict[str, float] = {}
+    for key, value in (logs or {}).items():
+        if isinstance(value, Mapping):
+            scalars.update(as_floats(value))
+            continue
+        try:
+            scalars[key] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return scalars

@@ -111,8 +111,9 @@ class Loop:
         warn_if_stopped(self.model, self.world)
         self._start_clock()
         skip_to_initial_epoch(self.trainer)
-        # A checkpoint of an epoch's last update, at which `max_steps` ends the run.
-        self._owed = self.trainer.progress.batch == self.trainer.steps_per_epoch
+        progress = self.trainer.progress
+        ended = self.steps_left == 0 or progress.batch == self.trainer.steps_per_epoch
+        self._owed = progress.validation_due or (ended and progress.batch > 0)
         if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
             try:
                 self._agree_to_stop()
@@ -152,7 +153,8 @@ class Loop:
         """
         self.feed, self.validation = feed, validation
         self.late = late
-        self._untold = logs if phase == Phase.UPDATED else None
+        known = {name: value for name, value in logs.items() if value is not None}
+        self._untold = known if phase == Phase.UPDATED else None
         self.trainer.counted.logs = logs
         progress = self.trainer.progress
         # What follows an update, or the last one of an epoch, is due even if nothing else is.
@@ -220,14 +222,21 @@ class Loop:
             logs, self._untold = self._untold, None
             if self._tell(logs):
                 return self._is_cut()
+        progress = self.trainer.progress
+        if progress.validation_due:
+            self._validate_inside_epoch()
+            emit(
+                self.callbacks.callbacks,
+                "on_step_checkpoint",
+                progress.step,
+                self.trainer.counted.logs,
+            )
+            if self._agree_to_stop():
+                return self._is_cut()
         if self._finished():  # and only the epoch's end was owed
             return self._is_cut()
         shares = self.feed.epoch(epoch, skip=skip)
         with closing(shares):  # type: ignore[type-var]
-            if self.trainer.progress.validation_due:
-                self._validate_inside_epoch()
-                if self._agree_to_stop():
-                    return self._is_cut()
             for updates in self._updates(shares):
                 if self._tell(self._train(updates)):
                     return self._is_cut()
@@ -323,7 +332,8 @@ class Loop:
         progress.validation_due = True  # should it be interrupted
         progress.validated = self._validation_logs(keep=True)
         progress.validation_due = False
-        emit(self.callbacks.callbacks, "on_validation_end", progress.step, progress.validated)
+        logs = dict(progress.validated)  # theirs, as that is what checkpoints keep
+        emit(self.callbacks.callbacks, "on_validation_end", progress.step, logs)
 
     def _validation_logs(self, keep: bool) -> dict[str, Any]:
         """Validate; to `keep` is to put the metrics of the epoch so far back."""

@@ -48,6 +48,7 @@ from typing import Any, TypeVar
 
 import keras
 
+from ktrainer.counted import as_floats as as_floats
 from ktrainer.progress import Progress
 from ktrainer.runfolder import of_fit
 from ktrainer.world import World, current
@@ -275,17 +276,3 @@ def gradient_hooks(callbacks: Iterable[Any]) -> list[Callable[[list[Any], list[A
         for callback in callbacks
         if isinstance(callback, Callback) and overrides(callback, "on_gradients")
     ]
-
-
-def as_floats(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The scalars among `logs` as floats; nested dicts are flattened, the rest left out."""
-    scalars: dict[str, float] = {}
-    for key, value in (logs or {}).items():
-        if isinstance(value, Mapping):
-            scalars.update(as_floats(value))
-            continue
-        try:
-            scalars[key] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return scalars

@@ -101,7 +101,8 @@ def _history(value: Any) -> bool:
 
 def _logs(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        isinstance(each, np.ndarray) or type(each) in (int, float) for each in value.values()
+        each is None or isinstance(each, np.ndarray) or type(each) in (int, float)
+        for each in value.values()
     )
 
 

@@ -15,13 +15,14 @@ from ktrainer.config.healing import check_healing
 from ktrainer.config.schema import Config
 
 VARIABLE = "KTRAINER_WORLD"
+_GRACE = "interrupt.grace"
 _INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
 _MPI_PORTS = range(61000, 65500)  # above those that Linux gives to who does not ask for one
 SPARE = 64  # processes that may join one launch, in all: each has pipes of its own
 
 
 def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
-    """`config` with the launcher's word on its `world` section.
+    """`config` with the launcher's word on its `world` section, and on the grace at the end.
 
     Raises:
         ConfigError: the two do not go together.
@@ -29,7 +30,11 @@ def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Conf
     told = environ.get(VARIABLE)
     if not told:
         return config
-    config = replace(config, world=replace(config.world, **json.loads(told)))
+    world = json.loads(told)
+    if (grace := world.pop(_GRACE, None)) is not None:
+        interrupt = replace(config.trainer.interrupt, grace=grace)
+        config = replace(config, trainer=replace(config.trainer, interrupt=interrupt))
+    config = replace(config, world=replace(config.world, **world))
     check_healing(config)
     return config
 
@@ -49,6 +54,8 @@ def ports_on_loopback(environ: Mapping[str, str]) -> range:
     return _MPI_PORTS if mpi_on_loopback().items() <= environ.items() else range(0)
 
 
-def to_environment(world: Mapping[str, Any]) -> dict[str, str]:
-    """The environment from which ranks learn these keys of the `world` section."""
-    return {VARIABLE: json.dumps(dict(world))} if world else {}
+def to_environment(world: Mapping[str, Any], grace: float | None = None) -> dict[str, str]:
+    """The environment from which ranks learn these keys of the `world` section, and the `grace`
+    (seconds) that they have to end in, if it was given."""
+    told = dict(world) | ({} if grace is None else {_GRACE: grace})
+    return {VARIABLE: json.dumps(told)} if told else {}

@@ -15,14 +15,15 @@ def healing_part(world: HealingWorld) -> Iterator[None]:
     when one dies elsewhere: the others would wait for it, or not notice.
 
     A rank that leaves speaks for all that it has just agreed with: one of them that dies before it
-    can say so itself is missed all the same.
+    can say so itself is missed all the same. One that leaves with an error says nothing: the others
+    may go on without it.
     """
     world.parts += 1
     tell_part(world.parts, [world.slot])
-    slots = {world.slot}
     try:
         yield
-        slots = {peer.slot for peer in world.peers}
-    finally:
+    except BaseException:
         world.parts += 1
-        tell_part(world.parts, slots)
+        raise
+    world.parts += 1
+    tell_part(world.parts, {peer.slot for peer in world.peers})

@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
     env = rank_environment(environment(), threads, args.network, config)
-    env |= to_environment(heal) | healing.mpi_settings(heal, args.network == "loopback")
+    env |= to_environment(heal, args.grace) | healing.mpi_settings(heal, args.network == "loopback")
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
     options = _options(slices if slices and threads <= len(slices[0]) else [])

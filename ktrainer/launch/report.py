@@ -94,10 +94,11 @@ def missed_failure(
     if (first := first_failure(own, (), 0, "", {})) is not None:
         return first
     headline = (
-        f"rank {missed} was killed, often by the system for lack of memory, or left by os._exit, "
-        "before the first step of fit or after its end, where the others cannot go on without it"
+        f"rank {missed} was killed, often by the system for lack of memory or by another rank that "
+        "it did not answer, or left by os._exit, before the first step of fit or after its end, "
+        "where the others cannot go on without it"
     )
-    return Failure(missed, 1 if mpirun_code <= 0 else mpirun_code, headline, faults.get(missed, ""))
+    return Failure(missed, 1, headline, faults.get(missed, ""))
 
 
 def late_failure(why: str, absent: Sequence[int], faults: Mapping[int, str]) -> Failure:

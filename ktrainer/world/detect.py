@@ -14,6 +14,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 
 from ktrainer.config.cluster import Cluster
@@ -94,7 +95,8 @@ def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
     with its stack, in which the name of this function says what it waited for."""
     alone = not heard() and "mpi4py.MPI" not in sys.modules
     if alone:
-        faulthandler.dump_traceback_later(start_deadline, exit=True)
+        with suppress(OverflowError):  # longer than anybody waits
+            faulthandler.dump_traceback_later(start_deadline, file=2, exit=True)
     try:
         import_module("mpi4py.MPI")
     finally:

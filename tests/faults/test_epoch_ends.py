@@ -12,6 +12,9 @@ import pytest
 import tensorflow as tf
 
 import ktrainer
+from ktrainer.checkpoint import Store
+from tests.faults import asking
+from tests.faults.asking import Asks
 from tests.faults.runs import CASES, STEPS, Case, classes, network, train
 from tests.faults.test_resume import differences, on_ranks, resumed
 
@@ -67,6 +70,27 @@ def test_row_07_validation_inside_epochs(tmp_path: Path, words: tuple[str, str])
         assert hears[-1].heard == hears[0].heard, step
 
 
+@pytest.mark.parametrize("last", [3, 4, 8])
+def test_row_08_in_a_validation_at_the_end(tmp_path: Path, last: int) -> None:
+    """Inside an epoch and at its end; what was validated is the best, and not what follows."""
+    words = ("trainer.validate_every=1ba", "checkpoint.best=val_loss", f"trainer.max_steps={last}")
+    for step in {3, last}:
+        folder = tmp_path / str(step)
+        expected, _ = asking.whole(folder, "compiled", *words)
+        ended, found, _ = asking.in_two(folder, "compiled", Asks(step, during="validation"), *words)
+        assert ended.step == step
+        assert not differences(found, expected)
+        both = [best(folder / name) for name in ("whole", f"validation {step}")]
+        assert both[0] == both[1]
+        assert both[0][0]
+
+
+def best(run: Path) -> list[tuple[int, float]]:
+    """Steps whose checkpoints were the best, with their values."""
+    entries = Store(run / "checkpoints").entries()
+    return [(e.step, e.metric[1]) for e in entries if e.metric is not None]
+
+
 class Furthest(keras.metrics.Metric):
     """The largest output so far: its state does not add up over ranks."""
 
@@ -82,10 +106,12 @@ class Furthest(keras.metrics.Metric):
 
 
 class Logging(keras.Sequential):
-    """Has a log that is of the last batch."""
+    """Has logs that are of the last batch, and some that are no numbers."""
 
     def train_step(self, batch: Any) -> Any:
-        return {**super().train_step(batch), "rows": tf.reduce_sum(batch[0])}
+        total = tf.reduce_sum(batch[0])
+        more = {"parts": {"half": total / 2}, "nothing": None, "word": "no number"}
+        return {**super().train_step(batch), "total": total, **more}
 
 
 def logging() -> Any:
