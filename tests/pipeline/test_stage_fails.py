@@ -91,7 +91,7 @@ def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(
     else:
         done = _started(tmp_path, mpirun, kill, stages)
         waits = "in 'gradient 1->0 of microbatch 0 from rank 1"
-        assert f"PeerLost: rank 0 lost a peer at step 3 {waits}" in done.stderr
+        assert f"PeerLost: rank 0 lost rank 1 at step 3 {waits}" in done.stderr
 
 
 def _raises_at_the_fifth(where: str) -> None:

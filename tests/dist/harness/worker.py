@@ -18,8 +18,6 @@ from tests.dist.harness import keras_state, leaks, wire
 
 def main() -> None:
     """Connect, say who this is, and work."""
-    # Keras would import it, a quarter of its own import's time, for wrappers that nobody uses here.
-    sys.modules["sklearn"] = None  # type: ignore[assignment]
     # The test process asks a rank that is late for the stacks of all its threads.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     from mpi4py import MPI
