@@ -7,7 +7,7 @@ a mistake that we explain from a bug that we do not.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -179,3 +179,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     spelled = {each.lower(): each for each in known}
     matches = get_close_matches(name.lower(), list(spelled), n=1, cutoff=0.6)
     return spelled[matches[0]] if matches else None
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """`"rank 1"`, or `"ranks 1, 2"`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -21,7 +21,7 @@ from ktrainer.checkpoint.callback_state import callback_states, load_callback_st
 from ktrainer.checkpoint.resuming import fill_history
 from ktrainer.checkpoint.state import history_of, variables_of
 from ktrainer.counted import Counted
-from ktrainer.errors import PeerLost, WorldError
+from ktrainer.errors import PeerLost, WorldError, name_ranks
 from ktrainer.feed.share import Share
 from ktrainer.feed.source import take_slice
 from ktrainer.healing.checks import changes_in_parts, check_callbacks, check_data
@@ -305,8 +305,7 @@ def _rank_in(peers: list[Peer], peer: Peer) -> int:
 
 
 def _say(healed: Healed) -> None:
-    who = ", ".join(map(str, healed.lost))
-    gone = f"rank{'s' * (len(healed.lost) > 1)} {who} died; " if healed.lost else "a rank joined; "
+    gone = f"{name_ranks(healed.lost)} died; " if healed.lost else "a rank joined; "
     ranks = "rank goes" if healed.size == 1 else "ranks go"
     print(
         f"ktrainer: {gone}{healed.size} {ranks} on after step {healed.step} "

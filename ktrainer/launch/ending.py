@@ -82,7 +82,7 @@ def _failure(end: End, heals: bool) -> Failure | None:
     if end.late and all(note.follows for note in end.failures.values()):
         return late_failure(end.late, end.absent, end.faults)
     if heals and end.missed is not None:
-        return missed_failure(end.failures, end.missed, end.code, end.faults)
+        return missed_failure(end.failures, end.missed, end.faults)
     if heals and end.ended and not end.failures:
         return None
     if heals and not end.failures and end.code == 0:

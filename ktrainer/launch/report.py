@@ -77,9 +77,7 @@ def first_failure(
     return Failure(None, mpirun_code, f"mpirun ended with exit code {mpirun_code}", mpirun_said)
 
 
-def missed_failure(
-    notes: Mapping[int, Note], missed: int, mpirun_code: int, faults: Mapping[int, str]
-) -> Failure:
+def missed_failure(notes: Mapping[int, Note], missed: int, faults: Mapping[int, str]) -> Failure:
     """The failure of a group that heals, in which the others could not go on without a rank.
 
     mpirun, which is to let ranks die, does not say how it died.
@@ -87,7 +85,6 @@ def missed_failure(
     Args:
         notes: the failures that ranks reported; one that raised by itself comes first.
         missed: the rank that ended without a word.
-        mpirun_code: how mpirun ended.
         faults: rank -> the stack that Python's fault handler wrote.
     """
     own = {rank: note for rank, note in notes.items() if not note.follows}

@@ -9,6 +9,8 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from ktrainer.errors import name_ranks
+
 ASK = signal.SIGUSR2  # a rank's fault handler then writes its stack
 NOTICE_SECONDS = 60.0  # then a person is told what is waited for
 _ANSWER_SECONDS = 0.5
@@ -49,7 +51,7 @@ class Start:
             return None
         self._told = True
         return (
-            f"rank {self._first} has waited {NOTICE_SECONDS:g} s for {_ranks(self.missing)} to "
+            f"rank {self._first} has waited {NOTICE_SECONDS:g} s for {name_ranks(self.missing)} to "
             f"come to `Trainer(...)`; after {self._seconds:g} s (world.start_deadline) all are "
             "ended"
         )
@@ -63,11 +65,11 @@ class Start:
         if not self.missing or self._waited < self._seconds:
             return None
         never = [rank for rank in self.missing if rank in ended]
-        more = f"; {_ranks(never)} came to the end of the script without it" if never else ""
+        more = f"; {name_ranks(never)} came to the end of the script without it" if never else ""
         return (
-            f"rank {self._first} waited {self._seconds:g} s for {_ranks(self.missing)} to come to "
-            f"`Trainer(...)`, or to where the world is opened otherwise{more}. If it may take that "
-            "long, raise world.start_deadline"
+            f"rank {self._first} waited {self._seconds:g} s for {name_ranks(self.missing)} to come "
+            f"to `Trainer(...)`, or to where the world is opened otherwise{more}. If it may take "
+            "that long, raise world.start_deadline"
         )
 
     def ask(self, processes: Mapping[int, int]) -> None:
@@ -84,7 +86,3 @@ class Start:
     @property
     def _waited(self) -> float:
         return time.monotonic() - self._since
-
-
-def _ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from mpi4py import MPI
 
-from ktrainer.errors import DeadlineExceeded, PeerLost
-from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, name_ranks, silent
+from ktrainer.errors import DeadlineExceeded, PeerLost, name_ranks
+from ktrainer.world.rollcall import ANSWER_SECONDS, LOOK_SECONDS, RollCall, silent
 
 SETTING = "world.start_deadline"
 _TAG = 32_000  # of messages among all processes, where the script may have its own

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
+from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError, name_ranks
 from ktrainer.world.blocking import in_time
 from ktrainer.world.meeting import meet
 from ktrainer.world.mpi_comm import MpiComm
@@ -23,7 +23,6 @@ from ktrainer.world.rollcall import (
     ANSWER_SECONDS,
     LOOK_SECONDS,
     RollCall,
-    name_ranks,
     report,
     silent,
 )

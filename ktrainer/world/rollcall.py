@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 from mpi4py import MPI
 
+from ktrainer.errors import name_ranks
+
 LOOK_SECONDS = 0.1  # how often a rank that waits looks for questions
 ANSWER_SECONDS = 2.0  # how long to wait for answers, at most: the machine may be busy
 
@@ -92,8 +94,3 @@ def report(size: int, rank: int, answers: Mapping[int, str]) -> str:
 def silent(size: int, rank: int, answers: Mapping[int, str]) -> list[int]:
     """The ranks that have not answered `rank`."""
     return [r for r in range(size) if r != rank and r not in answers]
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """`"rank 1"`, or `"ranks 1, 2"`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

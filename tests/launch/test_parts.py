@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ktrainer import telling
+from ktrainer.healing.parts import healing_part
 from ktrainer.launch.channel import Note
 from ktrainer.launch.parts import Parts
 from ktrainer.launch.report import missed_failure
@@ -47,7 +54,19 @@ def test_newcomers_are_missed_once_they_have_joined_and_training_is_over() -> No
 def test_an_error_of_its_own_comes_before_a_rank_that_is_missed() -> None:
     mine = Note("failed", 1, 2.0, 1, "builtins.ValueError", "Traceback\nValueError: x\n")
     lost = Note("failed", 1, 1.0, 1, "ktrainer.errors.PeerLost", "Traceback\n", follows=True)
-    assert missed_failure({0: lost, 2: mine}, 1, 137, {}).rank == 2
-    first = missed_failure({0: lost}, 1, 0, {1: "the stack"})
+    assert missed_failure({0: lost, 2: mine}, 1, {}).rank == 2
+    first = missed_failure({0: lost}, 1, {1: "the stack"})
     assert (first.rank, first.code, first.text) == (1, 1, "the stack")
     assert "rank 1 was killed" in first.headline
+
+
+def test_one_that_leaves_with_an_error_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newcomer that fails while the others heal is not missed; the next part counts on."""
+    told: list[int] = []
+    monkeypatch.setattr(telling, "listener", lambda event, **fields: told.append(fields["number"]))
+    world: Any = SimpleNamespace(parts=0, slot=1, peers=[])
+    with pytest.raises(RuntimeError), healing_part(world):
+        raise RuntimeError
+    with healing_part(world):
+        pass
+    assert told == [1, 3, 4]
