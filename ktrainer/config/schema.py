@@ -86,6 +86,10 @@ class TrainerConfig:
         precision: float32, mixed_bfloat16, or mixed_float16 (with loss scaling on which all
             ranks agree). null: the Keras dtype policy that is set already.
         xla: compile the computation of a step with XLA; communication stays outside.
+        loss_scope: what a loss is computed on. local: each rank's, replica's or microbatch's own
+            examples, which is exact for losses that are means or sums over examples. global: the
+            outputs, targets and weights of the whole batch, gathered first, for losses that couple
+            examples (contrastive losses, rankings).
         steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
             then see every so many steps.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
@@ -104,6 +108,7 @@ class TrainerConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] | None = None
     xla: bool = False
+    loss_scope: Literal["local", "global"] = "local"
     steps_per_call: int = number(1, at_least=1)
     deterministic: bool = False
     interrupt: InterruptConfig = field(default_factory=InterruptConfig)
@@ -214,6 +219,9 @@ class LoggingConfig:
             else plain.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
+        batch_logs: what callbacks get at the end of a batch. rank: what the rank itself has
+            computed so far, at no cost. all: the same logs on every rank, those of all ranks
+            together, for one small all-reduce a batch.
         tensorflow: let TensorFlow's own start-up messages through. Only what it says after the
             Trainer is made: import keras after that, or use `ktrainer launch`.
     """
@@ -222,6 +230,7 @@ class LoggingConfig:
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     csv: bool = True
     tensorboard: bool = False
+    batch_logs: Literal["rank", "all"] = "rank"
     tensorflow: bool = False
 
 
@@ -244,6 +253,10 @@ class HealthConfig:
             "100ba". null: never.
         check_data: before step 1, compare what the ranks read first, so that an unseeded
             shuffle is found.
+        verify: before step 1, compare the gradients of a few examples computed at once with those
+            computed in parts, as ranks, replicas or microbatches do, and warn where they differ.
+            auto: where the model is split and the check takes at most a few seconds. off: never.
+            `ktrainer verify` is the full check.
     """
 
     nan: Literal["stop", "skip", "rollback", "ignore"] = "stop"
@@ -254,6 +267,7 @@ class HealthConfig:
     max_rollbacks: int = number(3, at_least=1)
     audit_every: str | None = duration("1ep")
     check_data: bool = True
+    verify: Literal["auto", "off"] = "auto"
 
 
 @dataclass(frozen=True)
