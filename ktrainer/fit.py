@@ -150,7 +150,7 @@ class Fit:
             training=True,
             order=order,
             check=check,
-            limit=fewer or limits.limit_train_batches,
+            limit=fewer or (None if call.steps else limits.limit_train_batches),
             steps=None if fewer else call.steps,
             class_weight=call.class_weight,
         )

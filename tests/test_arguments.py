@@ -45,7 +45,7 @@ def build() -> keras.Model:
 def two_by_two() -> keras.Model:
     inputs = [keras.Input((3,)), keras.Input((3,))]
     hidden = keras.layers.Add()([keras.layers.Dense(4)(part) for part in inputs])
-    model = keras.Model(inputs, [keras.layers.Dense(2)(hidden), keras.layers.Dense(2)(hidden)])
+    model = keras.Model(inputs, [keras.layers.Dense(2, name=name)(hidden) for name in "ab"])
     model.compile("sgd", ["mse", "mae"], loss_weights=[1.0, 0.3])
     return model
 
@@ -99,7 +99,6 @@ CASES: dict[str, Make] = {
         batch_size=5, sample_weight=np.linspace(0.5, 2.0, ROWS), validation_split=0.3
     ),
     "initial epoch": lambda: xy(batch_size=5, initial_epoch=2, epochs=5),
-    "no epochs left": lambda: xy(batch_size=5, initial_epoch=3, epochs=3),
     "tf tensors": lambda: {
         "x": tf.constant(arrays()[0]), "y": tf.constant(arrays()[1]), "batch_size": 5, "epochs": 2
     },
@@ -122,11 +121,13 @@ STEPS: dict[str, Make] = {
         "x": tf.data.Dataset.from_tensor_slices(arrays()).shuffle(ROWS, seed=2).batch(5),
         "epochs": 7,
         "steps_per_epoch": 2,
+        "shuffle": False,
     },
     "repeated dataset": lambda: {
         "x": tf.data.Dataset.from_tensor_slices(arrays()).repeat().shuffle(ROWS, seed=2).batch(5),
         "epochs": 3,
         "steps_per_epoch": 2,
+        "shuffle": False,
     },
 }
 

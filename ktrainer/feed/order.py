@@ -47,7 +47,8 @@ class Order(NamedTuple):
         """
         if self.keras:
             return _keras_rows(self.seed, rows, batch, "batch" if within_batches else True)
-        random = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
+        key = np.array([self.seed % 2**64, epoch], np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key))
         if not within_batches:
             return random.permutation(rows)
         starts = range(0, rows, batch)
