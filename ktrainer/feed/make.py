@@ -14,7 +14,7 @@ from ktrainer.feed.arrays import ArrayFeed
 from ktrainer.feed.classweight import unpack_arrays
 from ktrainer.feed.datasets import DatasetSource
 from ktrainer.feed.kinds import kind_of
-from ktrainer.feed.order import Order, order_of
+from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
 from ktrainer.feed.python_data import GeneratorSource, LoaderSource, PyDatasetSource
 from ktrainer.feed.shards import deal, first_batch_facts, hinted
@@ -63,7 +63,7 @@ def make_feed(
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams go on from epoch to epoch, honour
             `data.drop_remainder`.
-        order: of arrays; None takes the one of the seed that is set, or a random one.
+        order: of arrays and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
         steps: batches an epoch, after which the next epoch continues; instead of `limit`.
@@ -74,8 +74,6 @@ def make_feed(
         DataError: data that cannot be trained on.
         ConfigError: `data.shard` asks for what this kind of data cannot do.
     """
-    if training and config.shuffle and order is None:
-        order = order_of(world)
     settings = _Settings(
         world, config, training, order or Order(), class_weight, limit, steps, batch_size, check
     )

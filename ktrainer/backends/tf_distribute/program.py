@@ -16,7 +16,6 @@ from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.feed.source import require_examples
-from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
