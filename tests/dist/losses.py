@@ -176,7 +176,7 @@ class Clip(keras.Model):
 
 
 def two_towers(cls: Any) -> Any:
-    inputs = {"image": keras.Input((8,)), "text": keras.Input((5,))}
+    inputs = {"image": keras.Input((8,), name="image"), "text": keras.Input((5,), name="text")}
     image = keras.layers.Dense(4, kernel_regularizer="l2")(inputs["image"])
     return cls(inputs, {"image": image, "text": keras.layers.Dense(4)(inputs["text"])})
 
@@ -216,7 +216,7 @@ def ranking(**settings: Any) -> Case:
     x = random.integers(1, 9, (41, 5))
     x[np.arange(5)[None] >= random.integers(1, 6, (41, 1))] = 0
     y = (random.normal(size=(41, 1)), np.roll(x, -1, 1))
-    return case(build, {**WHOLE, **settings}, x, y, (random.random(41), random.random(41)))
+    return case(build, {**WHOLE, **settings}, x, y, (random.random(41), random.random((41, 5))))
 
 
 class GatheringClip(keras.Model):
