@@ -16,6 +16,7 @@ shares. Gradients are therefore summed with the weights w. Then
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,16 +144,14 @@ class StepContext:
         every = ~ours & tf.reduce_any(rows == tf.stack([g.total for g in self.gathered]))
         views = [tf.maximum(g.total, 1) for g in self.gathered if g.views]
         unclear = tf.reduce_any(rows % tf.stack(views) == 0) if views else tf.constant(False)
-        check = tf.debugging.Assert(
+        check = checked(
             ours | every | ~unclear,
-            [
-                "a loss has a multiple of the rows that ktrainer.all_gather has gathered, so it "
-                "cannot be told whether it is of all ranks' examples or of this rank's alone. "
-                "Reduce it to its mean before it is differentiated. Rows:",
-                rows,
-            ],
+            "a loss has a multiple of the rows that ktrainer.all_gather has gathered, so it "
+            "cannot be told whether it is of the examples of all ranks or of one. Reduce it to its "
+            "mean before it is differentiated. Rows:",
+            rows,
         )
-        with tf.control_dependencies([] if check is None else [check]):
+        with tf.control_dependencies(check):
             share = tf.math.divide_no_nan(self.weight, self.gathered[0].weight)
         return tf.where(every, share, tf.ones_like(share))
 
@@ -263,6 +262,40 @@ def current() -> StepContext | None:
     """The context of the step that is traced now; None outside of steps, and in the steps of one
     process, which need none."""
     return _traced[-1] if _traced else None
+
+
+_CHECK = "ktrainer: "  # marks our own checks among TensorFlow's
+
+
+def checked(condition: tf.Tensor, message: str, *numbers: Any) -> list[Any]:
+    """Have a step fail unless `condition` is true, which is known only when it runs.
+
+    Args:
+        message: without brackets and quotation marks.
+        numbers: tensors to be printed after it.
+
+    Returns:
+        The operations that others must wait for.
+    """
+    check = tf.debugging.Assert(condition, [_CHECK + message, *numbers], summarize=-1)
+    return [] if check is None else [check]
+
+
+@contextmanager
+def checks_explained() -> Iterator[None]:
+    """Turn failures of `checked` into errors of this package; steps run inside.
+
+    Raises:
+        ModelError: one has failed.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = re.search(_CHECK + r"([^]\']*)[]\']?(.*)", str(error.message))
+        if found is None:
+            raise
+        numbers = re.sub(r"[^-0-9 ]", " ", found[2])
+        raise ModelError(" ".join(f"{found[1]} {numbers}".split())) from error
 
 
 def alone() -> Any:

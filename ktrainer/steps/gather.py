@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.context import Gathered, StepContext, current
+from ktrainer.steps.context import Gathered, StepContext, checked, current
 from ktrainer.world import current as current_world
 
 _WHERE = (
@@ -100,7 +100,7 @@ def count_rows(
         rows = every[:, column]
         dims = every[:, column + 1 : column + tensor.shape.rank]
         column += tensor.shape.rank
-        with tf.control_dependencies([_same_shapes(rows, dims)]):
+        with tf.control_dependencies(_same_shapes(rows, dims)):
             gathered = Gathered(tf.identity(rows[rank]), tf.reduce_sum(rows), weight, views)
         context.gathered.append(gathered)
         found.append(Rows(tf.reduce_sum(rows[:rank]), gathered, tf.reduce_max(dims, 0)))
@@ -143,16 +143,13 @@ def _check_rows(tensor: tf.Tensor) -> None:
     )
 
 
-def _same_shapes(rows: tf.Tensor, dims: tf.Tensor) -> Any:
+def _same_shapes(rows: tf.Tensor, dims: tf.Tensor) -> list[Any]:
     same = tf.reduce_all(dims == tf.reduce_max(dims, 0), axis=1) | (rows == 0)
-    return tf.debugging.Assert(
+    return checked(
         tf.reduce_all(same),
-        [
-            "the rows of some ranks have other dimensions than those of others (a line for each "
-            "rank), so that they cannot be gathered in one tensor; pad them to one length:",
-            tf.concat([rows[:, None], dims], 1),
-        ],
-        summarize=-1,
+        "rows of some ranks have other dimensions than those of others, so they cannot be gathered "
+        "in one tensor. Pad them to one length. Rows and dimensions, rank by rank:",
+        tf.concat([rows[:, None], dims], 1),
     )
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.context import Gathered, StepContext
+from ktrainer.steps.context import Gathered, StepContext, checked
 from ktrainer.steps.gather import count_rows, gather_rows
 from ktrainer.steps.options import StepOptions
 from ktrainer.world.plane import GradientPlane
@@ -122,15 +122,13 @@ def _of_batch(context: StepContext, tensor: tf.Tensor) -> tf.Tensor:
     if context.rows is None:
         return tensor
     rows = tf.shape(tensor, out_type=tf.int64)[0]
-    check = tf.debugging.Assert(
+    check = checked(
         rows == tf.cast(context.rows, tf.int64),
-        [
-            "trainer.loss_scope=global gathers what compute_loss is given, which must have one "
-            "row for each example. Return several views of an example on another axis, or as "
-            "several outputs, or use ktrainer.all_gather. Rows, examples:",
-            rows,
-            context.rows,
-        ],
+        "trainer.loss_scope=global gathers the outputs, targets and weights of compute_loss, which "
+        "must have one row for each example. Stack several views of an example on another axis, "
+        "return them as several outputs, or use ktrainer.all_gather. Rows and examples:",
+        rows,
+        context.rows,
     )
-    with tf.control_dependencies([] if check is None else [check]):
+    with tf.control_dependencies(check):
         return tf.identity(tensor)

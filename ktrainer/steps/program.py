@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
-from ktrainer.steps.context import StepContext, alone
+from ktrainer.steps.context import StepContext, alone, checks_explained
 from ktrainer.steps.guard import Before, check_one_update
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import check_compiled, losses_of_all
@@ -229,7 +229,8 @@ class Program(Steps):
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            return function(*args)
+            with checks_explained():
+                return function(*args)
         except tf.errors.OpError as error:
             cause = self.plane.failure(error) if self.plane is not None else None
             if cause is not None:

@@ -18,6 +18,7 @@ from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
+from ktrainer.steps.context import checks_explained
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import check_compiled
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
@@ -75,7 +76,7 @@ class ReplicatedProgram(Steps):
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         self._renew()
         if self.options.accumulate == 1 and not self.options.xla:
-            with self.guard():
+            with self.guard(), checks_explained():
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
         if self._accumulated is None:
             self._accumulated = Accumulated(
@@ -85,7 +86,7 @@ class ReplicatedProgram(Steps):
                 self._specs.get("train"),
                 self._logged["train"],
             )
-        with self.guard():
+        with self.guard(), checks_explained():
             return self._accumulated(shares)
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
@@ -101,12 +102,12 @@ class ReplicatedProgram(Steps):
         self._renew()
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))
-        with self.guard():
+        with self.guard(), checks_explained():
             return self._functions["many"](*stacked)
 
     def test(self, share: ShareLike) -> Logs:
         self._renew()
-        with self.guard():
+        with self.guard(), checks_explained():
             return self._function("test")(share.batch, *facts_of([share]))
 
     def predict(self, share: ShareLike) -> Any:
