@@ -9,6 +9,9 @@ The parts of this package:
     captured.py       an update of several shares: accumulation, XLA with several ranks
     multi.py          several updates in one call
     context.py        what a traced step must know of the other shares
+    sums.py           vectors over examples that a loss adds up
+    gather.py         rows of all ranks in one tensor
+    loss_scope.py     losses of the whole batch
     seams.py          the functions of Keras that are replaced while a step is traced
     guard.py          leaves out updates that would spoil a model
     logged.py         which logs are results of metrics, whatever they are called
