@@ -44,6 +44,7 @@ from ktrainer.durations import Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import logs_so_far, validate
 from ktrainer.interruption import Asked, Interruption, leave
+from ktrainer.logs import leaves, rebuilt
 from ktrainer.progress import Phase, Progress
 from ktrainer.rollback import roll_back
 from ktrainer.schedule import Schedule
@@ -153,7 +154,7 @@ class Loop:
         """
         self.feed, self.validation = feed, validation
         self.late = late
-        known = {name: value for name, value in logs.items() if value is not None}
+        known = rebuilt(logs, {p: value for p, value in leaves(logs).items() if value is not None})
         self._untold = known if phase == Phase.UPDATED else None
         self.trainer.counted.logs = logs
         progress = self.trainer.progress

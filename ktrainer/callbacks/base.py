@@ -48,7 +48,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from ktrainer.counted import as_floats as as_floats
+from ktrainer.logs import as_floats as as_floats
 from ktrainer.progress import Progress
 from ktrainer.runfolder import of_fit
 from ktrainer.world import World, current

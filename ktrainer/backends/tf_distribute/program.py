@@ -16,6 +16,7 @@ from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
+from ktrainer.logs import Path
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.logged import LoggedResults, Source
@@ -114,7 +115,7 @@ class ReplicatedProgram(Steps):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
         return self._logged[kind].sources
 
     def _function(self, kind: str) -> Callable[..., Any]:
