@@ -14,7 +14,7 @@ from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
 from ktrainer.counted import Counted
-from ktrainer.custom import CustomLoop
+from ktrainer.custom import CustomLoop, outside_of_scopes
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
@@ -132,6 +132,7 @@ class Trainer(CustomLoop):
             print(f"{who}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
+    @outside_of_scopes
     def fit(
         self,
         model: keras.Model | Callable[[], keras.Model],
@@ -182,6 +183,7 @@ class Trainer(CustomLoop):
             finally:
                 self._active.close()
 
+    @outside_of_scopes
     def evaluate(self, model: Any, data: Any) -> dict[str, float]:
         """Loss and metrics of `model` over all of `data`, the same on every rank.
 
@@ -193,6 +195,7 @@ class Trainer(CustomLoop):
 
         return self._over(model, data, evaluate, self.config.data)
 
+    @outside_of_scopes
     def predict(self, model: Any, x: Any) -> Any:
         """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank.
 
@@ -212,6 +215,7 @@ class Trainer(CustomLoop):
         config = replace(self.config.data, shard="batch", batch="global")
         return self._over(model, (x,) if inputs else x, predict, config)
 
+    @outside_of_scopes
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
         from ktrainer.checkpoint import save_model
@@ -278,6 +282,7 @@ class Trainer(CustomLoop):
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""
         self._active.resume()
 
+    @outside_of_scopes
     def close(self) -> None:
         """Let go of communicators. May be called twice."""
         self.backend.close()

@@ -170,7 +170,7 @@ class ReplicatedProgram(Steps):
         if not built:
             # Tracing can make no variables inside of a strategy.
             self._functions.clear()
-            move_out(self.model, strategy)
+            move_out(self.model)
             build()
         move_in(self.model, strategy)
         self._generation = generation(self.model)
