@@ -91,6 +91,7 @@ class Loop:
         self.model = program.model
         self.world = trainer.world
         known = trainer.steps_per_epoch
+        self._common = trainer.config.logging.batch_logs == "all" and trainer.world.size > 1
         self._validate = Every(schedule.validate if validation is not None else None, known)
         self._log = Every(schedule.log, known)
         self.late = False
@@ -298,7 +299,8 @@ class Loop:
             self.trainer.counted.examples = 0  # as the metrics, which begin anew
             for every in (self._validate, self._log):
                 every.start(progress)
-        self.callbacks.on_train_batch_end(progress.batch - 1, logs)
+        batch_logs = logs_so_far(self.trainer, self.program) if self._common else logs
+        self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, logs_so_far(self.trainer, self.program))
         if self._due(self._validate):
@@ -344,4 +346,12 @@ class Loop:
         def agree(stop: bool) -> bool:
             return self.interruption.agree(self._highest, (stop,), "stop evaluating")[0]
 
-        return validate(self.program, self.validation, self.callbacks, self.world, agree, keep)
+        return validate(
+            self.program,
+            self.validation,
+            self.callbacks,
+            self.world,
+            agree,
+            keep,
+            common_logs=self._common,
+        )
