@@ -91,7 +91,6 @@ class Loop:
         self.model = program.model
         self.world = trainer.world
         known = trainer.steps_per_epoch
-        self._common = trainer.config.logging.batch_logs == "all" and trainer.world.size > 1
         self._validate = Every(schedule.validate if validation is not None else None, known)
         self._log = Every(schedule.log, known)
         self.late = False
@@ -188,6 +187,11 @@ class Loop:
         if self.schedule.max_steps is None:
             return None
         return max(0, self.schedule.max_steps - self.trainer.progress.step)
+
+    @property
+    def _common_logs(self) -> bool:
+        """Whether callbacks get the logs of all ranks after each batch. Ranks may join."""
+        return self.trainer.config.logging.batch_logs == "all" and self.trainer.world.size > 1
 
     def _epoch(self) -> dict[str, Any]:
         progress, epoch = self.trainer.progress, self.trainer.progress.epoch
@@ -299,7 +303,7 @@ class Loop:
             self.trainer.counted.examples = 0  # as the metrics, which begin anew
             for every in (self._validate, self._log):
                 every.start(progress)
-        batch_logs = logs_so_far(self.trainer, self.program) if self._common else logs
+        batch_logs = logs_so_far(self.trainer, self.program) if self._common_logs else logs
         self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, logs_so_far(self.trainer, self.program))
@@ -353,5 +357,5 @@ class Loop:
             self.world,
             agree,
             keep,
-            common_logs=self._common,
+            common_logs=self._common_logs,
         )

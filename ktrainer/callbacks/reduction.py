@@ -145,6 +145,8 @@ class _Reduction:
         last = weight if last_examples is None else float(last_examples)
         unknown = [leaf for leaf in self.leaves if not leaf.additive]
         _warn_once(leaf.metric.name for leaf in unknown)
+        if self._by_inner_name:
+            _warn_of_lists(path for path in self.extra if any(isinstance(key, int) for key in path))
         local = [self._local_result(leaf) for leaf in unknown]
         values = [(v, weight) for result in local for v in keras.tree.flatten(result)]
         values += [(self.logs[path], last) for path in self.extra]
@@ -303,5 +305,17 @@ def _warn_once(names: Iterable[str]) -> None:
             f"averaging the results of {', '.join(new)} over ranks, weighted by examples: that is "
             "not the metric of all data unless its state adds up. If it does, set "
             "`state_adds_up = True` on the metric's class.",
+            stacklevel=5,
+        )
+
+
+def _warn_of_lists(paths: Iterable[Path]) -> None:
+    new = sorted({label(path) for path in paths} - _warned)
+    if new:
+        _warned.update(new)
+        warnings.warn(
+            f"averaging the logs {', '.join(new)} over ranks, weighted by the examples of the last "
+            "step: in a list they have no names, and are not known to be results of metrics. If "
+            "they are, log them by name, in a dict.",
             stacklevel=5,
         )
