@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from ktrainer.logs import leaves, rebuilt
 
 
 @dataclass
@@ -21,9 +23,11 @@ class Counted:
     last: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
 
-    def plain_logs(self) -> dict[str, float | None]:
-        """The scalars as floats; None for what is no scalar, of which only the name counts."""
-        return {**dict.fromkeys(self.logs or {}), **as_floats(self.logs)}
+    def plain_logs(self) -> dict[str, Any]:
+        """The logs with their scalars as floats; None for what is no scalar, of which only the
+        name counts."""
+        logs = self.logs or {}
+        return rebuilt(logs, {path: _scalar(value) for path, value in leaves(logs).items()})
 
     def take_over(self, every: list[list[Any]], sources: list[int], counting: list[int]) -> None:
         """Make these the counts of other ranks.
@@ -43,7 +47,9 @@ class Counted:
         known = [every[rank][1:] for rank in counting if every[rank][2] is not None]
         if known:
             weights, logs = zip(*known, strict=True)
-            self.logs = {key: _mean(weights, [each.get(key) for each in logs]) for key in logs[0]}
+            every_leaf = [leaves(each) for each in logs]
+            means = {p: _mean(weights, [each.get(p) for each in every_leaf]) for p in every_leaf[0]}
+            self.logs = rebuilt(logs[0], means)
 
 
 def _mean(weights: Sequence[int], values: Sequence[float | None]) -> float | None:
@@ -54,15 +60,8 @@ def _mean(weights: Sequence[int], values: Sequence[float | None]) -> float | Non
     return sum(w * v for w, v in pairs) / total if total else values[0]
 
 
-def as_floats(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The scalars among `logs` as floats; nested dicts are flattened, the rest left out."""
-    scalars: dict[str, float] = {}
-    for key, value in (logs or {}).items():
-        if isinstance(value, Mapping):
-            scalars.update(as_floats(value))
-            continue
-        try:
-            scalars[key] = float(value)
-        except (TypeError, ValueError):
-            continue
-    return scalars
+def _scalar(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 if TYPE_CHECKING:
     from ktrainer.backends.base import Backend
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_of_scopes(method: Method) -> Method:
+    """A method of a Trainer that may be called in any strategy's scope, and leaves it meanwhile."""
+
+    @wraps(method)
+    def outside(self: CustomLoop, *args: Any, **named: Any) -> Any:
+        from ktrainer.steps.ambient import outside_of_strategies
+
+        # Replicas have their devices; elsewhere the user's `tf.device(...)` decides.
+        with outside_of_strategies(device=self.backend.name == "tf_distribute"):
+            return method(self, *args, **named)
+
+    return cast("Method", outside)
 
 
 class CustomLoop:
@@ -28,8 +45,10 @@ class CustomLoop:
         return self._replicas.strategy
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which a custom loop makes its model, optimizer and metrics."""
-        return self._replicas.scope()
+        """In which a model, optimizers and metrics are made as the strategy wants them; without
+        effect under a backend that has none."""
+        scope = getattr(self.backend, "scope", nullcontext)
+        return cast("AbstractContextManager[Any]", scope())
 
     def distribute(self, dataset: Any) -> Any:
         """Batches for `run`: each global batch of a `tf.data.Dataset`, a part for each replica."""

@@ -24,11 +24,13 @@ def evaluate(
     callbacks: keras.callbacks.CallbackList,
     world: Any,
     agree: Callable[[bool], bool] | None = None,
+    common_logs: bool = False,
 ) -> dict[str, Any]:
     """Loss and metrics over all of `feed`, over all ranks.
 
     Args:
         agree: whether any rank wants to stop; all of them call it after each batch.
+        common_logs: give callbacks the logs of all ranks after each batch.
     """
     agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
     model = program.model
@@ -39,6 +41,17 @@ def evaluate(
     model.reset_metrics()
     logs: Any = {}
     examples = last = 0
+
+    def results() -> dict[str, Any]:
+        return global_results(
+            model.metrics,
+            world,
+            logs=logs,
+            examples=examples,
+            last_examples=last,
+            sources=program.sources("test"),
+        )
+
     shares = feed.epoch(0)
     with closing(shares):  # type: ignore[type-var]
         for batch, share in enumerate(shares):
@@ -47,7 +60,7 @@ def evaluate(
             logs = program.test(share)
             last = share.examples if program.counts_metrics else 0
             examples += last
-            callbacks.on_test_batch_end(batch, logs)
+            callbacks.on_test_batch_end(batch, results() if common_logs else logs)
             if agree(bool(model.stop_evaluating)):
                 break
     if not logs:
@@ -56,16 +69,9 @@ def evaluate(
             "yields batches"
         )
     logs = program.finish() or logs
-    results = global_results(
-        model.metrics,
-        world,
-        logs=logs,
-        examples=examples,
-        last_examples=last,
-        sources=program.sources("test"),
-    )
-    callbacks.on_test_end(results)
-    return results
+    found = results()
+    callbacks.on_test_end(found)
+    return found
 
 
 def validate(
@@ -75,15 +81,17 @@ def validate(
     world: Any,
     agree: Callable[[bool], bool],
     keep: bool,
+    common_logs: bool = False,
 ) -> dict[str, Any]:
     """As `evaluate`, in the middle of training: the names begin with `val_`.
 
     Args:
+        agree, common_logs: as for `evaluate`.
         keep: put the metrics of the epoch so far back; done anyway if it ends with an error.
     """
     kept = [(v, v.numpy()) for v in program.model.metrics_variables]
     try:
-        logs = evaluate(program, feed, callbacks, world, agree)
+        logs = evaluate(program, feed, callbacks, world, agree, common_logs)
     except BaseException:
         keep = True
         with suppress(Exception):  # what has been scheduled counts before they are put back

@@ -44,6 +44,7 @@ from ktrainer.durations import Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import logs_so_far, validate
 from ktrainer.interruption import Asked, Interruption, leave
+from ktrainer.logs import leaves, rebuilt
 from ktrainer.progress import Phase, Progress
 from ktrainer.rollback import roll_back
 from ktrainer.schedule import Schedule
@@ -153,7 +154,7 @@ class Loop:
         """
         self.feed, self.validation = feed, validation
         self.late = late
-        known = {name: value for name, value in logs.items() if value is not None}
+        known = rebuilt(logs, {p: value for p, value in leaves(logs).items() if value is not None})
         self._untold = known if phase == Phase.UPDATED else None
         self.trainer.counted.logs = logs
         progress = self.trainer.progress
@@ -186,6 +187,11 @@ class Loop:
         if self.schedule.max_steps is None:
             return None
         return max(0, self.schedule.max_steps - self.trainer.progress.step)
+
+    @property
+    def _common_logs(self) -> bool:
+        """Whether callbacks get the logs of all ranks after each batch. Ranks may join."""
+        return self.trainer.config.logging.batch_logs == "all" and self.trainer.world.size > 1
 
     def _epoch(self) -> dict[str, Any]:
         progress, epoch = self.trainer.progress, self.trainer.progress.epoch
@@ -297,7 +303,8 @@ class Loop:
             self.trainer.counted.examples = 0  # as the metrics, which begin anew
             for every in (self._validate, self._log):
                 every.start(progress)
-        self.callbacks.on_train_batch_end(progress.batch - 1, logs)
+        batch_logs = logs_so_far(self.trainer, self.program) if self._common_logs else logs
+        self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, logs_so_far(self.trainer, self.program))
         if self._due(self._validate):
@@ -343,4 +350,12 @@ class Loop:
         def agree(stop: bool) -> bool:
             return self.interruption.agree(self._highest, (stop,), "stop evaluating")[0]
 
-        return validate(self.program, self.validation, self.callbacks, self.world, agree, keep)
+        return validate(
+            self.program,
+            self.validation,
+            self.callbacks,
+            self.world,
+            agree,
+            keep,
+            common_logs=self._common_logs,
+        )

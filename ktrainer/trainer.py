@@ -15,7 +15,7 @@ from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
 from ktrainer.counted import Counted
-from ktrainer.custom import CustomLoop
+from ktrainer.custom import CustomLoop, outside_of_scopes
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
@@ -136,6 +136,7 @@ class Trainer(CustomLoop):
             print(f"{who}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
+    @outside_of_scopes
     def fit(
         self,
         model: keras.Model | Callable[[], keras.Model],
@@ -235,6 +236,7 @@ class Trainer(CustomLoop):
             finally:
                 self._active.close()
 
+    @outside_of_scopes
     def evaluate(
         self,
         model: Any,
@@ -276,6 +278,7 @@ class Trainer(CustomLoop):
         assert self.model is not None
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
+    @outside_of_scopes
     def predict(
         self,
         model: Any,
@@ -306,6 +309,7 @@ class Trainer(CustomLoop):
             model, call, predict, replace(call.config.data, shard="batch", batch="global")
         )
 
+    @outside_of_scopes
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
         from ktrainer.checkpoint import save_model
@@ -372,6 +376,7 @@ class Trainer(CustomLoop):
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""
         self._active.resume()
 
+    @outside_of_scopes
     def close(self) -> None:
         """Let go of communicators. May be called twice."""
         self.backend.close()

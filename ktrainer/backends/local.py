@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ktrainer.backends.base import Backend
+from ktrainer.backends.tf_distribute.moving import move_out
 from ktrainer.steps import Program, StepOptions
 
 if TYPE_CHECKING:
@@ -17,4 +18,5 @@ class Local(Backend):
     name = "local"
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
+        move_out(model)  # of a strategy of the user's own
         return Program(model, options)

@@ -15,7 +15,7 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
                         [in the compiled step: forward, backward, all-reduce,
                          gradients = on_gradients(gradients, variables), clip, apply]
                     on_step_end(step, logs)             # NaN check
-                    on_train_batch_end(batch, logs)
+                    on_train_batch_end(batch, logs)     # this rank's; see below
                     (every logging.every:)
                     on_log(step, logs)                  # averaged over ranks, as floats
                     (validation inside the epoch:)
@@ -28,6 +28,13 @@ logging and restores, and that can be resumed. The loop calls, on every rank:
             on_epoch_end(epoch, logs)                   # train and `val_` logs, averaged
     on_train_end
     close                                               # always, also after an error
+
+Logs of a batch, in `on_train_batch_end`, `on_test_batch_end`, `on_step_end` and
+`on_step_checkpoint`, are what this rank has computed: its metrics so far in the epoch, of its own
+examples. They differ from rank to rank, so decide nothing on them that all ranks must do alike.
+With `logging.batch_logs=all` the first two get those of all ranks together, the same on every rank
+and as one process would have them. Logs of `on_log`, validation and epochs are always of all ranks.
+So are all logs where one process holds all replicas, as under `mirrored`.
 
 `step` in `on_step_begin` counts the updates already done, so it is 0 before the first; in
 the others it counts the updates done, this one included.
@@ -48,7 +55,7 @@ from typing import Any, TypeVar
 
 import keras
 
-from ktrainer.counted import as_floats as as_floats
+from ktrainer.logs import as_floats as as_floats
 from ktrainer.progress import Progress
 from ktrainer.runfolder import of_fit
 from ktrainer.world import World, current

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ktrainer.logs import as_floats
 from ktrainer.progress import Progress
 from ktrainer.world import World
 
@@ -86,9 +87,14 @@ def metrics_text(logs: Mapping[str, Any]) -> str:
     """`loss 0.1234  accuracy 0.9876`: the loss first, validation last."""
 
     def order(name: str) -> tuple[bool, bool, str]:
-        return (name.startswith("val_"), name.removeprefix("val_") != "loss", name)
+        return (name.startswith("val_"), *_loss_first(name.removeprefix("val_")))
 
-    return "  ".join(f"{name} {logs[name]:.4g}" for name in sorted(logs, key=order))
+    scalars = as_floats(logs)
+    return "  ".join(f"{name} {scalars[name]:.4g}" for name in sorted(scalars, key=order))
+
+
+def _loss_first(name: str) -> tuple[bool, str]:
+    return (name != "loss", name)
 
 
 def headline(model: Any, world: World, trainer: Any) -> str:
@@ -101,14 +107,64 @@ def headline(model: Any, world: World, trainer: Any) -> str:
     return "\n".join([first, *(f"  {line}" for line in getattr(trainer, "overruled", ()))])
 
 
-def summary(
-    progress: Progress,
-    seconds: float,
-    epochs: Mapping[int, Mapping[str, float]],
-    speeds: Sequence[Any],
-    size: int,
-) -> dict[str, str]:
-    """What to say when training has ended, by label."""
+def closing(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:
+    """What to say when training has ended.
+
+        training finished
+          epochs  5
+          time    12s
+
+          epoch 5   training  validation  best, epoch 4
+          loss        0.1234      0.2345         0.2211
+          accuracy    0.9876      0.9543         0.9561
+
+    Args:
+        facts: by label.
+        epochs: logs by epoch, from 0. The best one is that of the lowest `val_loss`; its values
+            are those of validation.
+    """
+    width = max(map(len, facts), default=0)
+    said = [f"  {label.ljust(width)}  {fact}" for label, fact in facts.items()]
+    table = _aligned(_metrics_table(epochs))
+    return "\n".join(["training finished", *said, *(["", *table] if table else [])])
+
+
+def _metrics_table(epochs: Mapping[int, Mapping[str, float]]) -> list[list[str]]:
+    """A row for each metric below a row of headings; nothing without epochs."""
+    if not epochs:
+        return []
+    last = epochs[max(epochs)]
+    columns = {"training": dict(last)}
+    judged = [(logs["val_loss"], i) for i, logs in epochs.items() if "val_loss" in logs]
+    if any(name.startswith("val_") for name in last):
+        columns["training"] = {k: v for k, v in last.items() if not k.startswith("val_")}
+        columns["validation"] = _of_validation(last)
+    if len(judged) > 1:
+        _, best = min(judged)
+        columns[f"best, epoch {best + 1}"] = _of_validation(epochs[best])
+    names = sorted({name for values in columns.values() for name in values}, key=_loss_first)
+    rows = [
+        [name, *(f"{v[name]:.4g}" if name in v else "-" for v in columns.values())]
+        for name in names
+    ]
+    return [[f"epoch {max(epochs) + 1}", *columns], *rows]
+
+
+def _of_validation(logs: Mapping[str, float]) -> dict[str, float]:
+    return {k.removeprefix("val_"): v for k, v in logs.items() if k.startswith("val_")}
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows in columns: the first one begins, the others end at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    ]
+
+
+def summary(progress: Progress, seconds: float, speeds: Sequence[Any], size: int) -> dict[str, str]:
+    """Facts about the training as a whole, by label."""
     said = {
         "epochs": str(progress.epoch),
         "steps": str(progress.step),
@@ -118,7 +174,7 @@ def summary(
         said["examples"] = count_text(progress.examples)
     rates = [s.examples_per_second for s in speeds if s.examples_per_second]
     if rates:
-        said["examples/s"] = f"{count_text(max(rates))} in the fastest epoch"
+        said["examples/s"] = f"{count_text(max(rates))} (fastest epoch)"
     fields = {"data wait": "data_wait"}
     if size > 1:
         fields["communication wait"] = "communication_wait"
@@ -129,10 +185,4 @@ def summary(
             said[label] = ", ".join(span_text(wait) for wait in per_rank) + (
                 " (by rank)" if size > 1 else ""
             )
-    if epochs:
-        said["last epoch"] = metrics_text(epochs[max(epochs)])
-    losses = [(e["val_loss"], i + 1) for i, e in epochs.items() if "val_loss" in e]
-    if losses:
-        value, number = min(losses)
-        said["best val_loss"] = f"{value:.4g} in epoch {number}"
     return said

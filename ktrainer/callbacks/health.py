@@ -17,6 +17,7 @@ from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.variables import model_variables, view_of
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DivergenceError
+from ktrainer.logs import as_number, leaves
 from ktrainer.preflight import audit
 from ktrainer.progress import Progress
 from ktrainer.steps.placement import placement_of
@@ -26,8 +27,15 @@ from ktrainer.world import World
 def finite_loss(logs: Mapping[str, Any] | None) -> bool:
     """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
     logs = logs or {}
-    losses = {k: v for k, v in logs.items() if "loss" in k and not k.startswith("val_")}
-    return all(math.isfinite(value) for value in as_floats(losses or logs).values())
+    every = {
+        p: n for p, v in leaves(logs).items() if (n := as_number(v)) is not None and not n.ndim
+    }
+    losses = {p: v for p, v in every.items() if any(_is_loss(part) for part in p)}
+    return all(math.isfinite(value) for value in (losses or every).values())
+
+
+def _is_loss(key: str | int) -> bool:
+    return isinstance(key, str) and "loss" in key and not key.startswith("val_")
 
 
 class NanStop(Callback):

@@ -4,8 +4,10 @@ Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_lo
 `on_test_begin`, `on_test_batch_end`, `on_test_end`, `on_validation_end`, `on_epoch_end`,
 `on_train_end` (the summary), `close`.
 
-    RichProgress    a live bar on a terminal, a line per epoch above it, a table at the end
+    RichProgress    a live bar on a terminal, a line per epoch above it
     PlainProgress   a line every `logging.every` and one per epoch, for logs
+
+Both end with a small table: see `display.closing`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktrainer.callbacks.base import as_floats
-from ktrainer.callbacks.display import Meter, headline, metrics_text, rate_text, span_text, summary
+from ktrainer.callbacks.display import (
+    Meter,
+    closing,
+    headline,
+    metrics_text,
+    rate_text,
+    span_text,
+    summary,
+)
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.throughput import Throughput
 from ktrainer.durations import Duration
@@ -79,17 +89,18 @@ class _Progress(Reporter):
         speed = rate_text(self.meter.of_epoch(self.progress, seconds))
         return f"{self.position(epoch)}  {metrics_text(logs)}  [{span_text(seconds)}, {speed}]"
 
-    def summary(self, logs: Mapping[str, Any] | None) -> dict[str, str]:
-        """What to say at the end, by label."""
+    def closing(self) -> str:
+        """What to say at the end."""
         seconds = time.perf_counter() - self._began_at
         speeds = self.throughput.epochs if self.throughput is not None else []
-        said = summary(self.progress, seconds, self._epochs, speeds, self.world.size)
+        facts = summary(self.progress, seconds, speeds, self.world.size)
         reason = getattr(self.trainer, "stop_reason", None)
-        return {**said, "stopped because": str(reason)} if reason else said
+        said = closing(facts, self._epochs)
+        return f"{said}\n\n  stopped because {reason}" if reason else said
 
 
 class PlainProgress(_Progress):
-    """One line every `logging.every`, one per epoch, a short summary. No control characters."""
+    """One line every `logging.every`, one per epoch, a table at the end. No control characters."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
@@ -115,8 +126,7 @@ class PlainProgress(_Progress):
         self._print(self.epoch_line(epoch, values))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        said = self.summary(logs)
-        self._print("training finished: " + "; ".join(f"{k} {v}" for k, v in said.items()))
+        self._print(self.closing())
 
     def _print(self, line: str) -> None:
         if self.reports:
@@ -124,7 +134,7 @@ class PlainProgress(_Progress):
 
 
 class RichProgress(_Progress):
-    """A live line with a bar, the metrics below it, a line per epoch above it, and a summary
+    """A live line with a bar, the metrics below it, a line per epoch above it, and a
     table at the end. Whatever the script prints meanwhile scrolls by above the bar."""
 
     def __init__(self, every: str | Duration = "1ba", world: World | None = None) -> None:
@@ -195,13 +205,7 @@ class RichProgress(_Progress):
         if self._live is None:
             return
         self.close()
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title="training finished", title_justify="left", show_header=False)
-        for label, value in self.summary(logs).items():
-            table.add_row(Text(label, style="bold"), Text(value))
-        self.console.print(table)
+        self._say(self.closing())
 
     def _say(self, line: str) -> None:
         """A line that stays, above the bar. No markup: names may hold brackets."""

@@ -17,8 +17,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from ktrainer.callbacks.base import as_floats
 from ktrainer.errors import DivergenceError
+from ktrainer.logs import Path, as_number, flattened, label, leaves, rebuilt
 from ktrainer.steps.logged import Source
 from ktrainer.steps.metric_states import adds_up, is_compiled_metrics
 from ktrainer.world import World
@@ -41,7 +41,7 @@ def global_results(
     states: States | None = None,
     examples: float | None = None,
     last_examples: float | None = None,
-    sources: Mapping[str, Source | None] | None = None,
+    sources: Mapping[Path, Source | None] | None = None,
 ) -> dict[str, Any]:
     """Results of `metrics` over the data of all ranks, without changing any rank's states.
 
@@ -50,8 +50,8 @@ def global_results(
     Args:
         metrics: `model.metrics`.
         world: the ranks; all of them call this function together.
-        logs: the last step's logs. As in Keras they are the result when their keys are not
-            those of the metrics (a user's own `train_step`): what is a metric's result, by
+        logs: the last step's logs. As in Keras they are the result, flattened, when their keys are
+            not those of the metrics (a user's own `train_step`): what is a metric's result, by
             `sources` or else by its name, is computed of all ranks' states; another is averaged
             over ranks.
         states: what `take_states` returned, to use instead of the present states.
@@ -59,7 +59,7 @@ def global_results(
             the count of the loss metric.
         last_examples: those of them in the step of `logs`: the weight of logs that are averaged.
             Default: `examples`.
-        sources: what logs are, by key; see `steps.logged`.
+        sources: what logs are, by path; see `steps.logged`. None: each is what it is called like.
 
     Returns:
         Floats by name, in the metrics' order; arrays for results that are not scalar.
@@ -71,7 +71,7 @@ def global_results(
     # Keras makes the compiled metrics at the first batch; before, they have no result.
     built = [i for i, m in enumerate(metrics) if getattr(m, "built", True)]
     of = [metrics[i] for i in built], [states[i] for i in built]
-    reduction = _Reduction(*of, logs, world, sources or {})
+    reduction = _Reduction(*of, logs, world, sources)
     if world.size > 1:
         reduction.check()
         reduction.sum_over_ranks(examples, last_examples)
@@ -103,12 +103,13 @@ class _Reduction:
         states: States,
         logs: Mapping[str, Any] | None,
         world: World,
-        sources: Mapping[str, Source | None],
+        sources: Mapping[Path, Source | None] | None,
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
-        self.logs: dict[str, float] = as_floats(logs)
-        self.keys = set(logs or ())  # those of results with several numbers, too
-        self.sources = {key: sources[key] for key in self.logs if key in sources}
+        self.given = logs or {}
+        self.logs = {p: n for p, v in leaves(self.given).items() if (n := as_number(v)) is not None}
+        self.sources = {p: s for p, s in (sources or {}).items() if p in leaves(self.given)}
+        self._by_inner_name = sources is None
         self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
 
     def check(self) -> None:
@@ -118,8 +119,8 @@ class _Reduction:
             for leaf in self.leaves
         ]
         here += [
-            f"log {key!r}" + ("" if key in self.extra else " of metrics")
-            for key in sorted(self.logs)
+            f"log {label(path)!r}" + ("" if path in self.extra else " of metrics")
+            for path in sorted({*self.named, *self._of_metrics, *self.extra}, key=label)
         ]
         digest = zlib.crc32("\n".join(here).encode())
         both = np.array([digest, -digest], np.int64)
@@ -144,9 +145,11 @@ class _Reduction:
         last = weight if last_examples is None else float(last_examples)
         unknown = [leaf for leaf in self.leaves if not leaf.additive]
         _warn_once(leaf.metric.name for leaf in unknown)
+        if self._by_inner_name:
+            _warn_of_lists(path for path in self.extra if any(isinstance(key, int) for key in path))
         local = [self._local_result(leaf) for leaf in unknown]
         values = [(v, weight) for result in local for v in keras.tree.flatten(result)]
-        values += [(self.logs[key], last) for key in self.extra]
+        values += [(self.logs[path], last) for path in self.extra]
         # 0 * nan is nan: a rank without examples must not spoil the others' mean.
         weighted = [np.float64(v) * w if w else np.zeros(np.shape(v)) for v, w in values]
         known = [(leaf.top, k) for leaf in self.leaves if leaf.additive for k in leaf.span]
@@ -158,8 +161,8 @@ class _Reduction:
         for leaf, result in zip(unknown, local, strict=True):
             flat = [next(means) for _ in keras.tree.flatten(result)]
             leaf.averaged = keras.tree.pack_sequence_as(result, flat)
-        for key, value in zip(self.extra, total[first:], strict=False):
-            self.logs[key] = float(value) / last_of_all
+        for path, value in zip(self.extra, total[first:], strict=False):
+            self.logs[path] = value / last_of_all
         for (top, k), value in zip(known, total[2 + len(weighted) :], strict=True):
             self.states[top][k] = value.astype(self.states[top][k].dtype)
 
@@ -167,26 +170,46 @@ class _Reduction:
         return _result(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
 
     @cached_property
-    def extra(self) -> list[str]:
-        """The keys of the logs that are no metrics'."""
+    def named(self) -> set[Path]:
+        """The paths of the logs that are metrics' by what they are called."""
         names = {leaf.metric.name for leaf in self.leaves}
-        unknown = self.logs.keys() - self.sources.keys() - names
-        if unknown:
-            unknown -= self._metric_results().keys()
-        return sorted(unknown.union(k for k, source in self.sources.items() if source is None))
+        rest = self.logs.keys() - self.sources.keys()
+        named = {path for path in rest if self._name(path) in names}
+        if rest - named:
+            results = self._metric_results()
+            named |= {path for path in rest - named if self._name(path) in results}
+        return named
+
+    @cached_property
+    def extra(self) -> list[Path]:
+        """The paths of the logs that are no metrics', but scalars: arrays are a rank's own."""
+        others = self.logs.keys() - self.named - self._of_metrics
+        return sorted((path for path in others if not self.logs[path].ndim), key=label)
+
+    @cached_property
+    def _of_metrics(self) -> set[Path]:
+        """The paths of the logs that are known to be computed from metrics' results."""
+        return {path for path, source in self.sources.items() if source is not None}
+
+    def _name(self, path: Path) -> str | None:
+        """The metric's that a log would be, going by what it is called."""
+        inner = [key for key in path if isinstance(key, str)]
+        return inner[-1] if inner and (self._by_inner_name or len(path) == 1) else None
 
     def results(self) -> dict[str, Any]:
         found = self._metric_results()
-        if not self.logs or self.keys == set(found):
+        if not self.given or set(self.given) == set(found):
             return found
-        if self.world.size == 1:
-            return dict(self.logs)
-        values = {**self.logs, **{k: v for k, v in found.items() if k in self.logs}}
-        values |= {key: self.logs[key] for key in self.extra}
-        for key, source in self.sources.items():
-            if source is not None:
-                values[key] = float(source.of([self._result_of(m) for m in source.metrics]))
-        return values
+        values: dict[Path, Any] = dict(self.logs)
+        if self.world.size > 1:
+            values = {path: self.logs[path] for path in self.extra}
+            names = {path: self._name(path) for path in self.named}
+            values |= {path: found[name] for path, name in names.items() if name in found}
+            for path, source in self.sources.items():
+                if source is not None:
+                    values[path] = source.of([self._result_of(m) for m in source.metrics])
+        plain = {path: _plain(value) for path, value in values.items()}
+        return flattened(rebuilt(self.given, plain))
 
     def _result_of(self, metric: Any) -> Any:
         """The result over all ranks of one of the metrics, which may be a compiled one."""
@@ -206,6 +229,11 @@ class _Reduction:
                     result[list(result)[leaf.entry]] = leaf.averaged
             found.update(_named(metric.name, result))
         return found
+
+
+def _plain(value: Any) -> Any:
+    array = as_number(value)
+    return float(array) if array is not None and array.ndim == 0 else array
 
 
 def _leaves(metric: Any, top: int) -> list[_Leaf]:
@@ -262,8 +290,7 @@ def _examples(metrics: Sequence[Any], states: States) -> float:
 
 def _named(name: str, result: Any) -> dict[str, Any]:
     if not isinstance(result, Mapping):
-        array = np.asarray(result)
-        return {name: float(array) if array.ndim == 0 else array}
+        return {name: _plain(result)}
     named: dict[str, Any] = {}
     for key, value in result.items():
         named.update(_named(key, value))
@@ -278,5 +305,17 @@ def _warn_once(names: Iterable[str]) -> None:
             f"averaging the results of {', '.join(new)} over ranks, weighted by examples: that is "
             "not the metric of all data unless its state adds up. If it does, set "
             "`state_adds_up = True` on the metric's class.",
+            stacklevel=5,
+        )
+
+
+def _warn_of_lists(paths: Iterable[Path]) -> None:
+    new = sorted({label(path) for path in paths} - _warned)
+    if new:
+        _warned.update(new)
+        warnings.warn(
+            f"averaging the logs {', '.join(new)} over ranks, weighted by the examples of the last "
+            "step: in a list they have no names, and are not known to be results of metrics. If "
+            "they are, log them by name, in a dict.",
             stacklevel=5,
         )

@@ -226,7 +226,7 @@ class LoggingConfig:
         tensorboard: write TensorBoard events to the run folder.
         batch_logs: what callbacks get at the end of a batch. rank: what the rank itself has
             computed so far, at no cost. all: the same logs on every rank, those of all ranks
-            together, for one small all-reduce a batch.
+            together, for waiting after each batch and two small all-reduces.
         tensorflow: let TensorFlow's own start-up messages through. Only what it says after the
             Trainer is made: import keras after that, or use `ktrainer launch`.
     """

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import keras
 
+from ktrainer.logs import Path
 from ktrainer.steps.logged import Source
 from ktrainer.steps.model_step import ShareLike
 
@@ -55,9 +56,10 @@ class Steps(ABC):
         """The model's outputs for one share's true examples, as NumPy arrays; None in a process
         that computes no outputs."""
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
-        """Where logs come from that are no metrics' of their names; see `steps.logged`."""
-        return {}
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None] | None:
+        """Where logs come from that are no metrics' of their names, by path; see `steps.logged`.
+        None where each is a metric's that is called like one."""
+        return None
 
     def abandon(self) -> None:  # noqa: B027 - most steps keep nothing between calls
         """Forget what an interrupted update had added up."""

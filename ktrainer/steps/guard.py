@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
+from ktrainer.logs import leaves, rebuilt
 from ktrainer.steps.logged import LoggedResults
 
 
@@ -112,9 +113,9 @@ class Before:
         """A step's logs; those of metrics as `put_back` has left them, if it is `bad`."""
         if not isinstance(logs, dict):
             return logs
-        again = logged.now(logs)
-        plain = {k: v for k, v in logs.items() if k in again and not isinstance(v, Mapping)}
-        return {**logs, **{k: tf.where(bad, again[k], v) for k, v in plain.items()}}
+        again, values = logged.now(logs), leaves(logs)
+        put_back = {path: tf.where(bad, value, values[path]) for path, value in again.items()}
+        return rebuilt(logs, {**values, **put_back})
 
 
 class LossOfStep:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import keras
 import tensorflow as tf
 
+from ktrainer.logs import Path, leaves, rebuilt
 from ktrainer.steps.metric_states import is_compiled_metrics, leaf_metrics
 
 
@@ -62,15 +63,15 @@ class LoggedResults:
         model: whose step it is.
 
     Attributes:
-        keys: of the logs, in the step's order.
-        sources: what logs are, by key; None for one that is no metric's, though called like one.
-            The others are what they are called like.
+        logs: what the step returns, nested as it is, without values.
+        sources: what logs are, by path; None for one that is no metric's, though called like one.
+            The others are what they are called like, unless they are in an inner dict or list.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self.keys: list[str] = []
-        self.sources: dict[str, Source | None] = {}
+        self.logs: Any = {}
+        self.sources: dict[Path, Source | None] = {}
         self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
         self._updated: set[int] = set()
 
@@ -92,28 +93,33 @@ class LoggedResults:
         def noted(batch: Any) -> Any:
             logs = step(batch)
             if isinstance(logs, Mapping):
-                self.keys = list(logs)
-                for key, value in logs.items():
-                    self._note(key, value)
+                found = leaves(logs)
+                self.logs = rebuilt(logs, dict.fromkeys(found))
+                for path, value in found.items():
+                    self._note(path, value)
             return logs
 
         return noted
 
-    def of_metrics(self, keys: Collection[str], names: Collection[str]) -> set[str]:
-        """Those of `keys` that are metrics' results, whose names are `names`."""
-        found = {key for key, source in self.sources.items() if source is not None}
-        return {key for key in keys if key in found or (key in names and key not in self.sources)}
+    def of_metrics(self, paths: Collection[Path], names: Collection[str]) -> set[Path]:
+        """Those of `paths` that are metrics' results, whose names are `names`."""
+        called = {(name,) for name in names} - self.sources.keys()
+        return {p for p in paths if self.sources.get(p) is not None or p in called}
 
-    def now(self, keys: Collection[str]) -> dict[str, Any]:
-        """Those of the logs `keys` that are metrics' results, as the metrics stand now."""
+    def now(self, logs: Any) -> dict[Path, Any]:
+        """Those of the `logs` that are metrics' results, by path, as the metrics stand now."""
+        if not isinstance(logs, Mapping):
+            return {}
+        paths = leaves(logs)
         named: Mapping[str, Any] = {}
-        if self._model.metrics and not self.sources.keys() >= set(keys):
+        if self._model.metrics and not self.sources.keys() >= paths.keys():
             named = self._model.get_metrics_result()
-        values = dict(named)
-        for key, source in self.sources.items():
-            if source is not None:
-                values[key] = source.of([metric.result() for metric in source.metrics])
-        return {key: values[key] for key in keys if key in self.of_metrics(keys, named)}
+        values: dict[Path, Any] = {(name,): value for name, value in named.items()}
+        for path, source in self.sources.items():
+            if source is not None and path in paths:
+                values[path] = source.of([metric.result() for metric in source.metrics])
+        wanted = self.of_metrics(paths, named)
+        return {path: values[path] for path in paths if path in wanted}
 
     def _result(self, metric: Any) -> Callable[[], Any]:
         original = _method(metric, "result")
@@ -137,22 +143,22 @@ class LoggedResults:
 
         return update_state
 
-    def _note(self, key: str, value: Any) -> None:
+    def _note(self, path: Path, value: Any) -> None:
         idle = {
             metric.name
             for metric in self._model.metrics
             if not is_compiled_metrics(metric) and id(metric) not in self._updated
         }
-        self.sources.pop(key, None)
+        self.sources.pop(path, None)
         if id(value) in self._returned:
             tensor, metric = self._returned[id(value)]
-            self.sources[key] = Source((metric,), (tensor.dtype,))
-        elif (source := self._computed(key, value)) is not None:
-            self.sources[key] = source
-        elif key in idle:
-            self.sources[key] = None
+            self.sources[path] = Source((metric,), (tensor.dtype,))
+        elif (source := self._computed(path, value)) is not None:
+            self.sources[path] = source
+        elif path in {(name,) for name in idle}:
+            self.sources[path] = None
 
-    def _computed(self, key: str, value: Any) -> Source | None:
+    def _computed(self, path: Path, value: Any) -> Source | None:
         """What `value` is computed from, if that is metrics' results and nothing else."""
         if not tf.is_symbolic_tensor(value):
             return None
@@ -170,8 +176,8 @@ class LoggedResults:
         if not results:
             return None
         if not only:
-            if key not in {metric.name for metric in leaf_metrics(self._model)}:
-                _warn(key)
+            if path not in {(metric.name,) for metric in leaf_metrics(self._model)}:
+                _warn(".".join(map(str, path)))
             return None
         metrics = tuple(metric for _, metric in results.values())
         dtypes = tuple(tensor.dtype for tensor, _ in results.values())

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.logs import Path
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
 from ktrainer.steps.context import StepContext, alone, checks_explained
@@ -112,8 +113,8 @@ class Program(Steps):
             self._functions[key] = compile_many(self._function("train", shares[0].examples == 0))
         return self._call(self._functions[key], *stacked)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
-        if self.plane is not None and kind in self._specs and not self._logged[kind].keys:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
+        if self.plane is not None and kind in self._specs and not self._logged[kind].logs:
             self._function(kind, blank=False)  # a newcomer has not traced it yet
         return self._logged[kind].sources
 

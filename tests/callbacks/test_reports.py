@@ -22,7 +22,14 @@ from ktrainer.callbacks import (
     Throughput,
     emit,
 )
-from ktrainer.callbacks.display import Meter, count_text, metrics_text, rate_text, span_text
+from ktrainer.callbacks.display import (
+    Meter,
+    closing,
+    count_text,
+    metrics_text,
+    rate_text,
+    span_text,
+)
 from ktrainer.errors import ConfigError
 from ktrainer.progress import Progress
 from tests.callbacks.helpers import data, fit, small_model
@@ -116,9 +123,36 @@ def test_plain_lines(capsys) -> None:
     assert re.match(
         r"epoch 1/2  loss \S+  mae \S+  val_loss \S+  val_mae \S+  \[.*steps/s\]$", lines[3]
     )
-    assert lines[-1].startswith("training finished: epochs 2; steps 10; time ")
-    assert "best val_loss" in lines[-1]
+    end = lines.index("training finished")
+    assert [line.split()[0] for line in lines[end + 1 :] if line] == [
+        *("epochs", "steps", "time", "epoch", "loss", "mae")
+    ]
+    assert re.match(r"  epoch 2  training  validation  best, epoch \d$", lines[-3])
+    assert all(re.match(r"  (loss|mae)( +\d\S*){3}$", line) for line in lines[-2:])
     assert "\x1b" not in "".join(lines)
+
+
+def test_closing_table() -> None:
+    epochs = {
+        0: {"loss": 0.5, "accuracy": 0.25, "val_accuracy": 0.75, "val_loss": 0.125},
+        1: {"loss": 0.0123456, "accuracy": 0.5, "val_accuracy": 0.5, "val_loss": 1234.56},
+    }
+    facts = {"epochs": "2", "examples/s": "25.1k (fastest epoch)"}
+    assert closing(facts, epochs).splitlines() == [
+        "training finished",
+        "  epochs      2",
+        "  examples/s  25.1k (fastest epoch)",
+        "",
+        "  epoch 2   training  validation  best, epoch 1",
+        "  loss       0.01235        1235          0.125",
+        "  accuracy       0.5         0.5           0.75",
+    ]
+    assert closing(facts, {0: {"loss": 0.5, "rate": 1.0}}).splitlines()[4:] == [
+        "  epoch 1  training",
+        "  loss          0.5",
+        "  rate            1",
+    ]
+    assert closing(facts, {}).splitlines()[-1] == "  examples/s  25.1k (fastest epoch)"
 
 
 def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:
@@ -132,7 +166,7 @@ def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:
     callback = RichProgress()
     fit(small_model(), [callback], epochs=2, validation_data=(x, y))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    for words in ("epoch 1/2", "5/5", "ETA", "steps/s", "validating", "val_mae", "best val_loss"):
+    for words in ("epoch 1/2", "5/5", "ETA", "steps/s", "validating", "val_mae", "best, epoch"):
         assert words in text
     assert "training finished" in text
     assert screen.getvalue().rfind("\x1b[?25h") > screen.getvalue().rfind("\x1b[?25l"), "cursor"

@@ -21,6 +21,7 @@ from tests.contracts.zoo_parts import (
     Gan,
     Judged,
     Nested,
+    NestedLogs,
     Vae,
     features_and_labels,
     features_and_marks,
@@ -281,6 +282,17 @@ def own_loss_and_metrics() -> keras.Model:
     model.build((None, 8))
     optimizer = keras.optimizers.Adafactor(0.01, clipnorm=0.5)
     model.compile(optimizer, worst_error, metrics=[worst_error, "cosine_similarity"])
+    return model
+
+
+@case(features_and_targets)
+def nested_logs() -> keras.Model:
+    model = NestedLogs()
+    m = (
+        keras.metrics
+    )  # History has them in the order of their names, also where Keras has inner ones
+    metrics = [m.MeanAbsoluteError(name="absolute"), m.MeanSquaredError(name="another")]
+    model.compile(keras.optimizers.SGD(0.05), metrics=metrics)
     return model
 
 

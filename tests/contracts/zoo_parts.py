@@ -127,6 +127,41 @@ class Judged(keras.Model):
         return self.log(y, guess, ops.mean(ops.square(y - guess)))
 
 
+class NestedLogs(keras.Model):
+    """Steps of its own that log all metrics by name, those that are compiled as one inner dict;
+    some again elsewhere, and the batch's error in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.head(x)
+
+    def log(self, x: Any, y: Any, error: Any) -> dict[str, Any]:
+        self._loss_tracker.update_state(error)
+        for metric in self.metrics[1:]:
+            metric.update_state(y, self(x))
+        logs = {metric.name: metric.result() for metric in self.metrics}
+        again = [2 * self._loss_tracker.result(), error]
+        return {
+            **logs,
+            "inner": {"error": error, "mean": {"half": logs["loss"] / 2}},
+            "list": again,
+        }
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = ops.mean(ops.square(y - self(x, training=True)))
+        self.optimizer.apply(tape.gradient(error, self.trainable_weights), self.trainable_weights)
+        return self.log(x, y, error)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        return self.log(x, y, ops.mean(ops.square(y - self(x))))
+
+
 class Confident(layers.Layer):
     """Adds a loss that is a mean over examples."""
 

@@ -27,8 +27,8 @@ from ktrainer.world.listening import on_all_interfaces
 SETTINGS = {
     "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],
     "mixed": ["trainer.accumulate=2", "trainer.clip.global_norm=0.5"],
-    "words": ["trainer.steps_per_call=3"],
-    "longer": ["checkpoint.every=1ep"],
+    "words": ["trainer.steps_per_call=3", "logging.batch_logs=all"],
+    "longer": ["checkpoint.every=1ep", "logging.batch_logs=all"],
 }
 EPOCHS = {"longer": 60}
 

@@ -53,23 +53,38 @@ def test_a_result_of_any_name_and_what_is_computed_of_it() -> None:
             "batch": 2 * value,
         }
     )
-    now = logged.now(logged.keys)
-    assert {key: float(value) for key, value in now.items()} == {
-        "loss": 4.0,
-        "squared": 17.0,
-        "called": 4.0,
+    now = logged.now(logged.logs)
+    assert {path: float(value) for path, value in now.items()} == {
+        ("loss",): 4.0,
+        ("squared",): 17.0,
+        ("called",): 4.0,
     }
-    assert set(logged.sources) == {"loss", "squared", "called", "idle"}
-    assert logged.sources["idle"] is None  # no metric's, though called like one
+    assert set(logged.sources) == {("loss",), ("squared",), ("called",), ("idle",)}
+    assert logged.sources[("idle",)] is None  # no metric's, though called like one
+
+
+def test_results_in_inner_dicts_and_lists() -> None:
+    logged = noted(
+        lambda model, value: {
+            "inner": {"mean": model.mean.result(), "idle": value},
+            "list": [value, {"twice": 2 * model.mean.result()}],
+        }
+    )
+    now = logged.now(logged.logs)
+    assert {path: float(value) for path, value in now.items()} == {
+        ("inner", "mean"): 4.0,
+        ("list", 1, "twice"): 8.0,
+    }
 
 
 def test_a_name_decides_where_nothing_else_does() -> None:
     logged = noted(lambda model, value: {"mean": model.mean.result() + 0 * value})
     assert logged.sources == {}
-    assert {key: float(v) for key, v in logged.now(["mean", "other"]).items()} == {"mean": 4.0}
+    now = logged.now({"mean": 0, "other": 0, "inner": {"mean": 0}})
+    assert {path: float(value) for path, value in now.items()} == {("mean",): 4.0}
 
 
 def test_a_log_that_also_needs_the_batch_is_told() -> None:
     with pytest.warns(UserWarning, match="the log 'ratio' is computed from results"):
         logged = noted(lambda model, value: {"ratio": value / model.mean.result()})
-    assert logged.now(logged.keys) == {}
+    assert logged.now(logged.logs) == {}

@@ -34,7 +34,7 @@ FOLDER = Path(sys.argv[1])
 QUIET = {"logging": {"progress": "none", "csv": False}}
 SERVERS = ["backend=tf_distribute", "backend.strategy=parameter_server"]
 MODELS = ["batch_norm_cnn", "transformer", "gan", "many_metrics", "averaged_weights"]
-MODELS += ["own_loss_and_metrics", "own_logs"]  # noise, too, is that of one process
+MODELS += ["own_loss_and_metrics", "own_logs", "nested_logs"]  # noise, too, is that of one process
 LIKE_OTHERS = ("class_weights", "clipped_by_config", "masked_accumulated")  # and slow
 IN_STEP = {"name": "tf_distribute", "strategy": "parameter_server", "join": "step"}
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.contracts.running import largest_difference, local
+from tests.contracts.running import largest_difference, local, use_float64, with_ktrainer
 from tests.contracts.test_backends import LOGS, WEIGHTS
 from tests.contracts.test_backends import compare as compare_zoo
+from tests.contracts.zoo import ZOO
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, difference
 from tests.dist.harness import leaks
@@ -37,10 +38,11 @@ SOME = [
 ]
 FEW = [("plain", "sgd"), ("plain", "adamw"), ("sample_weights", "sgd"), ("regularised", "adamw")]
 MIRRORED = ["gan", "own_logs", "many_metrics", "regularised", "averaged_weights", "masked_lstm"]
+MIRRORED += ["nested_logs"]
 
 # With MIRRORED all kinds of metrics, gradients and optimizers; ALL has the other models' parts.
 CENTRAL = ["skip_connections", "many_metrics", "own_loss_and_metrics", "two_inputs_two_outputs"]
-CENTRAL += ["gan", "own_logs", "averaged_weights", "masked_lstm"]
+CENTRAL += ["gan", "own_logs", "nested_logs", "averaged_weights", "masked_lstm"]
 
 
 def compare(
@@ -230,3 +232,21 @@ def test_predictions_of_several_processes(ranks: Callable[..., Any]) -> None:
     for ours in ranks(2, f"{CLUSTER} 1").run(outputs_of, "tf_distribute", deadline=100, **words):
         assert ours.shape == (cases.EXAMPLES, 3)
         np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def nested_logs(backend: dict[str, Any], settings: dict[str, Any]) -> Any:
+    use_float64()
+    return with_ktrainer(ZOO["nested_logs"], backend=backend, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"trainer": {"accumulate": 2, "epochs": 2}}, {"health": {"nan": "skip"}}], ids=str
+)
+def test_nested_logs_of_updates_in_parts_or_guarded(
+    ranks: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    group = ranks(1, ONE_PROCESS)
+    mirrored = {"name": "tf_distribute", "strategy": "mirrored", "devices": 2}
+    (ours,) = group.run(nested_logs, mirrored, settings)
+    (reference,) = group.run(nested_logs, {"name": "local"}, settings)
+    compare_zoo("nested_logs", reference, ours)

@@ -26,7 +26,7 @@ CHOSEN = [
     ("masked_accumulated", "sgd"),
     ("several_outputs", "adamw"),
 ]
-EXACT, NOISY = ["gan", "own_logs", "averaged_weights"], ["batch_norm_cnn", "vae"]
+EXACT, NOISY = ["gan", "own_logs", "nested_logs", "averaged_weights"], ["batch_norm_cnn", "vae"]
 _strategies: dict[int, Any] = {}
 
 

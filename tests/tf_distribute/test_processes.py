@@ -20,7 +20,7 @@ from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, zoo_under
 from tests.tf_distribute.test_features import half_precision, trainer, vectors, weights_of
 
 EXACT = ["many_metrics", "gan", "averaged_weights", "masked_lstm", "own_loss_and_metrics"]
-EXACT += ["own_logs"]
+EXACT += ["own_logs", "nested_logs"]
 NOISY = ["batch_norm_cnn", "vae"]
 
 

@@ -15,6 +15,7 @@ from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Waits
 from ktrainer.backends.pipeline.program import PipelineProgram
 from ktrainer.backends.pipeline.refusals import refuse_callbacks, refuse_model
+from ktrainer.backends.tf_distribute.moving import move_out
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.world.base import SingleWorld
 from ktrainer.world.layout import Layout
@@ -62,6 +63,7 @@ class Pipeline(Backend):
         refuse_model(model, self.layout.replicas)
         planned = vars(model).get(_PLANNED)
         if planned is None:
+            move_out(model)  # of a strategy of the user's own
             batch = max(self.plan.rank_batches)
             planned = PlannedModel(
                 model,

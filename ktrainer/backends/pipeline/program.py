@@ -21,6 +21,8 @@ from ktrainer.backends.pipeline.shared import SharedGradients, densify
 from ktrainer.backends.pipeline.update import StageUpdate
 from ktrainer.config import PipelineConfig
 from ktrainer.feed.specs import spec_of
+from ktrainer.logs import leaves as leaves_of
+from ktrainer.logs import rebuilt
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.guard import Guard, LossOfStep, scales_loss
@@ -287,8 +289,9 @@ class PipelineProgram(Steps):
             logs = keras.tree.pack_sequence_as(structure, values)
             if put_back and isinstance(logs, dict):
                 again = self.model.get_metrics_result()
-                kept = {k: v for k, v in again.items() if k in logs}
-                logs |= keras.tree.map_structure(keras.ops.convert_to_numpy, kept)
+                known = leaves_of(logs)
+                kept = {p: np.asarray(again[str(p[-1])]) for p in known if p[-1] in again}
+                logs = rebuilt(logs, {**known, **kept})
         world = self.planned.placement.model
         return world.broadcast(logs, world.size - 1, "logs of the last stage")
 

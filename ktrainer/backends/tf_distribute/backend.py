@@ -73,6 +73,7 @@ class TfDistribute(Backend):
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Steps:
         if self.layout.strategy == "default":
+            move_out(model)  # of a strategy of the user's own
             return Program(model, options)
         self._moved.add(model)
         if self.layout.strategy == "parameter_server":

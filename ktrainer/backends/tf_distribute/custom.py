@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow as tf
@@ -38,10 +38,6 @@ class CustomReplicas:
         self.backend: Any = backend
         self.strategy = getattr(backend, "strategy", None) or tf.distribute.get_strategy()
         self._compiled: dict[Callable[..., Any], Any] = {}
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """In which models, optimizers and metrics are made."""
-        return self.backend.scope() if hasattr(self.backend, "scope") else self.strategy.scope()
 
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         """Batches for `run`: each global batch of `dataset` in parts, one for a replica."""

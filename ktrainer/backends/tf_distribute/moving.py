@@ -64,7 +64,7 @@ def move_in(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
     Those that are there already stay. Metrics stay outside: each process adds up its own.
     """
     into = [v for v in variables_of(model) if not is_inside(v, strategy)]
-    out = [v for v in model.metrics_variables if is_inside(v, strategy)]
+    out = [v for v in model.metrics_variables if strategy_of(v) is not None]
     values = [v.numpy() for v in into]  # read outside of the scope: they may be in another one
     with _optimizers_follow(model, strategy):
         with scope_of(strategy):
@@ -74,9 +74,18 @@ def move_in(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         _forget_functions(model)
 
 
-def move_out(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Make ordinary variables of those that are in `strategy`, with their values."""
-    out = [v for v in variables_of(model) if is_inside(v, strategy)]
+def move_out(model: keras.Model, strategy: tf.distribute.Strategy | None = None) -> None:
+    """Make ordinary variables of those that are in `strategy`, with their values, metrics' too.
+
+    Args:
+        strategy: None: any, such as one of the user's own.
+    """
+    found = [*variables_of(model), *model.metrics_variables]
+    out = [v for v in found if strategy_of(v) is not None]
+    if strategy is not None:
+        out = [v for v in out if is_inside(v, strategy)]
+    elif not out and all(_is_free(each) for each in _all_optimizers(model)):
+        return
     with _optimizers_follow(model, tf.distribute.get_strategy()):
         _renew(out, [v.numpy() for v in out])
     if out:
@@ -100,6 +109,17 @@ def is_inside(variable: Any, strategy: tf.distribute.Strategy) -> bool:
     return getattr(variable._value, "_distribute_strategy", None) is strategy
 
 
+def strategy_of(variable: Any) -> tf.distribute.Strategy | None:
+    """The strategy under which the `tf.Variable` in a Keras variable was made, if there is one."""
+    strategy = getattr(variable._value, "_distribute_strategy", None)
+    return None if strategy is tf.distribute.get_strategy() else strategy
+
+
+def _is_free(optimizer: Any) -> bool:
+    """Whether an optimizer makes ordinary variables."""
+    return optimizer._distribution_strategy is tf.distribute.get_strategy()
+
+
 def _renew(variables: Sequence[Any], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable._value = None  # two of them at once may not fit on a device
@@ -107,11 +127,12 @@ def _renew(variables: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def _forget_functions(model: keras.Model) -> None:
-    """Have Keras compile its own `fit`, `evaluate` and `predict` anew."""
+    """Have Keras compile its own `fit`, `evaluate` and `predict` anew, without a strategy."""
     _generations[model] = generation(model) + 1
     for each in model._flatten_layers(include_self=True, recursive=True):
         if isinstance(each, keras.Model):
             each.train_function = each.test_function = each.predict_function = None
+            each._distribute_strategy = None
 
 
 def _all_optimizers(model: keras.Model) -> list[Any]:

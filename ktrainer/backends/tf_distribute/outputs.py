@@ -11,26 +11,30 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.feed.datasets import graph_bounds
+from ktrainer.logs import Path, leaves, rebuilt
 from ktrainer.steps.context import StepContext
 
 
 def joined_logs(
-    logs: Sequence[Any], weights: Sequence[tf.Tensor], results: Mapping[str, Any]
+    logs: Sequence[Any], weights: Sequence[tf.Tensor], results: Mapping[Path, Any]
 ) -> Any:
     """The logs of all replicas: of metrics their results, of the rest the weighted mean.
 
     Args:
         logs: what the step returned on each replica.
         weights: each replica's part of the update.
-        results: those logs that are known.
+        results: those logs that are known, by path.
     """
     first = logs[0]
     if not isinstance(first, Mapping):
         return _mean(list(logs), weights)
-    return {
-        key: results[key] if key in results else _mean([log[key] for log in logs], weights)
-        for key in first
+    every = [leaves(each) for each in logs]
+    means = {
+        path: _mean([values[path] for values in every], weights)
+        for path in every[0]
+        if path not in results
     }
+    return rebuilt(first, {**means, **results})
 
 
 def joined_outputs(outputs: Sequence[Any], rows: tf.Tensor) -> Any:

@@ -17,6 +17,7 @@ from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
+from ktrainer.logs import Path
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.context import checks_explained
@@ -123,7 +124,7 @@ class ReplicatedProgram(Steps):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
         return self._logged[kind].sources
 
     def _function(self, kind: str) -> Callable[..., Any]:
@@ -178,7 +179,7 @@ class ReplicatedProgram(Steps):
         if not built:
             # Tracing can make no variables inside of a strategy.
             self._functions.clear()
-            move_out(self.model, strategy)
+            move_out(self.model)
             build()
         move_in(self.model, strategy)
         self._generation = generation(self.model)

@@ -15,7 +15,7 @@ happen at once, for they are shared:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,8 +181,7 @@ class Replicas:
         for variable, parts in outcome.metrics:
             more = tf.add_n(parts)
             variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
-        results = logged.now(logs[0]) if isinstance(logs[0], Mapping) else {}
-        return joined_logs(logs, outcome.weights, results)
+        return joined_logs(logs, outcome.weights, logged.now(logs[0]))
 
     def apply(
         self,
