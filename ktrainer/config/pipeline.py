@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ktrainer import registry
@@ -26,6 +27,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
     Raises:
         ConfigError: for the first one found, with the nearest value that works.
     """
+    backend = as_run(config, backend)
     make_schedule(
         backend.schedule,
         backend.partitions,
@@ -44,6 +46,34 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
             path="trainer.steps_per_call",
             value=config.trainer.steps_per_call,
         )
+
+
+def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
+    """The pipeline's keys as they are run: `trainer.loss_scope=global` turns 1f1b, which is the
+    default, into gpipe, since the loss of a whole batch needs all forward passes first.
+
+    Raises:
+        ConfigError: another schedule, or accumulated batches, with `trainer.loss_scope=global`.
+    """
+    if config.trainer.loss_scope == "local":
+        return backend
+    if backend.schedule not in ("1f1b", "gpipe"):
+        raise ConfigError(
+            f"{backend.schedule} begins backward passes before the last forward pass, but "
+            "trainer.loss_scope=global computes the loss on all microbatches at once: use "
+            "backend.schedule=gpipe, or trainer.loss_scope=local.",
+            path="backend.schedule",
+            value=backend.schedule,
+        )
+    if config.trainer.accumulate > 1:
+        raise ConfigError(
+            f"{config.trainer.accumulate} does not go with trainer.loss_scope=global in a "
+            "pipeline, which runs the batches of an update as one: set it to 1, and "
+            "data.batch_size to what the loss is to be computed on.",
+            path="trainer.accumulate",
+            value=config.trainer.accumulate,
+        )
+    return replace(backend, schedule="gpipe")
 
 
 def memory_limit(backend: PipelineConfig) -> int | None:

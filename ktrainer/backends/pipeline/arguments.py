@@ -27,6 +27,7 @@ class StageSettings:
         may_weigh_losses: a microbatch's weight may be in its loss, which is for nothing, and not
             put to each gradient, where all gradients are linear. In 16 bits a small factor could
             lose, or hide, what a loss scale looks for.
+        whole_loss: the last stage hands its outputs on to a `WholeLoss`, which computes the loss.
     """
 
     model: keras.Model
@@ -36,6 +37,7 @@ class StageSettings:
     recompute: bool = False
     xla: bool = False
     may_weigh_losses: bool = False
+    whole_loss: bool = False
 
 
 @dataclass(frozen=True)

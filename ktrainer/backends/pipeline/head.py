@@ -42,11 +42,14 @@ def loss_of(model: keras.Model, data: Any, y_pred: Any, added: list[Any], traini
         )
 
 
-def update_metrics(model: keras.Model, data: Any, y_pred: Any, loss: Any) -> Any:
-    """Count the loss and the metrics of one microbatch; returns the logs so far."""
+def count_loss(model: keras.Model, data: Any, loss: Any) -> None:
+    """Count the loss of one microbatch."""
+    model._loss_tracker.update_state(loss, sample_weight=tf.shape(leaves(data)[0])[0])
+
+
+def metrics_of(model: keras.Model, data: Any, y_pred: Any) -> Any:
+    """Count the metrics of one microbatch; returns the logs so far."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    model._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
-from ktrainer.backends.pipeline.head import loss_of, outputs_of, update_metrics
+from ktrainer.backends.pipeline.head import count_loss, loss_of, metrics_of, outputs_of
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
 from ktrainer.backends.pipeline.nodes import run
 from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
@@ -98,8 +98,14 @@ class CompiledStage:
         )
 
     @property
+    def hands_on(self) -> bool:
+        """Whether what it makes goes on: to the stage after, or to the loss of a whole batch."""
+        whole = self.settings.whole_loss and self.mode != "predict"
+        return not self.stage.is_last or whole
+
+    @property
     def sends(self) -> list[tf.TensorSpec]:
-        """Specs of what goes to the stage after, static."""
+        """Specs of what it hands on, static."""
         return [tf.TensorSpec(t.shape, t.dtype) for t in self._sent]
 
     @property
@@ -170,7 +176,7 @@ class CompiledStage:
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
-        self._sent = [*sent, added] if not stage.is_last else []
+        self._sent = [*sent, added] if self.hands_on else []
         self._results = results
         old = zip(self.state, given.state, strict=True)
         new = [(v, scope.get_current_value(v), before) for v, before in old]
@@ -202,11 +208,15 @@ class CompiledStage:
                 self.logs = keras.tree.map_structure(lambda t: None, y_pred)
                 return added, list(keras.tree.flatten(y_pred)), []
             data = with_leaves(self._data, given.data)
-            loss = loss_of(model, data, y_pred, [added] if self.adds else [], self.mode == "train")
-            self._own = loss
-            logs = update_metrics(model, data, y_pred, loss)
+            if self.hands_on:
+                sent = [tf.identity(tensors[i]) for i in stage.graph.needed_at_the_end]
+            else:
+                sent, losses = [], [added] if self.adds else []
+                self._own = loss_of(model, data, y_pred, losses, self.mode == "train")
+                count_loss(model, data, self._own)
+            logs = metrics_of(model, data, y_pred)
         self.logs = logs
-        return added, list(keras.tree.flatten(logs)), []
+        return added, list(keras.tree.flatten(logs)), sent
 
     def _added_here(self, losses: Sequence[Any]) -> Any:
         """The sum of the losses that this stage's layers and variables have added."""
