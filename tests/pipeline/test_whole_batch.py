@@ -1,4 +1,5 @@
-"""`trainer.loss_scope=global`: losses that couple examples, as one process computes them."""
+"""Losses of whole batches, as one process computes them: sums over examples, and with
+`trainer.loss_scope=global` losses that couple examples."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ RECOMPUTE = ("backend.recompute=true",)
 
 
 def check(ranks: Ranks, fit: Fit, size: int, *words: str) -> None:
-    words = (*pipeline(2, "backend.microbatches=3"), *GLOBAL, *words)
+    words = (*pipeline(2, "backend.microbatches=3"), *words)
     ours = ranks(size).run(train, fit, words, deadline=150)
     print(f"largest difference {same(one_process(fit), ours, rtol=1e-12):.1e}")
 
 
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     ("fit", "size", "words"),
     [
@@ -36,5 +38,26 @@ def check(ranks: Ranks, fit: Fit, size: int, *words: str) -> None:
     ],
     ids=lambda v: v.model if isinstance(v, Fit) else None,
 )
-def test_as_one_process(ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]) -> None:
+def test_losses_that_couple_examples(
+    ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]
+) -> None:
+    check(ranks, fit, size, *GLOBAL, *words)
+
+
+@pytest.mark.parametrize(
+    ("fit", "size", "words"),
+    [
+        (Fit("adds"), 2, ("backend.schedule=zero_bubble",)),
+        (Fit("vector"), 2, RECOMPUTE),
+        (Fit("features"), 2, ()),
+        (Fit("unreduced"), 2, ()),
+        (Fit("adds"), 4, ()),
+        (Fit("vector", rows=41), 4, ()),
+        (Fit("adds", rows=41), 4, GLOBAL),
+    ],
+    ids=lambda v: v.model if isinstance(v, Fit) else None,
+)
+def test_losses_that_are_sums(
+    ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]
+) -> None:
     check(ranks, fit, size, *words)

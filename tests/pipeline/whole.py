@@ -76,7 +76,7 @@ def masked() -> keras.Model:
     model = keras.Model(tokens, logits)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(
-        keras.optimizers.AdamW(0.01), loss, ["accuracy"], weighted_metrics=["accuracy"]
+        keras.optimizers.AdamW(0.01), loss, weighted_metrics=["accuracy"]
     )
     return model
 
@@ -95,23 +95,87 @@ def two_losses() -> keras.Model:
     return model
 
 
-BUILD = {"simclr": simclr, "clip": clip, "masked": masked, "two_losses": two_losses}
+WIDTH = 7  # as many as there are examples in a microbatch
+
+
+class Adds(layers.Layer):
+    """Adds losses of examples, of their elements, and of its weights: as many as examples."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight((WIDTH,), "ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        x = x * self.scale
+        self.add_loss(0.01 * ops.sum(ops.square(x), -1))
+        self.add_loss(0.02 * ops.square(x - 0.5))
+        self.add_loss(0.1 * ops.square(self.scale - 0.5))
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+def adds() -> keras.Model:
+    """Layers on every stage that add vectors, which Keras sums."""
+    inputs = keras.Input((6,))
+    x = Adds(name="first")(dense(WIDTH, 1)(inputs))
+    x = Adds(name="second")(dense(WIDTH, 2)(dense(WIDTH, 3, kernel_regularizer="l2")(x)))
+    model = keras.Model(inputs, dense(1, 4, None)(x))
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+class Vector(keras.Model):
+    """`compute_loss` returns a loss of each example; Keras differentiates their sum."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        return ops.sum(ops.square(y - y_pred), -1)
+
+
+class Features(keras.Model):
+    """`compute_loss` returns a loss of each feature: as many as examples."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        return ops.mean(ops.square(y - y_pred), 0)
+
+
+def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
+    inputs = keras.Input((6,))
+    model = kind(inputs, dense(WIDTH, 4, None)(dense(8, 2)(dense(8, 1)(inputs))))
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
+BUILD = {
+    "simclr": simclr,
+    "clip": clip,
+    "masked": masked,
+    "two_losses": two_losses,
+    "adds": adds,
+    "vector": functools.partial(sums, Vector),
+    "features": functools.partial(sums, Features),
+    "unreduced": lambda: sums(loss=keras.losses.MeanSquaredError(reduction=None)),
+}
 
 
 def data_of(model: str, rows: int) -> Any:
     """(x, y), or with sample weights."""
     random = np.random.default_rng(0)
-    normal = functools.partial(random.normal, size=None)
     if model == "simclr":
-        return normal(size=(rows, 2, 6)), np.zeros((rows, 1))
+        return random.normal(size=(rows, 2, 6)), np.zeros((rows, 1))
     if model == "clip":
-        return (normal(size=(rows, 4)), normal(size=(rows, 3))), np.zeros((rows, 1))
+        views = (random.normal(size=(rows, 4)), random.normal(size=(rows, 3)))
+        return views, np.zeros((rows, 1))
     if model == "masked":
         tokens = random.integers(0, 12, (rows, 5))
         return tokens, np.roll(tokens, -1, 1), random.random((rows, 5))
-    x = normal(size=(rows, 6))
+    x = random.normal(size=(rows, 6))
     targets = {"early": x[:, :1], "late": x[:, 1:3], "aside": x[:, 3:5]}
-    return x, targets if model == "two_losses" else x[:, :1]
+    return x, targets if model == "two_losses" else x[:, :1] + np.arange(WIDTH)
 
 
 @dataclass(frozen=True)

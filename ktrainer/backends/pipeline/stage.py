@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
-from ktrainer.backends.pipeline.head import count_loss, loss_of, metrics_of, outputs_of
+from ktrainer.backends.pipeline.head import (
+    count_loss,
+    loss_of,
+    metrics_of,
+    open_shapes,
+    outputs_of,
+)
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
 from ktrainer.backends.pipeline.nodes import run
 from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
@@ -199,7 +205,7 @@ class CompiledStage:
         tensors |= dict(zip(stage.inputs, given.data, strict=False))
         with seams(context, optimizers_of(model)):
             run(stage.nodes, tensors)
-            self._own = self._added_here(scope.losses)
+            self._own = self._added_here(scope.losses, context, given)
             added = given.received[-1] + tf.cast(self._own, given.received[-1].dtype)
             if not stage.is_last:
                 return added, [], [tf.identity(tensors[i]) for i in stage.sends]
@@ -212,20 +218,45 @@ class CompiledStage:
                 sent = [tf.identity(tensors[i]) for i in stage.graph.needed_at_the_end]
             else:
                 sent, losses = [], [added] if self.adds else []
-                self._own = loss_of(model, data, y_pred, losses, self.mode == "train")
-                count_loss(model, data, self._own)
+                loss = loss_of(model, data, y_pred, losses, self.mode == "train")
+                count_loss(model, data, loss)  # as Keras does: of a vector the mean
+                self._own = self._counted([*scope.losses, loss], context, given)[-1]
             logs = metrics_of(model, data, y_pred)
         self.logs = logs
         return added, list(keras.tree.flatten(logs)), sent
 
-    def _added_here(self, losses: Sequence[Any]) -> Any:
+    def _added_here(self, losses: Sequence[Any], context: StepContext, given: Arguments) -> Any:
         """The sum of the losses that this stage's layers and variables have added."""
         floats = keras.config.floatx()
-        mine = [keras.ops.sum(keras.ops.cast(x, floats)) for x in losses]
+        mine = self._counted([keras.ops.cast(x, floats) for x in losses], context, given)
         variables = self.settings.regularised.get(self.stage.index, ())
-        mine += [keras.ops.cast(v.regularizer(v), floats) for v in variables]
+        mine += [keras.ops.sum(keras.ops.cast(v.regularizer(v), floats)) for v in variables]
         self.adds = self.adds or bool(mine)
         return tf.add_n(mine) if mine else tf.zeros((), floats)
+
+    def _counted(self, losses: Sequence[Any], context: StepContext, given: Arguments) -> list[Any]:
+        """Each loss as a number. What Keras sums over examples is a sum over all microbatches and
+        replicas; what has other elements, of weights for one, is the same in each of them."""
+        sums = [keras.ops.sum(x) for x in losses]
+        if all(x.shape.rank == 0 for x in losses):
+            return sums
+        rows = leaves(self._data)[0].shape[0]
+        try:
+            shapes = open_shapes(
+                self.settings.model,
+                self.stage,
+                given.received[:-1],
+                self._data,
+                self.mode == "train",
+            )
+        except Exception:  # code that needs to know the number of examples
+            shapes = []
+        if len(shapes) < len(losses):
+            over = [x.shape.rank is None or x.shape[:1] == [rows] for x in losses]
+        else:
+            over = [s.rank is None or (s.rank > 0 and s[0] is None) for s in shapes]
+        pairs = zip(sums, over, strict=False)
+        return [context.as_mean(total) if varies else total for total, varies in pairs]
 
     def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
         weight, seed = given.scalars
