@@ -57,7 +57,5 @@ def test_losses_that_couple_examples(
     ],
     ids=lambda v: v.model if isinstance(v, Fit) else None,
 )
-def test_losses_that_are_sums(
-    ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]
-) -> None:
+def test_losses_that_are_sums(ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]) -> None:
     check(ranks, fit, size, *words)

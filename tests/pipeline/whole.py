@@ -47,7 +47,11 @@ class Clip(keras.Model):
     """Two towers, and a loss of all pairs of their outputs, in `compute_loss`."""
 
     def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
         image, text = map(normalised, y_pred)
@@ -75,9 +79,7 @@ def masked() -> keras.Model:
     logits = dense(12, 3, None)(dense(8, 2)(dense(8, 1)(x)))
     model = keras.Model(tokens, logits)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(
-        keras.optimizers.AdamW(0.01), loss, weighted_metrics=["accuracy"]
-    )
+    model.compile(keras.optimizers.AdamW(0.01), loss, weighted_metrics=["accuracy"])
     return model
 
 
@@ -127,7 +129,11 @@ class Vector(keras.Model):
     """`compute_loss` returns a loss of each example; Keras differentiates their sum."""
 
     def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
         return ops.sum(ops.square(y - y_pred), -1)
@@ -137,7 +143,11 @@ class Features(keras.Model):
     """`compute_loss` returns a loss of each feature: as many as examples."""
 
     def compute_loss(
-        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None,
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
         return ops.mean(ops.square(y - y_pred), 0)
@@ -197,9 +207,7 @@ def one_process(fit: Fit) -> Outcome:
     x, *targets = data
     given = dict(zip(("y", "sample_weight"), targets, strict=False))
     each = {"batch_size": fit.batch, "verbose": 0}
-    history = model.fit(
-        x, **given, **each, epochs=fit.epochs, shuffle=False, validation_data=data
-    )
+    history = model.fit(x, **given, **each, epochs=fit.epochs, shuffle=False, validation_data=data)
     variables = named(model)
     return Outcome(
         names=[name for name, _ in variables],

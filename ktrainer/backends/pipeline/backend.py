@@ -82,9 +82,7 @@ class Pipeline(Backend):
             )
         planned.check_unchanged()
         whole_loss = self.config.trainer.loss_scope == "global"
-        return PipelineProgram(
-            planned, options, self._keys, *self._planes, self._waits, whole_loss
-        )
+        return PipelineProgram(planned, options, self._keys, *self._planes, self._waits, whole_loss)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Refuse those that need a whole model; see `refuse_callbacks`."""

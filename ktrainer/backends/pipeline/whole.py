@@ -8,7 +8,7 @@ backward from its part of the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -76,7 +76,7 @@ class WholeLoss:
         stages: Sequence[CompiledStage],
         sent: Sequence[Sequence[Any]],
         microbatches: Sequence[Microbatch],
-        trainable: dict[int, Any],
+        trainable: Mapping[int, Any],
         state: dict[int, Any],
         scale: float,
     ) -> list[list[Any]]:
