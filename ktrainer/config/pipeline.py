@@ -65,6 +65,13 @@ def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
             path="backend.schedule",
             value=backend.schedule,
         )
+    if backend.chunks > 1:
+        raise ConfigError(
+            f"gpipe has one chunk a process here, not {backend.chunks}, and "
+            "trainer.loss_scope=global needs gpipe: use backend.chunks=1.",
+            path="backend.chunks",
+            value=backend.chunks,
+        )
     if config.trainer.accumulate > 1:
         raise ConfigError(
             f"{config.trainer.accumulate} does not go with trainer.loss_scope=global in a "

@@ -1,4 +1,4 @@
-"""Keras' methods of a model that is cut into stages: what works, and what says which call does it."""
+"""Keras' methods of a model in stages: what works, and what says which call does the same."""
 
 from __future__ import annotations
 

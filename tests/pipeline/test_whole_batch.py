@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
+from keras import layers, ops
 
+from ktrainer import Trainer
+from ktrainer.errors import ModelError
 from tests.pipeline.equal import pipeline, same
-from tests.pipeline.whole import Fit, one_process, train
+from tests.pipeline.whole import Fit, configure, dense, one_process, train
 
 Ranks = Callable[..., Any]
 
@@ -59,3 +64,47 @@ def test_losses_that_couple_examples(
 )
 def test_losses_that_are_sums(ranks: Ranks, fit: Fit, size: int, words: tuple[str, ...]) -> None:
     check(ranks, fit, size, *words)
+
+
+def _fit(build: Any, x: Any) -> None:
+    """Train one stage in this process, with the loss of the whole batch."""
+    configure("float64")
+    words = pipeline(1, "backend.microbatches=2", *GLOBAL, "data.batch_size=8")
+    with Trainer(overrides=[*words, "logging.progress=none", "logging.csv=false"]) as trainer:
+        trainer.fit(build, (x, np.zeros((8, 1))))
+
+
+def test_views_along_the_axis_of_examples_are_refused() -> None:
+    """Microbatches of them cannot be put together in the order of one batch."""
+
+    def build() -> keras.Model:
+        a, b = keras.Input((6,)), keras.Input((6,))
+        encoder = dense(4, 1)
+        model = keras.Model([a, b], layers.Concatenate(0)([encoder(a), encoder(b)]))
+        model.compile("sgd", lambda y, z: ops.mean(z))
+        return model
+
+    with pytest.raises(ModelError, match=r"shape \(8, 4\) for 4 examples.*along axis 1"):
+        _fit(build, (np.ones((8, 6)), np.ones((8, 6))))
+
+
+def test_a_loss_that_reads_weights_is_refused() -> None:
+    class Reads(keras.Model):
+        def compute_loss(
+            self,
+            x: Any = None,
+            y: Any = None,
+            y_pred: Any = None,
+            sample_weight: Any = None,
+            training: bool = True,
+        ) -> Any:
+            return ops.mean(y_pred) + ops.sum(self.layers[-1].kernel)
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6,))
+        model = Reads(inputs, dense(1, 1, name="last")(inputs))
+        model.compile("sgd")
+        return model
+
+    with pytest.raises(ModelError, match="reads the weight 'last/kernel'"):
+        _fit(build, np.ones((8, 6)))

@@ -93,7 +93,8 @@ def two_losses() -> keras.Model:
     aside = dense(2, 6, None, name="aside")(x)
     model = keras.Model(inputs, {"early": early, "late": late, "aside": aside})
     losses = {"early": "mse", "late": keras.losses.MeanAbsoluteError("sum")}
-    model.compile(keras.optimizers.SGD(0.01), losses, metrics={"late": "mse"})
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+    model.compile(scaled, losses, metrics={"late": "mse"})
     return model
 
 
