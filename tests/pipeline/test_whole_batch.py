@@ -53,6 +53,9 @@ def test_losses_that_couple_examples(
     ("fit", "size", "words"),
     [
         (Fit("adds"), 2, ("backend.schedule=zero_bubble",)),
+        (Fit("weighs"), 2, ()),
+        (Fit("leaves_out"), 2, ()),
+        (Fit("weighs"), 4, GLOBAL),
         (Fit("vector"), 2, RECOMPUTE),
         (Fit("features"), 2, ()),
         (Fit("unreduced"), 2, ()),

@@ -116,13 +116,34 @@ class Adds(layers.Layer):
         return x
 
 
-def adds() -> keras.Model:
+class Weighs(keras.Model):
+    """`compute_loss` gives the losses that layers add a weight of its own, or leaves them out."""
+
+    weight = 0.3
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        added = sum(ops.sum(loss) for loss in self.losses) if self.weight else 0.0
+        return ops.mean(ops.square(y - y_pred)) + self.weight * added
+
+
+class LeavesOut(Weighs):
+    weight = 0.0
+
+
+def adds(kind: Any = keras.Model, loss: Any = "mse") -> keras.Model:
     """Layers on every stage that add vectors, which Keras sums."""
     inputs = keras.Input((6,))
     x = Adds(name="first")(dense(WIDTH, 1)(inputs))
     x = Adds(name="second")(dense(WIDTH, 2)(dense(WIDTH, 3, kernel_regularizer="l2")(x)))
-    model = keras.Model(inputs, dense(1, 4, None)(x))
-    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    model = kind(inputs, dense(1, 4, None)(x))
+    model.compile(keras.optimizers.SGD(0.01), loss, metrics=["mae"])
     return model
 
 
@@ -167,6 +188,8 @@ BUILD = {
     "masked": masked,
     "two_losses": two_losses,
     "adds": adds,
+    "weighs": functools.partial(adds, Weighs, None),
+    "leaves_out": functools.partial(adds, LeavesOut, None),
     "vector": functools.partial(sums, Vector),
     "features": functools.partial(sums, Features),
     "unreduced": lambda: sums(loss=keras.losses.MeanSquaredError(reduction=None)),

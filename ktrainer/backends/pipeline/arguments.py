@@ -28,6 +28,7 @@ class StageSettings:
             put to each gradient, where all gradients are linear. In 16 bits a small factor could
             lose, or hide, what a loss scale looks for.
         whole_loss: the last stage hands its outputs on to a `WholeLoss`, which computes the loss.
+        split: a batch has several microbatches, in this replica or others.
     """
 
     model: keras.Model
@@ -38,6 +39,7 @@ class StageSettings:
     xla: bool = False
     may_weigh_losses: bool = False
     whole_loss: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Arguments:
         received: from the stage before; the last one is the sum of the losses that layers of
             earlier stages have added, a scalar.
         data: leaves of the microbatch that the stage needs.
-        scalars: float64: the microbatch's weight, and what its losses are multiplied by before
-            they are differentiated: the loss scale, with the weight if losses are weighted.
+        scalars: float64: the microbatch's weight, and what its loss is multiplied by before it is
+            differentiated: the loss scale, with the weight if losses are weighted.
         denominators: float64 vector; on the last stage.
     """
 

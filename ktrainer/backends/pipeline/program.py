@@ -122,6 +122,7 @@ class PipelineProgram(Steps):
             xla=self.options.xla,
             may_weigh_losses=planned.in_full_precision,
             whole_loss=self._whole_loss,
+            split=self.config.microbatches > 1 or planned.placement.replicas > 1,
         )
         if self._whole_loss:
             self._whole = WholeLoss(self.model, held, planned.placement.copies)

@@ -175,6 +175,7 @@ class CompiledStage:
         mapping = list(zip(variables, [*given.trainable, *given.state], strict=True))
         received = given.received[:-1]
         sources = [*given.trainable, *(t for t in received if is_differentiable(t))]
+        sources += [given.received[-1]] if self.adds else []
         with (
             keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -200,13 +201,14 @@ class CompiledStage:
             rank=self.settings.replica,
             uniform=self._uniform,
             denominators=tf.unstack(given.denominators[0]) if given.denominators else [],
+            split=self.settings.split and self.mode != "predict",
         )
         tensors = dict(zip(stage.receives, given.received[:-1], strict=True))
         tensors |= dict(zip(stage.inputs, given.data, strict=False))
         with seams(context, optimizers_of(model)):
             run(stage.nodes, tensors)
-            self._own = self._added_here(scope.losses, context, given)
-            added = given.received[-1] + tf.cast(self._own, given.received[-1].dtype)
+            own = self._added_here(scope.losses, context, given)
+            added = given.received[-1] + tf.cast(own, given.received[-1].dtype)
             if not stage.is_last:
                 return added, [], [tf.identity(tensors[i]) for i in stage.sends]
             y_pred = outputs_of(stage.graph, tensors)
@@ -220,7 +222,7 @@ class CompiledStage:
                 sent, losses = [], [added] if self.adds else []
                 loss = loss_of(model, data, y_pred, losses, self.mode == "train")
                 count_loss(model, data, loss)  # as Keras does: of a vector the mean
-                self._own = self._counted([*scope.losses, loss], context, given)[-1]
+                self._loss = self._counted([*scope.losses, loss], context, given)[-1]
             logs = metrics_of(model, data, y_pred)
         self.logs = logs
         return added, list(keras.tree.flatten(logs)), sent
@@ -260,10 +262,15 @@ class CompiledStage:
 
     def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
         weight, seed = given.scalars
-        sent = [t for t in self._sent[:-1] if is_differentiable(t)]
-        placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
-        targets = [*sent, self._own]
-        cotangents = [*placeholders, tf.cast(seed, self._own.dtype)]
+        if self.hands_on:
+            targets = [t for t in self._sent[:-1] if is_differentiable(t)]
+            # What layers add may be weighted by `compute_loss`, or left out.
+            targets += [self._sent[-1]] if self.adds else []
+            cotangents = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
+            placeholders = cotangents
+        else:
+            seed = tf.cast(seed, self._loss.dtype)
+            targets, cotangents, placeholders = [self._loss], [seed], []
         found = tape.gradient(targets, sources, output_gradients=cotangents)
         trainable = self.stage.trainable
         of_inputs = [
@@ -274,8 +281,8 @@ class CompiledStage:
         # Both, of which what is not chosen is never run.
         plain = list(zip(trainable, found[: len(trainable)], strict=True))
         weighted = [(v, _weighted(g, weight)) for v, g in plain]
-        self._gradients = Gradients(of_inputs, weighted, placeholders, cotangents[-1])
-        self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, cotangents[-1])
+        self._gradients = Gradients(of_inputs, weighted, placeholders, seed)
+        self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, seed)
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:

@@ -26,6 +26,7 @@ from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_lea
 from ktrainer.backends.pipeline.nodes import Graph
 from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.errors import DataError, ModelError
+from ktrainer.steps.context import StepContext, tracing
 from ktrainer.world import World
 
 _WHAT = "the outputs of all replicas, for trainer.loss_scope=global"
@@ -50,7 +51,8 @@ class WholeLoss:
         self._reads_inputs = type(model).compute_loss is not keras.Model.compute_loss
 
     def reaches(self, stage: CompiledStage, data: Any) -> list[bool]:
-        """Whether the loss depends on each of the stage's outputs that has a gradient.
+        """Whether the loss depends on each of the stage's outputs that has a gradient, and on the
+        losses that layers add, if any do.
 
         Args:
             stage: the last one.
@@ -108,7 +110,9 @@ class WholeLoss:
             variable = stage.state[int(index)]
             state[id(variable)] = value
             self.changes[id(variable)] = variable
-        return _by_microbatch(gradients, stages, microbatches, start) if gradients else []
+        if not gradients:
+            return []
+        return [list(parts) for parts in _by_microbatch(gradients, stages, microbatches, start)]
 
     # -- gathering
 
@@ -186,16 +190,17 @@ class WholeLoss:
         portion: tf.Tensor,
         scale: tf.Tensor,
     ) -> tuple[list[Any], dict[str, Any]]:
-        """(gradients of the outputs that have one, None where the loss does not depend on it; the
-        changed state by place)."""
+        """(gradients of the outputs that have one, and of the losses that layers add; None where
+        the loss does not depend on it; the changed state by place)."""
         training = mode == "train"
         variables = [*self.trainable, *state]
         mapping = list(zip(variables, [*trainable, *before], strict=True))
-        sources = [t for t in outputs if is_differentiable(t)]
+        sources = [t for t in outputs if is_differentiable(t)] + [added] * adds
         with (
             keras.StatelessScope(state_mapping=mapping) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
             _part_of_means(portion),
+            tracing(StepContext(portion, whole=True)),
         ):
             if training:
                 tape.watch([*sources, *trainable])
@@ -229,20 +234,20 @@ def _by_microbatch(
     stages: Sequence[CompiledStage],
     microbatches: Sequence[Microbatch],
     start: int,
-) -> list[list[Any]]:
-    """The rows of each microbatch; zeros where the loss does not depend on an output."""
-    result = []
+) -> Iterator[list[Any]]:
+    """The rows of each microbatch, and its part of the gradient of added losses; zeros where the
+    loss does not depend on an output."""
     for stage, microbatch in zip(stages, microbatches, strict=True):
-        stop = start + microbatch.rows
-        specs = stage.gradient_specs
-        result.append(
-            [
-                tf.zeros(spec.shape, spec.dtype) if g is None else g[start:stop]
-                for g, spec in zip(gradients, specs, strict=True)
-            ]
-        )
+        stop, weight = start + microbatch.rows, microbatch.weight
+        parts = []
+        for gradient, spec in zip(gradients, stage.gradient_specs, strict=True):
+            if gradient is None:
+                parts.append(tf.zeros(spec.shape, spec.dtype))
+            else:
+                rows = spec.shape.rank > 0
+                parts.append(gradient[start:stop] if rows else gradient * weight)
+        yield parts
         start = stop
-    return result
 
 
 @contextmanager
