@@ -121,6 +121,14 @@ def _check_trainer(config: Config) -> None:
             path="trainer.steps_per_call",
             value=trainer.steps_per_call,
         )
+    if trainer.loss_scope == "global" and trainer.accumulate > 1:
+        raise ConfigError(
+            f"global contradicts trainer.accumulate={trainer.accumulate}: a loss that couples "
+            "examples would couple those of each accumulated batch alone. Set "
+            "trainer.accumulate=1, and make data.batch_size as large as the loss needs.",
+            path="trainer.loss_scope",
+            value="global",
+        )
 
 
 def _check_signals(config: Config) -> None:

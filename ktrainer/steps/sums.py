@@ -46,16 +46,18 @@ def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
     return gradient
 
 
-def _scaled(context: StepContext, targets: list[Any], given: Any) -> list[Any] | None:
+def _scaled(context: StepContext, targets: list[Any], given: Any) -> Any:
     """What each target is differentiated with: that of a sum over examples, as a mean."""
-    upstream = [None] * len(targets) if given is None else tf.nest.flatten(given)
+    sums = [tf.is_tensor(t) and context.is_over_examples(t) for t in targets]
+    if not any(sums):
+        return given
+    # All have one then: TensorFlow takes None for all of them, or for none.
+    upstream = [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)
     for i, target in enumerate(targets):
-        if not tf.is_tensor(target) or not context.is_over_examples(target):
-            continue
-        scale = tf.cast(context.scale_of_sum(target), target.dtype)
-        ones = tf.ones_like(target) if upstream[i] is None else tf.convert_to_tensor(upstream[i])
-        upstream[i] = tf.math.multiply_no_nan(ones, scale)
-    return None if all(each is None for each in upstream) else upstream
+        if sums[i]:
+            scale = tf.cast(context.scale_of_sum(target), target.dtype)
+            upstream[i] = tf.math.multiply_no_nan(tf.convert_to_tensor(upstream[i]), scale)
+    return upstream
 
 
 def _is_of_weights(sources: Any) -> bool:
