@@ -53,7 +53,7 @@ def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
     default, into gpipe, since the loss of a whole batch needs all forward passes first.
 
     Raises:
-        ConfigError: another schedule, or accumulated batches, with `trainer.loss_scope=global`.
+        ConfigError: another schedule, or several chunks, with `trainer.loss_scope=global`.
     """
     if config.trainer.loss_scope == "local":
         return backend
@@ -71,14 +71,6 @@ def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
             "trainer.loss_scope=global needs gpipe: use backend.chunks=1.",
             path="backend.chunks",
             value=backend.chunks,
-        )
-    if config.trainer.accumulate > 1:
-        raise ConfigError(
-            f"{config.trainer.accumulate} does not go with trainer.loss_scope=global in a "
-            "pipeline, which runs the batches of an update as one: set it to 1, and "
-            "data.batch_size to what the loss is to be computed on.",
-            path="trainer.accumulate",
-            value=config.trainer.accumulate,
         )
     return replace(backend, schedule="gpipe")
 

@@ -101,7 +101,7 @@ GLOBAL = "trainer.loss_scope=global"
     [
         (["backend.schedule=zero_bubble"], "backend.schedule", "use backend.schedule=gpipe"),
         (["backend.schedule=interleaved"], "backend.schedule", "use backend.schedule=gpipe"),
-        (["trainer.accumulate=2"], "trainer.accumulate", "set it to 1"),
+        (["trainer.accumulate=2"], "trainer.loss_scope", "trainer.accumulate=1"),
         (["backend.active_microbatches=3"], "backend.active_microbatches", "use 4 or more"),
         (["backend.chunks=2"], "backend.chunks", "gpipe has one chunk"),
     ],

@@ -14,7 +14,7 @@ from keras import layers, ops
 from ktrainer import Trainer
 from ktrainer.errors import ModelError
 from tests.pipeline.equal import pipeline, same
-from tests.pipeline.whole import Fit, configure, dense, one_process, train
+from tests.pipeline.whole import BUILD, Fit, configure, dense, one_process, train
 
 Ranks = Callable[..., Any]
 
@@ -69,10 +69,10 @@ def test_losses_that_are_sums(ranks: Ranks, fit: Fit, size: int, words: tuple[st
     check(ranks, fit, size, *words)
 
 
-def _fit(build: Any, x: Any) -> None:
+def _fit(build: Any, x: Any, *words: str) -> None:
     """Train one stage in this process, with the loss of the whole batch."""
     configure("float64")
-    words = pipeline(1, "backend.microbatches=2", *GLOBAL, "data.batch_size=8")
+    words = pipeline(1, "backend.microbatches=2", *GLOBAL, *words, "data.batch_size=8")
     with Trainer(overrides=[*words, "logging.progress=none", "logging.csv=false"]) as trainer:
         trainer.fit(build, (x, np.zeros((8, 1))))
 
@@ -111,3 +111,14 @@ def test_a_loss_that_reads_weights_is_refused() -> None:
 
     with pytest.raises(ModelError, match="reads the weight 'last/kernel'"):
         _fit(build, np.ones((8, 6)))
+
+
+def test_microbatches_are_not_gathered() -> None:
+    with pytest.raises(ModelError, match=r"all_gather cannot.*trainer\.loss_scope=global"):
+        _fit(BUILD["gathers"], np.ones((8, 6)), "trainer.loss_scope=local")
+
+
+def test_two_replicas_compute_what_is_gathered_already(ranks: Ranks) -> None:
+    fit = Fit("gathers")
+    words = (*pipeline(1, "backend.microbatches=3"), *GLOBAL)
+    same(one_process(fit), ranks(2).run(train, fit, words, deadline=150), rtol=1e-12)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+from ktrainer import all_gather
 from tests.pipeline.equal import Notes, Outcome, configure, named, outcome_of
 
 
@@ -175,6 +176,29 @@ class Features(keras.Model):
         return ops.mean(ops.square(y - y_pred), 0)
 
 
+class Gathers(keras.Model):
+    """A loss of what `ktrainer.all_gather` returns: in one process, what it is given. It counts
+    metrics of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total = keras.metrics.Sum("total")
+        self.size = keras.metrics.MeanAbsoluteError("size")
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        every = all_gather(y_pred)
+        self.total.update_state(every)
+        self.size.update_state(ops.zeros_like(every), every)
+        return ops.mean(ops.square(every - ops.mean(every)))
+
+
 def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
     inputs = keras.Input((6,))
     model = kind(inputs, dense(WIDTH, 4, None)(dense(8, 2)(dense(8, 1)(inputs))))
@@ -192,6 +216,7 @@ BUILD = {
     "leaves_out": functools.partial(adds, LeavesOut, None),
     "vector": functools.partial(sums, Vector),
     "features": functools.partial(sums, Features),
+    "gathers": functools.partial(sums, Gathers),
     "unreduced": lambda: sums(loss=keras.losses.MeanSquaredError(reduction=None)),
 }
 

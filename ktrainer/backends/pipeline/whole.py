@@ -106,13 +106,23 @@ class WholeLoss:
             tf.constant(portion, tf.float64),
             tf.constant(scale, tf.float64),
         )
-        for index, value in changed.items():
-            variable = stage.state[int(index)]
-            state[id(variable)] = value
-            self.changes[id(variable)] = variable
+        self._keep(stage, changed, state, first=start == 0)
         if not gradients:
             return []
         return [list(parts) for parts in _by_microbatch(gradients, stages, microbatches, start)]
+
+    def _keep(
+        self, stage: CompiledStage, changed: dict[str, Any], state: dict[int, Any], first: bool
+    ) -> None:
+        """Bring `state` up to date. Metrics that are no means, of what is the same on all replicas,
+        are counted by the first one alone."""
+        metrics = [m for m in self.model.metrics if not isinstance(m, keras.metrics.Mean)]
+        once = {id(v) for metric in metrics for v in metric.variables}
+        for index, value in changed.items():
+            variable = stage.state[int(index)]
+            if first or id(variable) not in once:
+                state[id(variable)] = value
+                self.changes[id(variable)] = variable
 
     # -- gathering
 
