@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktrainer.config import Config, DataParallelConfig, PipelineConfig, TfDistributeConfig
+from ktrainer.config.pipeline import as_run
 from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.strategy_plan import StrategyPlan, plan_strategy
@@ -94,7 +95,7 @@ def make_plan(config: Config, facts: WorldFacts) -> Plan:
         global_batch=sum(rank_batches) * config.trainer.accumulate,
         notes=(*_notes(config, facts, replicas, engine), *_pipeline_notes(config, rank_batches)),
         partitions=partitions,
-        layout=_layout(pipeline, replicas) if pipeline else None,
+        layout=_layout(config, pipeline, replicas) if pipeline else None,
         strategy=_strategy(config, facts),
     )
 
@@ -149,8 +150,9 @@ def _check_copies(config: Config, size: int) -> None:
         )
 
 
-def _layout(backend: PipelineConfig, replicas: int) -> str:
+def _layout(config: Config, backend: PipelineConfig, replicas: int) -> str:
     """The pipeline in words."""
+    backend = as_run(config, backend)
     stages = f"{backend.partitions} partitions"
     if backend.chunks > 1:
         stages += f" of {backend.chunks} stages each"
@@ -231,6 +233,12 @@ def _pipeline_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
         notes.append(
             "world.heal=true: if processes die, the replicas that are left save the state, and all "
             "end; for that, weights and optimizer are in memory twice during each update."
+        )
+    if config.trainer.loss_scope == "global":
+        instead = " in place of 1f1b" if backend.schedule == "1f1b" else ""
+        notes.append(
+            f"trainer.loss_scope=global: the schedule is gpipe{instead}, since the loss of the "
+            "whole batch needs all forward passes first; activations of all microbatches are kept."
         )
     if min(batches) < backend.microbatches:
         notes.append(

@@ -114,6 +114,10 @@ def test_a_pipeline_alone_and_with_replicas():
     assert hybrid.rank_batches == (11, 11, 11)
     assert "2 partitions x 3 replicas (spread)" in str(hybrid)
     assert plan([*PIPELINE, "data.batch=per_worker"], size=4).rank_batches == (32, 32)
+    whole = str(plan([*PIPELINE, "trainer.loss_scope=global"], size=2))
+    assert "gpipe with 8 microbatches" in whole
+    assert "gpipe in place of 1f1b" in whole
+    assert "activations of all microbatches are kept" in whole
     chunks = ["backend.schedule=interleaved", "backend.chunks=2"]
     assert "2 partitions of 2 stages each x" in str(plan([*PIPELINE, *chunks], size=2))
     assert (plan(size=1).partitions, plan(size=1).replicas) == (1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ktrainer import registry
@@ -26,6 +27,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
     Raises:
         ConfigError: for the first one found, with the nearest value that works.
     """
+    backend = as_run(config, backend)
     make_schedule(
         backend.schedule,
         backend.partitions,
@@ -44,6 +46,33 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
             path="trainer.steps_per_call",
             value=config.trainer.steps_per_call,
         )
+
+
+def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
+    """The pipeline's keys as they are run: `trainer.loss_scope=global` turns 1f1b, which is the
+    default, into gpipe, since the loss of a whole batch needs all forward passes first.
+
+    Raises:
+        ConfigError: another schedule, or several chunks, with `trainer.loss_scope=global`.
+    """
+    if config.trainer.loss_scope == "local":
+        return backend
+    if backend.schedule not in ("1f1b", "gpipe"):
+        raise ConfigError(
+            f"{backend.schedule} begins backward passes before the last forward pass, but "
+            "trainer.loss_scope=global computes the loss on all microbatches at once: use "
+            "backend.schedule=gpipe, or trainer.loss_scope=local.",
+            path="backend.schedule",
+            value=backend.schedule,
+        )
+    if backend.chunks > 1:
+        raise ConfigError(
+            f"gpipe has one chunk a process here, not {backend.chunks}, and "
+            "trainer.loss_scope=global needs gpipe: use backend.chunks=1.",
+            path="backend.chunks",
+            value=backend.chunks,
+        )
+    return replace(backend, schedule="gpipe")
 
 
 def memory_limit(backend: PipelineConfig) -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
 from ktrainer.backends.pipeline.simulate import Costs, Timeline, simulate
 from ktrainer.config import Config, PipelineConfig
+from ktrainer.config.pipeline import as_run
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
 from ktrainer.preview.mode import Previewed, asked, pretend
@@ -39,8 +40,9 @@ def show_config(config: Config) -> None:
     plan = make_plan(config, pretend(config, WorldFacts.detect(SingleWorld())))
     print(plan)
     if isinstance(config.backend, PipelineConfig):
-        schedule = _schedule(config, config.backend, plan.rank_batches[0])
-        _show_schedule(schedule, partial(equal_costs, schedule.stages), config.backend, plan)
+        backend = as_run(config, config.backend)
+        schedule = _schedule(config, backend, plan.rank_batches[0])
+        _show_schedule(schedule, partial(equal_costs, schedule.stages), backend, plan)
 
 
 def show_model(trainer: Trainer, data: Any, callbacks: Iterable[Any] = ()) -> NoReturn:
@@ -66,7 +68,8 @@ def show_model(trainer: Trainer, data: Any, callbacks: Iterable[Any] = ()) -> No
         inputs, rows = _inputs(trainer, data)
         share = plan.rank_batches[0] if rows is None else math.ceil(rows / plan.replicas)
         refuse_callbacks([*trainer.callbacks, *callbacks])
-        _show_pipeline(model, inputs, share, config, config.backend, plan)
+        backend = as_run(config, config.backend)
+        _show_pipeline(model, inputs, share, config, backend, plan)
     else:
         _show_whole(model)
     raise Previewed

@@ -80,6 +80,7 @@ class StepContext:
         gathered: row counts and weights of what was gathered in this step; see `steps.gather`.
         whole: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
+        split: the batch comes in microbatches of a pipeline, which cannot meet in a step.
     """
 
     weight: tf.Tensor
@@ -105,6 +106,7 @@ class StepContext:
     rows: int | tf.Tensor | None = None
     gathered: list[Gathered] = field(default_factory=list)
     whole: bool = False
+    split: bool = False
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:

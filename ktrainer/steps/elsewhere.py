@@ -63,11 +63,26 @@ class Elsewhere:
 
     def refuse(self, *_: Any) -> NoReturn:
         """Say where the variable is."""
-        raise ModelError(
-            f"variable {self.name} is on stage {self.partition} of the pipeline, not in this "
-            "process. Use trainer.save, trainer.predict or a checkpoint, which bring the stages "
-            "together."
+        raise not_in_one_process(
+            f"variable {self.name} is on stage {self.partition} of the pipeline"
         )
+
+
+def not_in_one_process(what: str) -> ModelError:
+    """The error that values of a model were asked for which other processes hold.
+
+    Args:
+        what: was asked for, and where it is.
+    """
+    error = ModelError(
+        f"the model is cut into stages, each in a process of its own, and {what}, not in this "
+        "process. Instead of model.evaluate, model.predict or a call of the model, use "
+        "trainer.evaluate(model, data) or trainer.predict(model, data); instead of model.save or "
+        "reading weights, trainer.save(path), then keras.models.load_model(path) where all of the "
+        "model is needed. All processes make these calls together."
+    )
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]  # blame no layer for it
+    return error
 
 
 def take_away(variable: Any, partition: int) -> None:

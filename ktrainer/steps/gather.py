@@ -47,6 +47,13 @@ def all_gather(tensor: Any) -> Any:
     if context is None:
         _check_alone()
         return tensor
+    if context.split:
+        raise ModelError(
+            "ktrainer.all_gather cannot gather the rows of a pipeline's microbatches, which pass "
+            "through the model one after another. Set trainer.loss_scope=global, return what the "
+            "loss needs as outputs of the model, and compute the loss in compute_loss or a "
+            "compiled loss."
+        )
     if context.plane is None:
         return tensor
     tensor = tf.convert_to_tensor(tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktrainer.config import load_config
-from ktrainer.config.pipeline import memory_limit, stage_patterns
+from ktrainer.config.pipeline import as_run, memory_limit, stage_patterns
 from ktrainer.errors import ConfigError
 
 PIPELINE = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
@@ -91,6 +91,33 @@ def test_what_cannot_work(words, path, says):
     with pytest.raises(ConfigError, match=says) as caught:
         backend(*words)
     assert caught.value.path == path
+
+
+GLOBAL = "trainer.loss_scope=global"
+
+
+@pytest.mark.parametrize(
+    "words, path, says",
+    [
+        (["backend.schedule=zero_bubble"], "backend.schedule", "use backend.schedule=gpipe"),
+        (["backend.schedule=interleaved"], "backend.schedule", "use backend.schedule=gpipe"),
+        (["trainer.accumulate=2"], "trainer.loss_scope", "trainer.accumulate=1"),
+        (["backend.active_microbatches=3"], "backend.active_microbatches", "use 4 or more"),
+        (["backend.chunks=2"], "backend.chunks", "gpipe has one chunk"),
+    ],
+)
+def test_what_cannot_have_the_loss_of_a_whole_batch(words, path, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        backend(GLOBAL, *words)
+    assert caught.value.path == path
+
+
+def test_the_loss_of_a_whole_batch_runs_gpipe():
+    for words in ([], ["backend.schedule=gpipe"]):
+        config = load_config(None, [*PIPELINE, GLOBAL, *words])
+        assert as_run(config, config.backend).schedule == "gpipe"
+    config = load_config(None, PIPELINE)
+    assert as_run(config, config.backend) is config.backend
 
 
 def test_a_default_stage_takes_the_place_of_a_pattern():

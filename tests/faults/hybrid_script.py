@@ -23,6 +23,7 @@ from ktrainer import Callback, Trainer
 from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.update import StageUpdate
 from ktrainer.healing import saving
+from ktrainer.steps.placement import placement_of
 
 WORDS = (
     *("backend=pipeline", "backend.partitions=2", "backend.microbatches=3"),
@@ -102,8 +103,9 @@ def train(run: str, callbacks: list[Any], *words: str) -> Any:
     keeps_weights = keras.callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True)
     with Trainer(overrides=words, callbacks=[keeps_weights, *callbacks]) as trainer:
         history = trainer.fit(build, (x, y), validation_data=(x[:40], y[:40])).history
-        weights = trainer.model.get_weights()
-    return history, [None if w is None else w.tobytes() for w in weights]
+        placement = placement_of(trainer.model)
+        held = [v.numpy().tobytes() for v in trainer.model.weights if placement.holds(v)]
+    return history, held
 
 
 def main() -> None:

@@ -36,6 +36,15 @@ def test_a_pipelines_script(script, capsys, tmp_path):
     assert os.listdir(tmp_path) == ["train.py"]
 
 
+def test_the_loss_of_a_whole_batch(script, capsys):
+    assert cli.main(["plan", script, *PIPELINE, "trainer.loss_scope=global"]) == 0
+    out = capsys.readouterr().out
+    assert "2 partitions x 1 replica, gpipe with 4 microbatches" in out
+    assert "rank 0  F0 F1 F2 F3" in out
+    # Activations of all four microbatches.
+    assert re.search(rf"0 +0 +1,088 +{(4 * 4352 + 4 * 4 * 512) / 1000:.1f} kB", out)
+
+
 def test_options_before_and_after(script, capsys, tmp_path):
     picture = tmp_path / "schedule.svg"
     words = [*PIPELINE, "--processes", "4", f"--picture={picture}"]

@@ -13,7 +13,9 @@ from keras.src.backend.common.stateless_scope import StatelessScope
 from ktrainer.errors import ModelError
 from ktrainer.steps.elsewhere import Elsewhere, elsewhere, take_away
 
-SAYS = r"variable there is on stage 2 of the pipeline.*trainer\.save, trainer\.predict"
+SAYS = (
+    r"the model is cut into stages.*variable there is on stage 2.*trainer\.predict.*trainer\.save"
+)
 
 
 def initialised() -> Any:

@@ -27,6 +27,8 @@ class StageSettings:
         may_weigh_losses: a microbatch's weight may be in its loss, which is for nothing, and not
             put to each gradient, where all gradients are linear. In 16 bits a small factor could
             lose, or hide, what a loss scale looks for.
+        whole_loss: the last stage hands its outputs on to a `WholeLoss`, which computes the loss.
+        split: a batch has several microbatches, in this replica or others.
     """
 
     model: keras.Model
@@ -36,6 +38,8 @@ class StageSettings:
     recompute: bool = False
     xla: bool = False
     may_weigh_losses: bool = False
+    whole_loss: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class Arguments:
         received: from the stage before; the last one is the sum of the losses that layers of
             earlier stages have added, a scalar.
         data: leaves of the microbatch that the stage needs.
-        scalars: float64: the microbatch's weight, and what its losses are multiplied by before
-            they are differentiated: the loss scale, with the weight if losses are weighted.
+        scalars: float64: the microbatch's weight, and what its loss is multiplied by before it is
+            differentiated: the loss scale, with the weight if losses are weighted.
         denominators: float64 vector; on the last stage.
     """
 

@@ -18,6 +18,7 @@ from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, specs_of
 from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.stage import CompiledStage
+from ktrainer.backends.pipeline.whole import WholeLoss
 from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 
@@ -32,10 +33,17 @@ class CompiledModel:
         planned: the model, cut and placed.
         settings: of this process.
         post: to the other partitions.
+        whole: computes losses on whole batches; None: each microbatch has its own.
     """
 
-    def __init__(self, planned: PlannedModel, settings: StageSettings, post: Post) -> None:
-        self.planned, self.settings, self.post = planned, settings, post
+    def __init__(
+        self,
+        planned: PlannedModel,
+        settings: StageSettings,
+        post: Post,
+        whole: WholeLoss | None = None,
+    ) -> None:
+        self.planned, self.settings, self.post, self.whole = planned, settings, post, whole
         self._partitions = planned.config.partitions
         self._made: dict[Any, list[CompiledStage]] = {}
         self._denominators: dict[Any, Denominators] = {}
@@ -71,7 +79,7 @@ class CompiledModel:
                 made.append(self._trace(stage, mode, microbatch, made))
                 self._tell(made[-1])
                 self._check_moves(made[-1])
-            self._complete(made)
+            self._complete(made, specs_of(microbatch))
             self._made[key] = made
             gc.collect()  # traces are cyclic, and the first step is where memory peaks
         return self._made[key]
@@ -101,7 +109,7 @@ class CompiledModel:
         model, state, data = self.settings.model, self._state(stage, mode), specs_of(microbatch)
         received, adds, bends = self._told(stage, before)
         count = 0
-        if stage.is_last and mode != "predict":
+        if stage.is_last and mode != "predict" and self.whole is None:
             denominators = Denominators(model, stage, data, mode == "train", self.uniform)
             self._denominators[mode, microbatch.shapes] = denominators
             count = denominators.count
@@ -127,11 +135,15 @@ class CompiledModel:
         partition = (stage.index - 1) % self._partitions
         return self.post.hear(partition, "the shapes of activations")
 
-    def _complete(self, made: list[CompiledStage]) -> None:
+    def _complete(self, made: list[CompiledStage], data: Any) -> None:
         """Tell from the last stage to the first what the loss depends on, and whether it is
         weighted, which the last one knows; then compile."""
         reaching: list[bool] = []
         weighs = self.settings.may_weigh_losses and not made[-1].bends
+        if self.whole is not None:  # each microbatch's part of the loss has its weight in it
+            weighs = True
+            if made[-1].stage.is_last and made[-1].mode == "train":
+                reaching = self.whole.reaches(made[-1], data)
         for compiled in reversed(made):
             stage, what = compiled.stage, "what the loss depends on"
             if not stage.is_last and self._partitions > 1 and compiled.mode == "train":

@@ -42,12 +42,62 @@ def loss_of(model: keras.Model, data: Any, y_pred: Any, added: list[Any], traini
         )
 
 
-def update_metrics(model: keras.Model, data: Any, y_pred: Any, loss: Any) -> Any:
-    """Count the loss and the metrics of one microbatch; returns the logs so far."""
+def count_loss(model: keras.Model, data: Any, loss: Any) -> None:
+    """Count the loss of one microbatch."""
+    model._loss_tracker.update_state(loss, sample_weight=tf.shape(leaves(data)[0])[0])
+
+
+def metrics_of(model: keras.Model, data: Any, y_pred: Any) -> Any:
+    """Count the metrics of one microbatch; returns the logs so far."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
-    model._loss_tracker.update_state(loss, sample_weight=tf.shape(first)[0])
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def open_shapes(
+    model: keras.Model,
+    stage: StageGraph,
+    received: Sequence[Any],
+    data: Any,
+    training: bool,
+) -> list[tf.TensorShape]:
+    """The shapes of the losses that a stage's layers add and, on the last stage, of the model's
+    loss, for a number of examples that is not known: what depends on it is None.
+
+    Args:
+        received: what the stage receives of earlier layers, with static shapes.
+        data: nested specs of a microbatch.
+    """
+    graph = stage.graph
+    layers = [node.operation for node in stage.nodes if node.is_layer]
+    kept = [(layer, set(layer._loss_ids)) for layer in layers]
+    try:
+        with (
+            tf.__internal__.FuncGraph("losses_of_any_number").as_default(),
+            keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope,
+        ):
+            data = keras.tree.map_structure(lambda s: None if s is None else _open(s), data)
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+            tensors = dict(zip(graph.inputs, leaves(x), strict=True))
+            for i, value in zip(stage.receives, received, strict=True):
+                varies = graph.tensors[i].shape[:1] == (None,)
+                tensors[i] = _open(value) if varies else _placeholder(value)
+            run(stage.nodes, tensors)
+            losses = list(scope.losses)
+            if stage.is_last:
+                y_pred = outputs_of(graph, tensors)
+                losses.append(loss_of(model, data, y_pred, _some_loss(model), training))
+            return [loss.shape for loss in losses]
+    finally:
+        for layer, ids in kept:
+            layer._loss_ids = ids
+
+
+def _open(spec: Any) -> tf.Tensor:
+    return _placeholder(tf.TensorSpec((None, *spec.shape[1:]), spec.dtype))
+
+
+def _placeholder(spec: Any) -> tf.Tensor:
+    return tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 
 @contextmanager
@@ -60,6 +110,11 @@ def _with_losses(model: Any, added: list[Any]) -> Iterator[None]:
 
     with patch.object(keras.layers.Layer, "losses", property(losses)):
         yield
+
+
+def _some_loss(model: keras.Model) -> list[Any]:
+    """What stands for the losses that layers add: Keras asks that there be some loss."""
+    return [] if model._compile_loss is not None else [tf.zeros((), keras.config.floatx())]
 
 
 def build_metrics(model: keras.Model, spec: Any, graph: Graph) -> None:
@@ -78,7 +133,7 @@ def build_metrics(model: keras.Model, spec: Any, graph: Graph) -> None:
         keras.KerasTensor(graph.tensors[i].shape, graph.tensors[i].dtype) for i in graph.outputs
     ]
     y_pred = keras.tree.pack_sequence_as(graph.output_structure, outputs)
-    with _with_losses(model, [tf.zeros((), keras.config.floatx())]):
+    with _with_losses(model, _some_loss(model)):
         backend.compute_output_spec(
             model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
         )
@@ -142,9 +197,8 @@ class Denominators:
                 # Only its shape and its mask count: the computation of the loss is cut away.
                 tensors[i] = tf.zeros(self._outputs[i], graph.tensors[i].dtype)
             y_pred = outputs_of(graph, tensors)
-            # Losses that layers add have no denominator; Keras asks that there be some loss.
-            added = [tf.zeros((), keras.config.floatx())]
-            loss_of(self.model, data, y_pred, added, self.training)
+            # Losses that layers add have no denominator.
+            loss_of(self.model, data, y_pred, _some_loss(self.model), self.training)
         counted = context.denominators or []
         return tf.stack(counted) if counted else tf.zeros([0], tf.float64)
 

@@ -26,7 +26,7 @@ class Gradients:
         of_inputs: of what was received; dense.
         of_variables: (variable, its gradient), a tensor, slices or None.
         cotangents: the placeholders for the gradients of what was sent.
-        seed: where the backward pass of this stage's own losses begins.
+        seed: where the backward pass of the loss begins, on the last stage.
     """
 
     of_inputs: list[tf.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -150,10 +151,14 @@ def _first_trained(model: Any, holders: dict[int, list[int]]) -> int:
 
 
 def _weights_held(model: Any, placement: Placement) -> None:
-    """`get_weights` gives None for what is elsewhere, and `set_weights` passes it over, so that
-    callbacks which keep weights (EarlyStopping) work on every rank with what it holds."""
+    """Keras' callbacks that keep weights (EarlyStopping) work on every rank with what it holds:
+    `get_weights` gives them None for what is elsewhere, and `set_weights` passes None over. Other
+    callers get the whole model's weights or an error."""
 
     def get_weights() -> list[Any]:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if not caller.startswith("keras."):
+            return [v.numpy() for v in model.weights]
         return [v.numpy() if placement.holds(v) else None for v in model.weights]
 
     def set_weights(weights: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from ktrainer.backends.pipeline.python_functions import check_order
 from ktrainer.backends.pipeline.shared import SharedGradients
 from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.backends.pipeline.transfers import Transfers
+from ktrainer.backends.pipeline.whole import WholeLoss
 
 _AHEAD = 2  # receives are posted for so many actions before they are needed
 
@@ -67,6 +68,7 @@ class Runner:
         values: Values,
         scale: float = 1.0,
         denominators: Any = None,
+        whole: WholeLoss | None = None,
     ) -> Outcome:
         """Run the actions of `rank`, this process's partition, in order.
 
@@ -74,11 +76,15 @@ class Runner:
             compiled: for each microbatch, the stages of this process, in order.
             scale: what losses are multiplied by.
             denominators: float64 vector, what losses are divided by; on the last stage.
+            whole: computes the loss, once the last stage has run all microbatches forward; on
+                the last stage.
 
         Raises:
             ModelError: a Python function would be differentiated for the wrong microbatch.
         """
-        step = _Step(self.post, schedule, microbatches, compiled, values, scale, denominators)
+        step = _Step(
+            self.post, schedule, microbatches, compiled, values, scale, denominators, whole
+        )
         row = schedule.actions[rank]
         check_order(row, step.stage)
         last = {id(v): place for place, a in enumerate(row) for v in step.added_by(a)}
@@ -89,6 +95,7 @@ class Runner:
                 if last.get(id(variable)) == place:
                     self.shared.complete(variable, step.outcome.slices)
             self.shared.look()
+        step.complete_loss()
         self.post.finish()
         return step.outcome
 
@@ -108,6 +115,7 @@ class _Step:
         values: Values,
         scale: float,
         denominators: Any,
+        whole: WholeLoss | None,
     ) -> None:
         self.post, self._compiled, self._ranks = post, compiled, schedule.ranks
         self.transfers = Transfers(schedule)
@@ -116,6 +124,9 @@ class _Step:
         self.denominators = denominators
         self.outcome = Outcome()
         self._kept: dict[tuple[int, int], Kept] = {}
+        self._whole = whole
+        self._sent: dict[int, list[Any]] = {}  # by the last stage, for the loss of the whole
+        self._of_outputs: list[list[Any]] = []
 
     def stage(self, action: Action) -> CompiledStage:
         return self._compiled[action.microbatch][action.stage // self._ranks]
@@ -144,6 +155,7 @@ class _Step:
             self.post.send(transfer, sent)
         if stage.stage.is_last:
             self.outcome.results.append(results)
+            self._sent[action.microbatch] = sent
         if stage.mode == "train":
             self._kept[action.stage, action.microbatch] = kept
 
@@ -185,7 +197,21 @@ class _Step:
             denominators=[self.denominators] if stage.specs.denominators else [],
         )
 
+    def complete_loss(self) -> None:
+        """Compute the loss of the whole batch, unless that was done."""
+        if self._whole is None or not self._sent:
+            return
+        stages = [stages[-1] for stages in self._compiled]
+        sent = [self._sent.pop(k) for k in range(len(self.microbatches))]
+        trainable, state = self.values.trainable, self.values.state
+        self._of_outputs = self._whole(
+            stages, sent, self.microbatches, trainable, state, self._scale
+        )
+
     def _received(self, action: Action, specs: Sequence[tf.TensorSpec]) -> list[Any]:
+        if self._whole is not None and action.kind in "BI" and self.stage(action).stage.is_last:
+            self.complete_loss()
+            return self._of_outputs[action.microbatch]
         return [
             tensor
             for transfer in self.transfers.receives(action)

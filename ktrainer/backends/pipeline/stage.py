@@ -10,7 +10,13 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
-from ktrainer.backends.pipeline.head import loss_of, outputs_of, update_metrics
+from ktrainer.backends.pipeline.head import (
+    count_loss,
+    loss_of,
+    metrics_of,
+    open_shapes,
+    outputs_of,
+)
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
 from ktrainer.backends.pipeline.nodes import run
 from ktrainer.backends.pipeline.parts import Gradients, Kept, Parts
@@ -98,8 +104,14 @@ class CompiledStage:
         )
 
     @property
+    def hands_on(self) -> bool:
+        """Whether what it makes goes on: to the stage after, or to the loss of a whole batch."""
+        whole = self.settings.whole_loss and self.mode != "predict"
+        return not self.stage.is_last or whole
+
+    @property
     def sends(self) -> list[tf.TensorSpec]:
-        """Specs of what goes to the stage after, static."""
+        """Specs of what it hands on, static."""
         return [tf.TensorSpec(t.shape, t.dtype) for t in self._sent]
 
     @property
@@ -163,6 +175,7 @@ class CompiledStage:
         mapping = list(zip(variables, [*given.trainable, *given.state], strict=True))
         received = given.received[:-1]
         sources = [*given.trainable, *(t for t in received if is_differentiable(t))]
+        sources += [given.received[-1]] if self.adds else []
         with (
             keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
@@ -170,7 +183,7 @@ class CompiledStage:
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
-        self._sent = [*sent, added] if not stage.is_last else []
+        self._sent = [*sent, added] if self.hands_on else []
         self._results = results
         old = zip(self.state, given.state, strict=True)
         new = [(v, scope.get_current_value(v), before) for v, before in old]
@@ -188,13 +201,14 @@ class CompiledStage:
             rank=self.settings.replica,
             uniform=self._uniform,
             denominators=tf.unstack(given.denominators[0]) if given.denominators else [],
+            split=self.settings.split and self.mode != "predict",
         )
         tensors = dict(zip(stage.receives, given.received[:-1], strict=True))
         tensors |= dict(zip(stage.inputs, given.data, strict=False))
         with seams(context, optimizers_of(model)):
             run(stage.nodes, tensors)
-            self._own = self._added_here(scope.losses)
-            added = given.received[-1] + tf.cast(self._own, given.received[-1].dtype)
+            own = self._added_here(scope.losses, context, given)
+            added = given.received[-1] + tf.cast(own, given.received[-1].dtype)
             if not stage.is_last:
                 return added, [], [tf.identity(tensors[i]) for i in stage.sends]
             y_pred = outputs_of(stage.graph, tensors)
@@ -202,27 +216,61 @@ class CompiledStage:
                 self.logs = keras.tree.map_structure(lambda t: None, y_pred)
                 return added, list(keras.tree.flatten(y_pred)), []
             data = with_leaves(self._data, given.data)
-            loss = loss_of(model, data, y_pred, [added] if self.adds else [], self.mode == "train")
-            self._own = loss
-            logs = update_metrics(model, data, y_pred, loss)
+            if self.hands_on:
+                sent = [tf.identity(tensors[i]) for i in stage.graph.needed_at_the_end]
+            else:
+                sent, losses = [], [added] if self.adds else []
+                loss = loss_of(model, data, y_pred, losses, self.mode == "train")
+                count_loss(model, data, loss)  # as Keras does: of a vector the mean
+                self._loss = self._counted([*scope.losses, loss], context, given)[-1]
+            logs = metrics_of(model, data, y_pred)
         self.logs = logs
-        return added, list(keras.tree.flatten(logs)), []
+        return added, list(keras.tree.flatten(logs)), sent
 
-    def _added_here(self, losses: Sequence[Any]) -> Any:
+    def _added_here(self, losses: Sequence[Any], context: StepContext, given: Arguments) -> Any:
         """The sum of the losses that this stage's layers and variables have added."""
         floats = keras.config.floatx()
-        mine = [keras.ops.sum(keras.ops.cast(x, floats)) for x in losses]
+        mine = self._counted([keras.ops.cast(x, floats) for x in losses], context, given)
         variables = self.settings.regularised.get(self.stage.index, ())
-        mine += [keras.ops.cast(v.regularizer(v), floats) for v in variables]
+        mine += [keras.ops.sum(keras.ops.cast(v.regularizer(v), floats)) for v in variables]
         self.adds = self.adds or bool(mine)
         return tf.add_n(mine) if mine else tf.zeros((), floats)
 
+    def _counted(self, losses: Sequence[Any], context: StepContext, given: Arguments) -> list[Any]:
+        """Each loss as a number. What Keras sums over examples is a sum over all microbatches and
+        replicas; what has other elements, of weights for one, is the same in each of them."""
+        sums = [keras.ops.sum(x) for x in losses]
+        if all(x.shape.rank == 0 for x in losses):
+            return sums
+        rows = leaves(self._data)[0].shape[0]
+        try:
+            shapes = open_shapes(
+                self.settings.model,
+                self.stage,
+                given.received[:-1],
+                self._data,
+                self.mode == "train",
+            )
+        except Exception:  # code that needs to know the number of examples
+            shapes = []
+        if len(shapes) < len(losses):
+            over = [x.shape.rank is None or x.shape[:1] == [rows] for x in losses]
+        else:
+            over = [s.rank is None or (s.rank > 0 and s[0] is None) for s in shapes]
+        pairs = zip(sums, over, strict=False)
+        return [context.as_mean(total) if varies else total for total, varies in pairs]
+
     def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
         weight, seed = given.scalars
-        sent = [t for t in self._sent[:-1] if is_differentiable(t)]
-        placeholders = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in sent]
-        targets = [*sent, self._own]
-        cotangents = [*placeholders, tf.cast(seed, self._own.dtype)]
+        if self.hands_on:
+            targets = [t for t in self._sent[:-1] if is_differentiable(t)]
+            # What layers add may be weighted by `compute_loss`, or left out.
+            targets += [self._sent[-1]] if self.adds else []
+            cotangents = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in targets]
+            placeholders = cotangents
+        else:
+            seed = tf.cast(seed, self._loss.dtype)
+            targets, cotangents, placeholders = [self._loss], [seed], []
         found = tape.gradient(targets, sources, output_gradients=cotangents)
         trainable = self.stage.trainable
         of_inputs = [
@@ -233,8 +281,8 @@ class CompiledStage:
         # Both, of which what is not chosen is never run.
         plain = list(zip(trainable, found[: len(trainable)], strict=True))
         weighted = [(v, _weighted(g, weight)) for v, g in plain]
-        self._gradients = Gradients(of_inputs, weighted, placeholders, cotangents[-1])
-        self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, cotangents[-1])
+        self._gradients = Gradients(of_inputs, weighted, placeholders, seed)
+        self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, seed)
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
