@@ -30,6 +30,7 @@ from ktrainer.preflight import check_agreement, data_facts, model_facts
 from ktrainer.restarted import run_before
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
+from ktrainer.verify.first_step import check_first_step
 
 if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
@@ -247,6 +248,9 @@ class Fit:
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
         self.program = trainer.backend.prepare(self.model, options)
+        cut = config.backend.name == "pipeline"
+        if cut:
+            self._check_first_step()  # while each process has all of the model
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:
             check_agreement(
@@ -255,6 +259,13 @@ class Fit:
                 data_facts=self._data_facts() if config.health.check_data else {},
                 versions=versions_that_compute(),
             )
+        if not cut:
+            self._check_first_step()
+
+    def _check_first_step(self) -> None:
+        trainer = self.trainer
+        if not trainer.joining:
+            check_first_step(self.model, self.feed, trainer.config, trainer.plan, trainer.world)
 
     def _data_facts(self) -> dict[str, str]:
         """What all ranks must see first, of both kinds of data."""

@@ -114,6 +114,10 @@ class StreamFeed(Feed):
                 exchange(self.world, row, "agree on the next batch")
             raise
 
+    def peek(self, rows: int) -> Any:
+        piece = together(self.world, self._cursor.peek)
+        return None if piece is None else piece.batch
+
     def state(self, inside_epoch: bool) -> bytes | None:
         return self._cursor.state(inside_epoch)
 

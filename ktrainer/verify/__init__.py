@@ -1,0 +1,7 @@
+"""Does a model train the same in parts as at once?
+
+first_step.py   `health.verify`: the check that `fit` makes before its first update
+passes.py       one pass of a model's `train_step` that leaves nothing behind: loss and gradients
+compare.py      gradients at once beside those in parts; the likely cause of a difference
+neutral.py      random numbers that are the same for every example, however a batch is split
+"""
