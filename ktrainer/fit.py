@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,10 @@ from ktrainer.preflight import check_agreement, data_facts, model_facts
 from ktrainer.restarted import run_before
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
+from ktrainer.steps import Steps
 from ktrainer.verify.first_step import check_first_step
+from ktrainer.verify.mode import asked
+from ktrainer.verify.recorder import WholeUpdates, recorded_callbacks, recorded_run
 
 if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
@@ -88,7 +92,7 @@ class Fit:
             schedule,
             interruption,
         )
-        with interruption.noted():
+        with interruption.noted(), recorded_run(self.recorded):
             return self._train(loop)
 
     def _train(self, loop: Loop) -> keras.callbacks.History:
@@ -226,6 +230,9 @@ class Fit:
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
         # Those of other ranks too: the first rank may be another one later.
         self.every = assemble(callbacks_config(config), trainer.world, users)
+        self.recorded = asked()
+        if self.recorded is not None:
+            self.every = recorded_callbacks(self.every, self.recorded)
         trainer.backend.check_callbacks(self.every)
         mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
@@ -247,7 +254,10 @@ class Fit:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
-        self.program = trainer.backend.prepare(self.model, options)
+        if self.recorded is not None and self.recorded.role == "whole":
+            self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
+        else:
+            self.program = trainer.backend.prepare(self.model, options)
         cut = config.backend.name == "pipeline"
         if cut:
             self._check_first_step()  # while each process has all of the model

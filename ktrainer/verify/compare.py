@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.verify.passes import Pass
+from ktrainer.verify.passes import LeftOut, Pass
 
 # (relative to a variable's gradient, relative to the largest gradient): a difference must be above
 # both. Rounding stays far below; a loss that cannot be split is far above, by a factor or so.
@@ -41,26 +41,26 @@ class Difference:
     changed: tuple[str, ...] = ()
 
 
-def tolerances(model: keras.Model) -> tuple[float, float]:
-    """How much gradients may differ by rounding, by the lowest precision of the model's layers."""
+def precision_of(model: keras.Model) -> str:
+    """The lowest precision of a model's layers: "half", "float32" or "float64"."""
     kinds = {str(layer.compute_dtype) for layer in model._flatten_layers()}
     kinds |= {str(v.dtype) for v in model.trainable_variables}
     if kinds & {"float16", "bfloat16"}:
-        return _TOLERANCES["half"]
-    return _TOLERANCES["float32" if "float32" in kinds else "float64"]
+        return "half"
+    return "float32" if "float32" in kinds else "float64"
 
 
 def difference(whole: Pass, split: Pass, parts: int, model: keras.Model) -> Difference | None:
     """The difference; None if there is none but rounding.
 
     Raises:
-        ValueError: there is nothing to compare; says why.
+        LeftOut: there is nothing to compare; says why.
     """
     pairs = list(_pairs(whole, split))
     norms = [max(_norm(a), _norm(b)) for _, a, b in pairs]
     if not pairs or not np.isfinite([_norm(a) for _, a, _ in pairs]).all():
-        raise ValueError("its gradients are not finite" if pairs else "it has no gradients")
-    within, floor = tolerances(model)
+        raise LeftOut("its gradients are not finite" if pairs else "it has no gradients")
+    within, floor = _TOLERANCES[precision_of(model)]
     largest = max(norms)
     found: list[tuple[float, str, Any, Any]] = []
     for (name, a, b), norm in zip(pairs, norms, strict=True):
@@ -87,7 +87,7 @@ def _losses_differ(whole: float | None, split: float | None, within: float) -> b
 def _pairs(whole: Pass, split: Pass) -> Iterator[tuple[str, Any, Any]]:
     ids = [[[id(v) for v in each] for each in one.variables] for one in (whole, split)]
     if ids[0] != ids[1]:
-        raise ValueError("train_step applies its optimizers differently to other examples")
+        raise LeftOut("train_step applies its optimizers differently to other examples")
     for variables, *gradients in zip(
         whole.variables, whole.gradients, split.gradients, strict=True
     ):

@@ -8,6 +8,7 @@ values in whatever strategy they are, are not touched.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,10 @@ from ktrainer.world.plane import densified
 
 T = TypeVar("T")
 _PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class LeftOut(Exception):  # noqa: N818 - not an error
+    """Why a model is not checked."""
 
 
 @dataclass
@@ -60,10 +65,14 @@ class Passes:
         model: compiled, and all of it in this process.
         uniform: whether all examples have the same shape; see `StepContext`.
         draws: what random functions give.
+        seconds: passes of parts are not begun once so many have gone by.
     """
 
-    def __init__(self, model: keras.Model, uniform: bool, draws: Draws) -> None:
+    def __init__(
+        self, model: keras.Model, uniform: bool, draws: Draws, seconds: float = float("inf")
+    ) -> None:
         self.model, self.uniform, self._draws = model, uniform, draws
+        self._until = time.monotonic() + seconds
 
     def whole(self, batch: Any) -> Pass:
         """Loss and gradients of all examples at once."""
@@ -81,6 +90,8 @@ class Passes:
         return combined(parts, weights)
 
     def _part(self, batch: Any, weight: float, denominators: list[tf.Tensor] | None) -> Pass:
+        if time.monotonic() > self._until:
+            raise LeftOut("it would take too long")
         record = denominators is None
         context = StepContext(
             _float(weight),
@@ -113,12 +124,12 @@ def combined(parts: Sequence[Pass], weights: Sequence[float]) -> Pass:
     """The sum of w * gradient over the parts.
 
     Raises:
-        ValueError: the parts applied their optimizers differently.
+        LeftOut: the parts applied their optimizers differently.
     """
     first = parts[0]
     ids = [[[id(v) for v in each] for each in part.variables] for part in parts]
     if any(each != ids[0] for each in ids):
-        raise ValueError("train_step applies its optimizers differently to other examples")
+        raise LeftOut("train_step applies its optimizers differently to other examples")
     losses = [part.loss for part in parts]
     loss = None
     if None not in losses:
