@@ -19,6 +19,7 @@ _WHERE = {
     "Callback": "ktrainer.callbacks",
     "rank_zero_only": "ktrainer.callbacks",
     "partition": "ktrainer.backends.pipeline.manual",
+    "all_gather": "ktrainer.steps.gather",
     "register": "ktrainer.registry",
     "KtrainerError": "ktrainer.errors",
     "ConfigError": "ktrainer.errors",
@@ -51,6 +52,7 @@ __all__ = [
     "Trainer",
     "WorldError",
     "__version__",
+    "all_gather",
     "load_config",
     "partition",
     "rank_zero_only",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from ktrainer.registry import register
+    from ktrainer.steps.gather import all_gather
     from ktrainer.trainer import Trainer
 
 quiet_tensorflow()

@@ -54,6 +54,7 @@ def step_options(
         average=getattr(config.backend, "op", "average") == "average",
         hooks=hooks,
         guard=guard,
+        loss_scope=config.trainer.loss_scope,
     )
 
 

@@ -344,5 +344,6 @@ class Trainer(CustomLoop):
         from ktrainer.steps import StepOptions
 
         if self._active is None or self._active.program.model is not model:
-            return self.backend.prepare(model, StepOptions())
+            options = StepOptions(loss_scope=self.config.trainer.loss_scope)
+            return self.backend.prepare(model, options)
         return self._active.program

@@ -14,7 +14,13 @@ from ktrainer.errors import ModelError
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import Before
 from ktrainer.steps.logged import LoggedResults
-from ktrainer.steps.model_step import ShareLike, average_statistics, is_uniform, python_step
+from ktrainer.steps.model_step import (
+    ShareLike,
+    average_statistics,
+    is_uniform,
+    python_step,
+    rows_of,
+)
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.options import StepOptions
 from ktrainer.steps.seams import seams
@@ -106,6 +112,8 @@ class CapturedUpdate:
             denominators=[],
             record=True,
             capture=True,
+            xla=self.options.xla,
+            rows=rows_of(batch),
         )
         with (
             _Counting(),
@@ -129,6 +137,7 @@ class CapturedUpdate:
             denominators=tf.unstack(denominators),
             capture=True,
             xla=self.options.xla,
+            rows=rows_of(batch),
         )
         kept = [(v, tf.identity(v)) for v in self.model.metrics_variables] if blank else []
         with seams(context, optimizers_of(self.model)), self._logged.recording():

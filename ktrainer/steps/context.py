@@ -8,13 +8,16 @@ shares. Gradients are therefore summed with the weights w. Then
 * a loss that a user computes as a mean over examples is right as it is;
 * a Keras loss, normalised by its own denominator (masked tokens, summed weights), is divided by
   that denominator counted over all shares and then by w, which the sum takes out again;
+* a loss that is a sum over a share's examples, as Keras makes of vectors, is divided by w;
 * a regularisation loss, the same on every share, counts once, since the weights add up to 1;
+* a loss over examples that were gathered is the same on all ranks and counts once, likewise;
 * a metric that adds up shares' results counts each with its weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +27,24 @@ from ktrainer.errors import ModelError
 from ktrainer.steps.guard import Guard
 from ktrainer.steps.options import GradientHook
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Rows that were gathered from all ranks.
+
+    Attributes:
+        own: int64 scalar; how many of them are this rank's.
+        total: int64 scalar; how many there are.
+        weight: float64 scalar; the weights of all ranks' shares together: 1, unless an update has
+            several batches.
+        views: there may be tensors of several such rows one after another, as of several views.
+    """
+
+    own: tf.Tensor
+    total: tf.Tensor
+    weight: tf.Tensor
+    views: bool = True
 
 
 @dataclass
@@ -53,6 +74,11 @@ class StepContext:
         times: how many times the weights of gradients are those of shares.
         loss_of_all: float64; that of the whole update, once gradients are reduced.
         bad: whether the update is left out, once that is known.
+        rows: rows of this share's batch as its tensors have them (1 for a stand-in): an int where
+            their number is static.
+        gathered: row counts and weights of what was gathered in this step; see `steps.gather`.
+        whole: a loss of the whole batch is computed now, the same on all ranks; see
+            `steps.loss_scope`.
     """
 
     weight: tf.Tensor
@@ -75,6 +101,9 @@ class StepContext:
     times: int = 1
     loss_of_all: tf.Tensor | None = None
     bad: tf.Tensor | None = None
+    rows: int | tf.Tensor | None = None
+    gathered: list[Gathered] = field(default_factory=list)
+    whole: bool = False
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
@@ -86,6 +115,51 @@ class StepContext:
         return tf.math.divide_no_nan(
             part * self.present(part.dtype), tf.cast(self.weight, part.dtype)
         )
+
+    def is_over_examples(self, tensor: Any) -> bool:
+        """Whether the first dimension of a tensor is that of examples, gathered ones included.
+
+        While a step is traced the number of examples is unknown, that of features or weights is
+        not. In a step that runs eagerly a vector is over examples if it has as many elements.
+        """
+        shape = tensor.shape
+        if shape.rank == 0:
+            return False
+        if shape.rank is None or shape[0] is None:
+            return True
+        if isinstance(self.rows, int) and shape[0] == self.rows:
+            return True
+        return any(tf.get_static_value(g.total) == shape[0] for g in self.gathered)
+
+    def part(self, tensor: tf.Tensor) -> tf.Tensor:
+        """This share's part, float64, of a tensor over examples: 1, unless they were gathered,
+        which is told by their number."""
+        if not self.gathered:
+            return tf.ones([], tf.float64)
+        rows = tf.shape(tensor, out_type=tf.int64)[0]
+        own = [g.own for g in self.gathered]
+        own += [] if self.rows is None else [tf.cast(self.rows, tf.int64)]
+        ours = tf.reduce_any(rows == tf.stack(own))
+        every = ~ours & tf.reduce_any(rows == tf.stack([g.total for g in self.gathered]))
+        views = [tf.maximum(g.total, 1) for g in self.gathered if g.views]
+        unclear = tf.reduce_any(rows % tf.stack(views) == 0) if views else tf.constant(False)
+        check = tf.debugging.Assert(
+            ours | every | ~unclear,
+            [
+                "a loss has a multiple of the rows that ktrainer.all_gather has gathered, so it "
+                "cannot be told whether it is of all ranks' examples or of this rank's alone. "
+                "Reduce it to its mean before it is differentiated. Rows:",
+                rows,
+            ],
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            share = tf.math.divide_no_nan(self.weight, self.gathered[0].weight)
+        return tf.where(every, share, tf.ones_like(share))
+
+    def scale_of_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """What elements of a tensor over examples are multiplied with for their sum over all
+        examples of the update to be its L; 0 for a stand-in."""
+        return self.as_mean(self.part(tensor))
 
     def denominator(self, local: tf.Tensor) -> tf.Tensor:
         """A loss's denominator counted over all shares of the update, from this share's."""
@@ -108,23 +182,46 @@ class StepContext:
         """
         if self.plane is None or self.record:
             return tensor
-        if self.xla:
-            raise ModelError(
-                "this model communicates in its forward pass (BatchNormalization with "
-                "synchronized=True does), which XLA cannot compile; set trainer.xla=false, or "
-                "synchronized=False"
-            )
+        self.refuse_xla("BatchNormalization with synchronized=True does")
+        return self.across(tensor)
+
+    def across(self, tensor: tf.Tensor, weight_of_all: tf.Tensor | None = None) -> tf.Tensor:
+        """`sum`, also while denominators are counted.
+
+        Args:
+            tensor: what is summed.
+            weight_of_all: the weights of all ranks together, where these differentiate the same
+                function of the sum, so that no rank needs the others' gradients.
+        """
         plane = self.plane
+        assert plane is not None
 
         @tf.custom_gradient
         def sum_over_ranks(value: tf.Tensor) -> Any:
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                total = plane.sum(weighted(upstream, self.weight), self.order)
+                if self.record:
+                    return upstream  # only shapes count
+                if weight_of_all is None:
+                    total = plane.sum(weighted(upstream, self.weight), self.order)
+                else:
+                    total = upstream * tf.cast(weight_of_all, upstream.dtype)
                 return tf.math.divide_no_nan(total, tf.cast(self.weight, total.dtype))
 
             return plane.sum(value, self.order), gradient
 
         return sum_over_ranks(tensor)
+
+    def refuse_xla(self, what: str) -> None:
+        """Refuse to communicate where that cannot be compiled.
+
+        Raises:
+            ModelError: the step is compiled with XLA.
+        """
+        if self.xla:
+            raise ModelError(
+                f"this model communicates in its forward pass ({what}), which XLA cannot compile; "
+                "set trainer.xla=false, or remove it"
+            )
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """The variables' gradients summed over ranks with their weights; None stays None."""
@@ -147,6 +244,30 @@ class StepContext:
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients
+
+
+_traced: list[StepContext] = []
+
+
+@contextmanager
+def tracing(context: StepContext) -> Iterator[None]:
+    """Let `current()` be `context`, in all threads."""
+    _traced.append(context)
+    try:
+        yield
+    finally:
+        _traced.pop()
+
+
+def current() -> StepContext | None:
+    """The context of the step that is traced now; None outside of steps, and in the steps of one
+    process, which need none."""
+    return _traced[-1] if _traced else None
+
+
+def alone() -> Any:
+    """Within it a step is one process's, which communicates with no other: to make variables."""
+    return tracing(StepContext(tf.ones([], tf.float64)))
 
 
 def with_shape_of(gradient: Any, variable: Any) -> Any:

@@ -28,6 +28,15 @@ def is_uniform(batch: Any) -> bool:
     return all(None not in tuple(t.shape)[1:] for t in keras.tree.flatten(batch) if t is not None)
 
 
+def rows_of(batch: Any) -> int | tf.Tensor | None:
+    """The rows of a batch, which may be a stand-in's; an int where their number is static."""
+    for leaf in keras.tree.flatten(batch):
+        shape: Any = getattr(leaf, "shape", ())
+        if len(shape) > 0:
+            return tf.shape(leaf, out_type=tf.int64)[0] if shape[0] is None else int(shape[0])
+    return None
+
+
 def check_applied(context: StepContext, model: keras.Model) -> None:
     """Refuse a step whose gradients were never seen: its ranks would drift apart unnoticed.
 

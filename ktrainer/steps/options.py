@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import tensorflow as tf
 
@@ -54,6 +54,8 @@ class StepOptions:
         average: average over examples; False sums over ranks, which is `size` times as much.
         hooks: functions of (gradients, variables) run between reduction and clipping.
         guard: leaves out updates that would spoil the model; None: none is.
+        loss_scope: what a loss is computed on: "local", each share's own examples, or "global",
+            those of the whole batch, gathered first.
     """
 
     accumulate: int = 1
@@ -62,6 +64,7 @@ class StepOptions:
     average: bool = True
     hooks: tuple[GradientHook, ...] = ()
     guard: Guard | None = None
+    loss_scope: Literal["local", "global"] = "local"
 
     def all_hooks(self) -> tuple[GradientHook, ...]:
         """The hooks, then the clipping."""

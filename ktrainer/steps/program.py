@@ -19,15 +19,17 @@ import tensorflow as tf
 
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
-from ktrainer.steps.context import StepContext
+from ktrainer.steps.context import StepContext, alone
 from ktrainer.steps.guard import Before, check_one_update
 from ktrainer.steps.logged import LoggedResults, Source
+from ktrainer.steps.loss_scope import check_compiled, losses_of_all
 from ktrainer.steps.model_step import (
     ShareLike,
     average_statistics,
     check_applied,
     is_uniform,
     python_step,
+    rows_of,
 )
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.optimizers import optimizers_of
@@ -53,6 +55,7 @@ class Program(Steps):
         plane: GradientPlane | None = None,
         rank: int = 0,
     ) -> None:
+        check_compiled(options, plane)
         self.model, self.options, self.plane, self.rank = model, options, plane, rank
         self._functions: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._specs: dict[str, Any] = {}
@@ -191,7 +194,12 @@ class Program(Steps):
 
         def distributed(batch: Any, weight: tf.Tensor) -> Any:
             context = StepContext(
-                weight, self.plane, self.rank, uniform=is_uniform(batch), hooks=hooks
+                weight,
+                self.plane,
+                self.rank,
+                uniform=is_uniform(batch),
+                hooks=hooks,
+                rows=rows_of(batch),
             )
             if not self.options.average and self.plane is not None:
                 context.gradient_weight = weight * self.plane.size
@@ -200,7 +208,11 @@ class Program(Steps):
             before = Before(self.model) if guard is not None else None
             if before is not None:
                 context.guard, context.loss = guard, before.loss
-            with seams(context, optimizers_of(self.model)), logged.recording():
+            with (
+                seams(context, optimizers_of(self.model)),
+                losses_of_all(context, self.model, self.options.loss_scope),
+                logged.recording(),
+            ):
                 logs = logged.noting(step)(batch)
             if kind == "train":
                 check_applied(context, self.model)
@@ -237,7 +249,8 @@ def on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
 def trace(step: Callable[..., Any], spec: Any) -> None:
     """Trace a step and forget it; the variables that it made stay."""
     own = python_step(step)
-    tf.function(lambda batch: own(batch), autograph=False).get_concrete_function(spec)
+    with alone():
+        tf.function(lambda batch: own(batch), autograph=False).get_concrete_function(spec)
 
 
 def _weight(share: ShareLike) -> np.float64:

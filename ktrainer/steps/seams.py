@@ -6,6 +6,8 @@ a few functions of Keras for as long as a step is traced, and puts them back:
 | replaced | because |
 |---|---|
 | `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all shares |
+| `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all shares |
+| `tf.GradientTape.gradient` | so is a vector that is differentiated |
 | `metrics.Mean.update_state` | a scalar counts with the share's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
@@ -27,12 +29,14 @@ import tensorflow as tf
 from keras import ops
 from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 
-from ktrainer.steps.context import StepContext
+from ktrainer.steps.context import StepContext, tracing
+from ktrainer.steps.sums import aggregate_added, gradient_of_sums
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 
@@ -48,6 +52,8 @@ def seams(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None
     BatchNormalization = keras.layers.BatchNormalization
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (loss_module, "reduce_weighted_values", _reduce_weighted_values),
+        (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
+        (tf.GradientTape, "gradient", gradient_of_sums),
         (reduction_metrics.Mean, "update_state", _update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
@@ -57,6 +63,7 @@ def seams(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None
     replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
     applying = _Applying(context)
     with ExitStack() as stack:
+        stack.enter_context(tracing(context))
         for owner, name, replacement in replaced:
             original = getattr(owner, name)
             argument = applying if name == "apply" else context
@@ -80,7 +87,7 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
         dtype: Any = None,
     ) -> Any:
         values = ops.convert_to_tensor(values, dtype=dtype)
-        if reduction in (None, "none") or values.shape.rank == 0:
+        if context.whole or reduction in (None, "none") or values.shape.rank == 0:
             return original(values, sample_weight, mask, reduction, dtype)
         if sample_weight is not None:
             sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -97,8 +104,11 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
             )
             values = values * sample_weight
         total = ops.sum(values)
+        part: Any = 1
+        if context.gathered:
+            part = tf.cast(context.part(values), values.dtype)
         if reduction == "sum":
-            return context.as_mean(total)
+            return context.as_mean(total * part)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             denominator = ops.sum(sample_weight)
         elif valid is not None and reduction != "mean_with_sample_weight":
@@ -107,7 +117,8 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
             return ops.divide_no_nan(total, elements)
         else:
             denominator = elements
-        return context.as_mean(ops.divide_no_nan(total, context.denominator(denominator)))
+        counted = context.denominator(denominator * part)
+        return context.as_mean(ops.divide_no_nan(total * part, counted))
 
     return reduce_weighted_values
 
@@ -115,14 +126,31 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
 def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         # Keras counts each part of a loss once a batch, but with its rows where their number is
-        # static, as it is in a pipeline.
-        if sample_weight is None or isinstance(sample_weight, int):
-            values = ops.convert_to_tensor(values)
-            if values.shape.rank == 0:
-                sample_weight = tf.cast(context.weight, self.dtype)
+        # static, as it is in a pipeline, and in a step that runs eagerly.
+        if isinstance(sample_weight, int):
+            eagerly = tf.executing_eagerly()
+            rows = tf.cast(sample_weight, self.dtype)
+            sample_weight = rows * tf.cast(context.weight, self.dtype) if context.whole else rows
+            sample_weight = sample_weight if eagerly else None
+        if sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank:
+            values, sample_weight = _share_of(context, self.dtype, values, sample_weight)
         return original(self, values, sample_weight)
 
     return update_state
+
+
+def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """A mean's values, and what this share weighs them with: ranks count gathered rows once."""
+    tensor = ops.convert_to_tensor(values)
+    if tensor.shape.rank == 0:
+        weight = tf.cast(context.weight, dtype)
+        return tensor, weight if sample_weight is None else sample_weight
+    if not context.gathered or not context.is_over_examples(tensor):
+        return values, sample_weight
+    part = tf.cast(context.part(tensor), dtype)
+    if sample_weight is None:
+        return tf.identity(tensor), tf.fill(tf.shape(tensor)[:1], part)
+    return values, tf.cast(sample_weight, dtype) * part
 
 
 def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:

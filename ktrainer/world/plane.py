@@ -117,6 +117,14 @@ class GradientPlane(ABC):
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
         """Sum over ranks of a tensor of the same shape and dtype on every rank."""
 
+    def place(self, rank: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's place among those that are summed over, and their number, int32 scalars.
+
+        Args:
+            rank: its number when the step was made.
+        """
+        return tf.cast(rank, tf.int32), tf.constant(self.size, tf.int32)
+
     def failure(self, error: BaseException) -> BaseException | None:
         """What the plane knows of an `error` that TensorFlow raised in a step; None if nothing.
 

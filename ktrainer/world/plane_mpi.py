@@ -89,6 +89,16 @@ class MpiPlane(GradientPlane):
         total = tf.ensure_shape(total, vector.shape)
         return tf.cast(total, narrow) if narrow else total
 
+    def place(self, rank: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if not self.atomic:
+            return super().place(rank)
+
+        def now() -> np.ndarray:  # the step is not compiled again when ranks change
+            return np.array([self._comm.rank, self._comm.size], np.int32)
+
+        place = tf.ensure_shape(tf.numpy_function(now, [], tf.int32, stateful=True), [2])
+        return place[0], place[1]
+
     def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
         whole = [array for array in arrays if self._wire_of(array.dtype) is None]
         halves = [array for array in arrays if self._wire_of(array.dtype) is not None]

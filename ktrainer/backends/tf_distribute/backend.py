@@ -77,7 +77,9 @@ class TfDistribute(Backend):
         self._moved.add(model)
         if self.layout.strategy == "parameter_server":
             return self._coordinated(model, options)
-        return ReplicatedProgram(model, options, self._replicas(model), self.guard, self._agree)
+        return ReplicatedProgram(
+            model, options, self._replicas(model, options), self.guard, self._agree
+        )
 
     def watching(self) -> AbstractContextManager[None]:
         return nullcontext() if self.workers is None else self.workers.watching()
@@ -157,9 +159,10 @@ class TfDistribute(Backend):
 
         return Workers(self.strategy, self._presence, self.world, self.timeout)
 
-    def _replicas(self, model: keras.Model) -> Replicas:
+    def _replicas(self, model: keras.Model, options: StepOptions) -> Replicas:
         total = self.strategy.num_replicas_in_sync
         here = total // self.layout.processes  # of a TPU the plan does not know how many
-        options = communication_options(self.settings, self.timeout)
-        plane = ReplicaPlane(self.strategy, options) if total > 1 else None
-        return Replicas(self.strategy, model, plane, here, self.world.rank * here)
+        communication = communication_options(self.settings, self.timeout)
+        plane = ReplicaPlane(self.strategy, communication) if total > 1 else None
+        first = self.world.rank * here
+        return Replicas(self.strategy, model, plane, here, first, options.loss_scope)

@@ -19,6 +19,7 @@ from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.logged import LoggedResults, Source
+from ktrainer.steps.loss_scope import check_compiled
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
@@ -48,6 +49,7 @@ class ReplicatedProgram(Steps):
     ) -> None:
         if replicas.one_trace:  # and with XLA, as ever on a TPU
             options = replace(options, xla=False)
+        check_compiled(options, replicas.plane)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
         self._generation = generation(model)

@@ -39,8 +39,9 @@ from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.logged import LoggedResults
+from ktrainer.steps.loss_scope import losses_of_all
 from ktrainer.steps.metric_states import unadded_metrics
-from ktrainer.steps.model_step import check_applied, is_uniform
+from ktrainer.steps.model_step import check_applied, is_uniform, rows_of
 from ktrainer.steps.seams import seams
 from ktrainer.world.plane import GradientPlane
 
@@ -75,6 +76,7 @@ class Replicas:
         plane: sums over the replicas of all processes; None where there is one.
         count: replicas in this process.
         first: number of the first of them among those of all processes.
+        loss_scope: as in `StepOptions`.
 
     Attributes:
         one_trace: whether all replicas run one program, traced once and compiled with XLA.
@@ -87,9 +89,10 @@ class Replicas:
         plane: GradientPlane | None,
         count: int,
         first: int = 0,
+        loss_scope: str = "local",
     ) -> None:
         self.strategy, self.model, self.plane = strategy, model, plane
-        self.count, self.first = count, first
+        self.count, self.first, self.loss_scope = count, first, loss_scope
         self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
         self.contexts = Contexts()
         self._entered: dict[int, StepContext] = {}
@@ -127,7 +130,7 @@ class Replicas:
 
         def on_replica(number: Any, part: Any) -> Any:
             rows, weight = part
-            context = self._context(number, weight, xla=xla, **settings)
+            context = self._context(number, weight, xla=xla, rows=rows_of(rows), **settings)
 
             def compute() -> Any:
                 with (
@@ -292,6 +295,8 @@ class Replicas:
         """What must be different in Keras while a step is traced on replicas."""
         with ExitStack() as stack:
             stack.enter_context(seams(self.contexts, optimizers_of(self.model)))  # type: ignore[arg-type]
+            scope: Any = losses_of_all(self.contexts, self.model, self.loss_scope)  # type: ignore[arg-type]
+            stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
             for metric in unadded_metrics(self.model) if metrics else []:

@@ -1,0 +1,169 @@
+"""Rows of all ranks in one tensor, inside of a step: for losses that couple examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from ktrainer.errors import ModelError
+from ktrainer.steps.context import Gathered, StepContext, current
+from ktrainer.world import current as current_world
+
+_WHERE = (
+    "Call it in train_step, test_step, compute_loss or a layer's call, while `fit` or `evaluate` "
+    "runs the step; `predict` gathers nothing."
+)
+
+
+def all_gather(tensor: Any) -> Any:
+    """The rows of all ranks, or replicas, in their order; in one process `tensor` itself.
+
+    Call it inside of a step, on every rank alike. The result depends on the rows of every rank,
+    and so do gradients: a loss of it is differentiated with respect to all of them, whether all
+    ranks compute the same loss of the gathered rows, or each one that of its own rows against all
+    rows. Losses that are means are exact as they are. With `trainer.accumulate` it gathers the
+    rows of each accumulated batch.
+
+    Args:
+        tensor: of floats, integers or booleans, its first axis the examples. Ranks may have
+            different numbers of rows, or none; the other dimensions are equal.
+
+    Returns:
+        A tensor of the same dtype, with the rows of rank 0 first. Integers and booleans arrive
+        exactly as they are, and have no gradient.
+
+    Raises:
+        ModelError: it is called outside of a step although there are several ranks; the step is
+            compiled with XLA; the tensor has no rows that could be gathered.
+    """
+    if isinstance(tensor, keras.KerasTensor) or in_symbolic_scope():
+        return tensor  # a model is built: only shapes count
+    context = current()
+    if context is None:
+        _check_alone()
+        return tensor
+    if context.plane is None:
+        return tensor
+    tensor = tf.convert_to_tensor(tensor)
+    if context.whole:
+        return tensor  # of all ranks already
+    (rows,) = count_rows(context, [tensor])
+    return gather_rows(context, tensor, rows)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of this rank are among those of all.
+
+    Attributes:
+        first: int64 scalar; the place of the first one.
+        gathered: how many there are.
+        shape: int64 vector; the dimensions but the first, which are the same on all ranks.
+    """
+
+    first: tf.Tensor
+    gathered: Gathered
+    shape: tf.Tensor
+
+
+def count_rows(
+    context: StepContext, tensors: Sequence[tf.Tensor], views: bool = True
+) -> list[Rows]:
+    """How many rows all ranks have of some tensors, in one message.
+
+    Args:
+        tensors: this rank's rows, or stand-ins.
+        views: as in `Gathered`.
+
+    Raises:
+        ModelError: the step is compiled with XLA, or a tensor has no rows.
+    """
+    assert context.plane is not None
+    context.refuse_xla("it gathers the rows of all ranks")
+    for tensor in tensors:
+        _check_rows(tensor)
+    rank, size = context.plane.place(context.rank)
+    shapes = tf.concat([tf.shape(tensor, out_type=tf.int64) for tensor in tensors], 0)
+    shapes *= tf.cast(context.weight > 0, tf.int64)
+    numbers = tf.concat([tf.cast(shapes, tf.float64), tf.reshape(context.weight, [1])], 0)
+    ours = tf.one_hot(rank, size, dtype=tf.float64)[:, None] * numbers[None, :]
+    every = tf.reshape(context.plane.sum(tf.reshape(ours, [-1]), context.order), tf.shape(ours))
+    weight = tf.reduce_sum(every[:, -1])
+    every = tf.cast(every, tf.int64)
+    found, column = [], 0
+    for tensor in tensors:
+        rows = every[:, column]
+        dims = every[:, column + 1 : column + tensor.shape.rank]
+        column += tensor.shape.rank
+        with tf.control_dependencies([_same_shapes(rows, dims)]):
+            gathered = Gathered(tf.identity(rows[rank]), tf.reduce_sum(rows), weight, views)
+        context.gathered.append(gathered)
+        found.append(Rows(tf.reduce_sum(rows[:rank]), gathered, tf.reduce_max(dims, 0)))
+    return found
+
+
+def gather_rows(
+    context: StepContext, tensor: tf.Tensor, rows: Rows, same_loss: bool = False
+) -> tf.Tensor:
+    """The rows of all ranks in one tensor.
+
+    Args:
+        tensor: this rank's rows, or a stand-in.
+        rows: what `count_rows` has found of it.
+        same_loss: all ranks differentiate the same loss of what is gathered, so that each of them
+            knows the gradient of its own rows by itself.
+    """
+    own, total = rows.gathered.own, rows.gathered.total
+    wire = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.int64)
+    wire = tf.reshape(wire[:own], tf.concat([[own], rows.shape], 0))
+    after = total - own - rows.first
+    padding = tf.concat([[[rows.first, after]], tf.zeros([tf.size(rows.shape), 2], tf.int64)], 0)
+    placed = tf.pad(wire, padding)
+    if not tensor.dtype.is_floating:
+        assert context.plane is not None
+        summed = context.plane.sum(placed, context.order)
+    else:
+        summed = context.across(placed, rows.gathered.weight if same_loss else None)
+    return tf.ensure_shape(tf.cast(summed, tensor.dtype), [None, *tensor.shape[1:]])
+
+
+def _check_rows(tensor: tf.Tensor) -> None:
+    numbers = tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+    if numbers and tensor.shape.rank:
+        return
+    raise ModelError(
+        f"a tensor of shape {tensor.shape} and type {tensor.dtype.name} cannot be gathered from "
+        "all ranks: its first axis must be the examples, its number of axes be known, and its "
+        "elements be floats, integers or booleans."
+    )
+
+
+def _same_shapes(rows: tf.Tensor, dims: tf.Tensor) -> Any:
+    same = tf.reduce_all(dims == tf.reduce_max(dims, 0), axis=1) | (rows == 0)
+    return tf.debugging.Assert(
+        tf.reduce_all(same),
+        [
+            "the rows of some ranks have other dimensions than those of others (a line for each "
+            "rank), so that they cannot be gathered in one tensor; pad them to one length:",
+            tf.concat([rows[:, None], dims], 1),
+        ],
+        summarize=-1,
+    )
+
+
+def _check_alone() -> None:
+    """Refuse a call outside of a step where there are other ranks or replicas."""
+    world = current_world()
+    ranks = world.size if world is not None else 1
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if ranks > 1 or replicas > 1:
+        several = f"{ranks} ranks" if ranks > 1 else f"{replicas} replicas"
+        raise ModelError(
+            f"ktrainer.all_gather was called outside of a step, with {several}: their rows are "
+            "known only inside. " + _WHERE
+        )

@@ -1,0 +1,136 @@
+"""Losses of the whole batch: `trainer.loss_scope=global`.
+
+The outputs, targets and weights of all ranks are gathered before `compute_loss` runs, which then
+is the same on every rank, random numbers included, as if there were one. So each rank knows the
+gradient of its own rows, and the backward pass communicates nothing. What `compute_loss` is given
+as `x` is gathered only where the model has a `compute_loss` of its own; Keras' does not look at it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+
+from ktrainer.errors import ModelError
+from ktrainer.steps.context import Gathered, StepContext
+from ktrainer.steps.gather import count_rows, gather_rows
+from ktrainer.steps.options import StepOptions
+from ktrainer.world.plane import GradientPlane
+
+
+def check_compiled(options: StepOptions, plane: GradientPlane | None) -> None:
+    """Refuse losses of the whole batch in steps that cannot communicate.
+
+    Raises:
+        ModelError: the steps are compiled with XLA, on several ranks.
+    """
+    if options.loss_scope == "global" and options.xla and plane is not None:
+        raise ModelError(
+            "trainer.loss_scope=global gathers the outputs of all ranks inside of the step, which "
+            "XLA cannot compile; set trainer.xla=false."
+        )
+
+
+@contextmanager
+def losses_of_all(context: StepContext, model: keras.Model, scope: str) -> Iterator[None]:
+    """Have `compute_loss` see the rows of all ranks; a step is traced inside.
+
+    Args:
+        scope: "global", or "local", which changes nothing.
+    """
+    if scope == "local":
+        yield
+        return
+    models = [m for m in model._flatten_layers() if isinstance(m, keras.Model)]
+    classes = {cls: None for m in models for cls in type(m).__mro__ if "compute_loss" in vars(cls)}
+    with ExitStack() as stack:
+        for cls in classes:
+            original = vars(cls)["compute_loss"]
+            stack.enter_context(patch.object(cls, "compute_loss", _on_all_rows(context, original)))
+        yield
+
+
+def _on_all_rows(context: StepContext, original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    # Keras' own does not use `x`.
+    unused = ("x",) if original.__module__.startswith("keras.") else ()
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.whole or context.plane is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        names = [n for n in given.arguments if n not in ("self", "training", *unused)]
+        gathered = _gathered(context, [given.arguments[name] for name in names])
+        given.arguments.update(zip(names, gathered, strict=True))
+        with _as_one(context):
+            loss = original(*given.args, **given.kwargs)
+        if context.gathered and loss.shape.rank != 0:
+            total = tf.shape(loss, out_type=tf.int64)[0]
+            weight = context.gathered[0].weight
+            context.gathered.append(Gathered(-tf.ones_like(total), total, weight, views=False))
+        return loss
+
+    return compute_loss
+
+
+@contextmanager
+def _as_one(context: StepContext) -> Iterator[None]:
+    """Compute what all ranks compute alike: the same random numbers, sums and means unsplit."""
+    rank, context.rank, context.whole = context.rank, 0, True
+    try:
+        yield
+    finally:
+        context.rank, context.whole = rank, False
+
+
+def _gathered(context: StepContext, structure: Any) -> Any:
+    """A structure whose tensors over examples have the rows of all ranks, masks included."""
+    found: dict[int, Any] = {}
+    for leaf in keras.tree.flatten(structure):
+        for tensor in (leaf, get_keras_mask(leaf)):
+            if tf.is_tensor(tensor) and context.is_over_examples(tensor):
+                found[id(tensor)] = tensor
+    tensors = list(found.values())
+    if not tensors:
+        return structure
+    rows = count_rows(context, [_of_batch(context, tensor) for tensor in tensors], views=False)
+    every = {
+        id(tensor): gather_rows(context, tensor, place, same_loss=True)
+        for tensor, place in zip(tensors, rows, strict=True)
+    }
+
+    def replaced(leaf: Any) -> Any:
+        whole = every.get(id(leaf), leaf)
+        mask = get_keras_mask(leaf)
+        if whole is not leaf and mask is not None:
+            set_keras_mask(whole, every.get(id(mask), mask))
+        return whole
+
+    return keras.tree.map_structure(replaced, structure)
+
+
+def _of_batch(context: StepContext, tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor`, which must have a row for each example: others' order would not be that of one
+    process, in which all first views come before all second ones, say."""
+    if context.rows is None:
+        return tensor
+    rows = tf.shape(tensor, out_type=tf.int64)[0]
+    check = tf.debugging.Assert(
+        rows == tf.cast(context.rows, tf.int64),
+        [
+            "trainer.loss_scope=global gathers what compute_loss is given, which must have one "
+            "row for each example. Return several views of an example on another axis, or as "
+            "several outputs, or use ktrainer.all_gather. Rows, examples:",
+            rows,
+            context.rows,
+        ],
+    )
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(tensor)
