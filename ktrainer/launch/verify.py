@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_options(parser)
     parser.add_argument("script", help="a Python file")
     parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="key=value, --config FILE, the options above, and "
-        "the script's own words"
+        "args",
+        nargs=argparse.REMAINDER,
+        help="key=value, --config FILE, the options above, and the script's own words",
     )
 
 

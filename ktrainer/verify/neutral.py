@@ -157,9 +157,7 @@ class _Functions:
     def keras_shuffle(self, x: Any, axis: int = 0, seed: Any = None) -> Any:
         return x
 
-    def keras_gamma(
-        self, shape: Any, alpha: Any, dtype: Any = None, seed: Any = None
-    ) -> tf.Tensor:
+    def keras_gamma(self, shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> tf.Tensor:
         return _everywhere(alpha, shape, dtype)
 
     def keras_binomial(
@@ -221,7 +219,7 @@ class _Functions:
         seed: Any = None,
         name: str | None = None,
     ) -> tf.Tensor:
-        rows, classes = tf.unstack(tf.shape(logits))
+        classes = tf.shape(logits)[1]
         noise = -tf.math.log(-tf.math.log(self._draws.uniform([num_samples, classes])))
         scores = tf.cast(logits, tf.float64)[:, None, :] + noise[None]
         return tf.argmax(tf.ensure_shape(scores, [None, None, None]), -1, dtype or tf.int64)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 from unittest.mock import patch
 
 import keras
@@ -24,7 +24,7 @@ from tensorflow.python.eager import context as eager_context
 
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
-from ktrainer.steps.model_step import python_step
+from ktrainer.steps.model_step import python_step, rows_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.seams import seams
 from ktrainer.verify.neutral import Draws, inference_statistics, neutral_random
@@ -34,7 +34,7 @@ T = TypeVar("T")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class LeftOut(Exception):  # noqa: N818 - not an error
+class LeftOut(Exception):
     """Why a model is not checked."""
 
 
@@ -76,7 +76,8 @@ class Passes:
 
     def whole(self, batch: Any) -> Pass:
         """Loss and gradients of all examples at once."""
-        return self._run(batch, StepContext(_float(1.0), uniform=self.uniform, capture=True))
+        context = StepContext(_float(1.0), uniform=self.uniform, capture=True, rows=rows_of(batch))
+        return self._run(batch, context)
 
     def split(self, batches: Sequence[Any], weights: Sequence[float]) -> Pass:
         """The same from several parts, combined as ranks, replicas and microbatches are."""
@@ -95,10 +96,12 @@ class Passes:
         record = denominators is None
         context = StepContext(
             _float(weight),
+            cast(Any, _NoRanks()),
             uniform=self.uniform,
             denominators=[] if denominators is None else denominators,
             record=record,
             capture=True,
+            rows=rows_of(batch),
         )
         done = self._run(batch, context)
         done.denominators = list(context.denominators or []) if record else []
@@ -176,6 +179,13 @@ def outside_strategies(function: Callable[[], T]) -> T:
         return function()
     with ThreadPoolExecutor(1) as thread:  # scopes are those of a thread
         return thread.submit(function).result()
+
+
+class _NoRanks:
+    """Where other parts would be asked for what they have: they are not computed together."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LeftOut("its step gathers the examples of all ranks (ktrainer.all_gather)")
 
 
 class _Untouched:

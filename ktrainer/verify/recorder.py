@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -45,7 +46,7 @@ class Recorder(Callback):
             if tf.as_dtype(v.dtype).is_floating and self._is_here(v)
         ]
         if self.asked.role == "whole":
-            np.savez(self.asked.initial, **{name: _array(v) for name, v in self._weights})
+            _save(self.asked.initial, {name: _array(v) for name, v in self._weights})
         else:
             self._begin_alike()
 
@@ -83,7 +84,7 @@ class Recorder(Callback):
             self.arrays["own_step"] = np.array(
                 type(self.model).train_step is not keras.Model.train_step
             )
-            np.savez(self.asked.recorded(self.world.rank), **self.arrays)
+            _save(self.asked.recorded(self.world.rank), self.arrays)
         return Verified()
 
     def _is_here(self, variable: Any) -> bool:
@@ -157,6 +158,10 @@ def _statistics(model: keras.Model) -> bool:
         isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
         for layer in model._flatten_layers()
     )
+
+
+def _save(path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(path, **arrays)
 
 
 def _array(variable: Any) -> np.ndarray:

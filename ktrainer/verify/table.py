@@ -116,14 +116,18 @@ def compare(whole: Arrays, split: Arrays, parts: int | None = None) -> Compariso
         before = found.get((kind, name))
         if before is None or (row.differs, row.difference) > (before.differs, before.difference):
             found[kind, name] = row
-    rows = sorted(found.values(), key=lambda r: (not r.differs, _ORDER.index(r.kind), r.name))
-    # The worst of what differs first, then the rest, the logs on top.
-    rows.sort(key=lambda r: (not r.differs, -r.difference if r.differs else 0.0))
+    rows = sorted(found.values(), key=_rank)
     missing = sorted(name.split("/", 2)[2].partition(":")[2] for name in items ^ others)
     result = Comparison(rows, missing, max((int(key[:4]) for key in items & others), default=0))
     if not result.equal:
         result.cause = _cause(whole, split, result, parts, close)
     return result
+
+
+def _rank(row: Row) -> tuple[bool, float, int, str]:
+    """The worst of what differs first, as far as it is shown; then the rest, logs on top."""
+    worst = -float(f"{row.difference:.1e}") if row.differs else 0.0
+    return not row.differs, worst, _ORDER.index(row.kind), row.name
 
 
 def _difference(a: np.ndarray, b: np.ndarray, least: float) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from ktrainer import Trainer
+from ktrainer import Trainer, all_gather
 from tests.contracts import running
 from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
@@ -70,6 +70,20 @@ class Counting(keras.Model):
         self.raw.assign_add(1.0)
         self.count.assign(self.count + 1)
         return ops.mean(ops.square(y_pred - y))
+
+
+class Vector(keras.Model):
+    """One number an example: a sum over all of them, counted whole on every rank."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return ops.sum(ops.square(y_pred - y), -1)
+
+
+class Gathering(Contrastive):
+    """The same, of the examples of all ranks."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return super().compute_loss(x, all_gather(y), all_gather(y_pred))
 
 
 PLANTED = {"sum_step": SumStep, "sum_loss": SumLoss, "contrastive": Contrastive}

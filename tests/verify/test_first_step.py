@@ -1,4 +1,4 @@
-"""`health.verify`: it speaks of losses that cannot be split, and is silent and neutral otherwise."""
+"""`health.verify`: it speaks of losses that cannot be split, and is silent otherwise."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def test_sound_models_on_two_ranks(ranks: Ranks, names: list[str]) -> None:
     print({name: round(each["more_seconds"], 2) for name, each in found[0].items()})
 
 
-@pytest.mark.parametrize("names", [["gan", "transformer"], more(MIRRORED[::2]), more(MIRRORED[1::2])])
+@pytest.mark.parametrize(
+    "names", [["gan", "transformer"], more(MIRRORED[::2]), more(MIRRORED[1::2])]
+)
 def test_sound_models_on_two_mirrored_devices(ranks: Ranks, names: list[str]) -> None:
     found = ranks(1, ONE_PROCESS).run(under_mirrored, models.quiet, names, deadline=250)[0]
     assert not any(each["said"] for each in found.values()), found
@@ -151,6 +153,22 @@ def test_users_functions_are_not_traced_meanwhile(left_out: Callable[..., str]) 
     layer = next(layer for layer in model.layers if isinstance(layer, Noisy))
     drawn = layer(tf.zeros([64, 1])).numpy()
     assert len(np.unique(drawn)) == 64
+
+
+def test_sums_that_are_counted_whole(left_out: Callable[..., str]) -> None:
+    model = models.net(models.Vector)
+    model.compile("sgd")
+    assert left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
+
+
+def test_what_is_gathered_or_global_is_not_compared(left_out: Callable[..., str]) -> None:
+    data = floats(models.ROWS, 8), floats(models.ROWS, 5)
+    model = models.net(models.Gathering)
+    model.compile("sgd")
+    assert "ktrainer.all_gather" in left_out(model, data)
+    model, data = models.make_planted("contrastive")
+    settings = {"trainer": {"epochs": 1, "accumulate": 2, "loss_scope": "global"}}
+    assert left_out(model, data, **settings) == ""
 
 
 class FromNumpy(keras.Model):
