@@ -16,8 +16,10 @@ from ktrainer.config import parse_known_cli
 from ktrainer.errors import ConfigError
 from ktrainer.launch import launch
 from ktrainer.launch.folders import private_folder
-from ktrainer.verify.mode import Asked
+from ktrainer.verify.mode import Asked, refuse_own_batches
 from ktrainer.verify.table import Comparison, compare, load
+
+_POSITIVE = launch._positive(int)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
     """
     later = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False, add_help=False)
     _add_options(later)
-    more, words = later.parse_known_args(args.args)
+    own = args.args.index("--") if "--" in args.args else len(args.args)
+    more, words = later.parse_known_args(args.args[:own])
+    words += args.args[own:]
     given = {**vars(args), **{k: v for k, v in vars(more).items() if v is not None}}
     options = _launch_options(given)
+    _check([*options, args.script, *words])
     with private_folder() as name:
         folder, steps = Path(name), given["steps"] or 2
         alone = [*_launch_options({**given, "ranks": 1, "workers": None, "servers": None})]
@@ -58,6 +63,20 @@ def run(args: argparse.Namespace) -> int:
         found = compare(load(folder, "whole"), load(folder, "split"))
     print(_report(found))
     return 0 if found.equal else 1
+
+
+def _check(words: Sequence[str]) -> None:
+    """Refuse what cannot be launched, or verified, before anything runs.
+
+    Raises:
+        ConfigError: the configuration cannot work, or has no unsplit equivalent.
+    """
+    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
+    launch.add_arguments(parser)
+    args = parser.parse_args(words)
+    config = launch._check(args.args, args.ranks or 1, args.workers, {})
+    if config is not None:
+        refuse_own_batches(config)
 
 
 def _report(found: Comparison) -> str:
@@ -73,14 +92,22 @@ def _report(found: Comparison) -> str:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=int, help="processes, as configured (default: 1)")
     parser.add_argument(
-        "--workers", type=int, help="instead of -n: processes that compute, with parameter servers"
+        "-n", "--ranks", type=_POSITIVE, help="processes, as configured (default: 1)"
     )
-    parser.add_argument("--servers", type=int, help="with --workers: processes that keep weights")
-    parser.add_argument("--steps", type=int, help="updates to compare (default: 2)")
-    parser.add_argument("--threads", type=int, help="threads of each process")
-    parser.add_argument("--timeout", type=float, metavar="S", help="end each run after S seconds")
+    parser.add_argument(
+        "--workers",
+        type=_POSITIVE,
+        help="instead of -n: processes that compute, with parameter servers",
+    )
+    parser.add_argument(
+        "--servers", type=_POSITIVE, help="with --workers: processes that keep weights"
+    )
+    parser.add_argument("--steps", type=_POSITIVE, help="updates to compare (default: 2)")
+    parser.add_argument("--threads", type=_POSITIVE, help="threads of each process")
+    parser.add_argument(
+        "--timeout", type=launch._positive(float), metavar="S", help="end each run after S seconds"
+    )
 
 
 def _launch_options(given: dict[str, object]) -> list[str]:

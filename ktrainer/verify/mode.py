@@ -70,13 +70,7 @@ def as_verified(config: Config) -> Config:
     told = asked()
     if told is None:
         return config
-    if config.data.batch == "per_worker":
-        raise ConfigError(
-            "batches that are each worker's own have no unsplit equivalent to verify against: "
-            "verify with data.batch=global.",
-            path="data.batch",
-            value="per_worker",
-        )
+    refuse_own_batches(config)
     trainer = replace(
         config.trainer, fast_dev_run=told.steps * config.trainer.accumulate, steps_per_call=1
     )
@@ -93,6 +87,21 @@ def as_verified(config: Config) -> Config:
         checkpoint=replace(config.checkpoint, resume="never", every=None, best=None),
         logging=replace(config.logging, progress="none", csv=False, tensorboard=False, every="1ba"),
     )
+
+
+def refuse_own_batches(config: Config) -> None:
+    """Refuse a configuration that no single process equals.
+
+    Raises:
+        ConfigError: batches are each worker's own.
+    """
+    if config.data.batch == "per_worker":
+        raise ConfigError(
+            "batches that are each worker's own have no unsplit equivalent to verify against: "
+            "verify with data.batch=global.",
+            path="data.batch",
+            value="per_worker",
+        )
 
 
 def seed_everything() -> None:

@@ -76,6 +76,7 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     per_worker = ["backend=data_parallel", "data.batch=per_worker"]
     assert cli.main(["verify", script, "-n", "2", *per_worker]) == 2
     assert "no unsplit equivalent" in capfd.readouterr().err
+    assert cli.main(["verify", "missing.py"]) == 2
     (tmp_path / "empty.py").write_text("print('hello')\n")
     assert cli.main(["verify", str(tmp_path / "empty.py")]) == 2
     assert "nothing to verify" in capfd.readouterr().err
