@@ -29,7 +29,7 @@ from ktrainer.verify.passes import LeftOut, Passes, eager_passes, outside_strate
 from ktrainer.world import World
 
 SECONDS = 3.0  # after which no pass of the check begins
-_PARTS, _ROWS_A_PART = 4, 2
+_PARTS, _ROWS_A_PART = 4, 3
 _MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
 _MOST_ROW_BYTES = 16 * 2**20
 _FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
