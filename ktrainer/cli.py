@@ -14,6 +14,7 @@ from ktrainer.errors import KtrainerError, nearest
 COMMANDS = {
     "launch": ("ktrainer.launch.launch", "start a script in several processes, and watch them"),
     "plan": ("ktrainer.preview.command", "say what a run would do, or why it cannot"),
+    "verify": ("ktrainer.launch.verify", "check that a script trains the same as in one process"),
     "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),
     "checkpoint": ("ktrainer.checkpoint.command", "list, show, verify and export checkpoints"),
     "env": ("ktrainer.launch.env", "say what is installed here, and which backends can run"),

@@ -31,6 +31,10 @@ from ktrainer.preflight import check_agreement, data_facts, model_facts
 from ktrainer.restarted import run_before
 from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
+from ktrainer.steps import Steps
+from ktrainer.verify.first_step import check_first_step
+from ktrainer.verify.mode import asked
+from ktrainer.verify.recorder import WholeUpdates, recorded_callbacks, recorded_run
 
 if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
@@ -83,7 +87,7 @@ class Fit:
             schedule,
             interruption,
         )
-        with interruption.noted():
+        with interruption.noted(), recorded_run(self.recorded):
             return self._train(loop)
 
     def _train(self, loop: Loop) -> keras.callbacks.History:
@@ -239,6 +243,9 @@ class Fit:
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
         # Those of other ranks too: the first rank may be another one later.
         self.every = assemble(callbacks_config(config), trainer.world, users)
+        self.recorded = asked()
+        if self.recorded is not None:
+            self.every = recorded_callbacks(self.every, self.recorded)
         trainer.backend.check_callbacks(self.every)
         mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
@@ -260,7 +267,13 @@ class Fit:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
-        self.program = trainer.backend.prepare(self.model, options)
+        if self.recorded is not None and self.recorded.role == "whole":
+            self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
+        else:
+            self.program = trainer.backend.prepare(self.model, options)
+        cut = config.backend.name == "pipeline"
+        if cut:
+            self._check_first_step()  # while each process has all of the model
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:
             check_agreement(
@@ -269,6 +282,13 @@ class Fit:
                 data_facts=self._data_facts() if config.health.check_data else {},
                 versions=versions_that_compute(),
             )
+        if not cut:
+            self._check_first_step()
+
+    def _check_first_step(self) -> None:
+        trainer = self.trainer
+        if not trainer.joining:
+            check_first_step(self.model, self.feed, trainer.config, trainer.plan, trainer.world)
 
     def _data_facts(self) -> dict[str, str]:
         """What all ranks must see first, of both kinds of data."""

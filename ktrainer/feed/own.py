@@ -120,6 +120,10 @@ class OwnFeed(Feed):
             return stand_in(self.spec)
         return take_slice(self._blank, 1, 0, 1)
 
+    def peek(self, rows: int) -> Any:
+        piece = self._cursor.peek()
+        return None if piece is None else piece.batch
+
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)
 

@@ -130,6 +130,15 @@ class Feed(ABC):
             close()
         self._live = None
 
+    @abstractmethod
+    def peek(self, rows: int) -> Any:
+        """Some examples of this rank's, as a batch, which are read in their turn all the same;
+        None if there are none. Call it on all ranks together, and before the first epoch.
+
+        Args:
+            rows: how many are enough; there may be more.
+        """
+
     def state(self, inside_epoch: bool) -> bytes | None:
         """Where this rank's batches stand, if that says more than how many were taken: with what
         the shuffles of a tf.data pipeline hold.

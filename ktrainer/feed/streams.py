@@ -115,6 +115,10 @@ class StreamFeed(Feed):
                 exchange(self.world, row, "agree on the next batch")
             raise
 
+    def peek(self, rows: int) -> Any:
+        piece = together(self.world, self._cursor.peek)
+        return None if piece is None else piece.batch
+
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)
 

@@ -13,7 +13,8 @@
 
 Clusters of parameter servers are started by cluster.py in the place of mpirun; healing.py has
 `--heal` and its like. folders.py takes away what a launch has made, and kernel.py whom it has left.
-`ktrainer env` is env.py; `ktrainer horovod build` is horovod_build.py, by horovod_recipe.py.
+`ktrainer env` is env.py; `ktrainer verify`, which launches a script twice, is verify.py;
+`ktrainer horovod build` is horovod_build.py, by horovod_recipe.py.
 
 Nothing here imports TensorFlow in the launching process.
 """

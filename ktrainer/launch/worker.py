@@ -25,6 +25,7 @@ from ktrainer import telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
+from ktrainer.verify.mode import seed_everything
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -75,6 +76,7 @@ def main(argv: list[str]) -> None:
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
     sys.excepthook = lambda kind, error, trace: _fail(say, error, 1)
     try:
+        seed_everything()
         _run(script, args)
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:

@@ -1,0 +1,172 @@
+"""`ktrainer verify SCRIPT -n 2 key=value ...`: does a script train as it would in one process?"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from ktrainer.config import parse_known_cli
+from ktrainer.errors import ConfigError
+from ktrainer.launch import launch
+from ktrainer.launch.folders import private_folder
+from ktrainer.verify.mode import Asked, refuse_own_batches
+from ktrainer.verify.table import Comparison, compare, load
+
+_POSITIVE = launch._positive(int)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `ktrainer verify`."""
+    parser.description = (
+        "Run the first updates of a script's first fit twice, from the same weights and data: in "
+        "one process with the batch unsplit, and as configured. Print by how much loss, metrics, "
+        "gradients and weights differ; the exit status is 1 if it is more than rounding. Random "
+        "layers draw the same for each example in both. The script ends after these updates, and "
+        "no files of the run are kept."
+    )
+    _add_options(parser)
+    parser.add_argument("script", help="a Python file")
+    parser.add_argument(
+        "args",
+        nargs=argparse.REMAINDER,
+        help="key=value, --config FILE, the options above, and the script's own words",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare the two runs; returns the exit status.
+
+    Raises:
+        ConfigError: the configuration cannot work, or the script does not train.
+    """
+    later = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False, add_help=False)
+    _add_options(later)
+    own = args.args.index("--") if "--" in args.args else len(args.args)
+    more, words = later.parse_known_args(args.args[:own])
+    words += args.args[own:]
+    given = {**vars(args), **{k: v for k, v in vars(more).items() if v is not None}}
+    options = _launch_options(given)
+    _check([*options, args.script, *words])
+    with private_folder() as name:
+        folder, steps = Path(name), given["steps"] or 2
+        alone = [*_launch_options({**given, "ranks": 1, "workers": None, "servers": None})]
+        whole = Asked("whole", name, steps)
+        _run(whole, [*alone, args.script, *_unsplit(words, folder)], "in one process")
+        _run(Asked("split", name, steps), [*options, args.script, *words], "as configured")
+        found = compare(load(folder, "whole"), load(folder, "split"))
+    print(_report(found))
+    return 0 if found.equal else 1
+
+
+def _check(words: Sequence[str]) -> None:
+    """Refuse what cannot be launched, or verified, before anything runs.
+
+    Raises:
+        ConfigError: the configuration cannot work, or has no unsplit equivalent.
+    """
+    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
+    launch.add_arguments(parser)
+    args = parser.parse_args(words)
+    config = launch._check(args.args, args.ranks or 1, args.workers, {})
+    if config is not None:
+        refuse_own_batches(config)
+
+
+def _report(found: Comparison) -> str:
+    if found.equal:
+        last = (
+            f"equal: {found.updates} updates as configured are those of one process, but for "
+            "rounding."
+        )
+    else:
+        wrong = sum(row.differs for row in found.rows)
+        last = f"different: {wrong} of {len(found.rows)} items. {found.cause}"
+    return f"{found}\n\n{last}"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-n", "--ranks", type=_POSITIVE, help="processes, as configured (default: 1)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=_POSITIVE,
+        help="instead of -n: processes that compute, with parameter servers",
+    )
+    parser.add_argument(
+        "--servers", type=_POSITIVE, help="with --workers: processes that keep weights"
+    )
+    parser.add_argument("--steps", type=_POSITIVE, help="updates to compare (default: 2)")
+    parser.add_argument("--threads", type=_POSITIVE, help="threads of each process")
+    parser.add_argument(
+        "--timeout", type=launch._positive(float), metavar="S", help="end each run after S seconds"
+    )
+
+
+def _launch_options(given: dict[str, object]) -> list[str]:
+    """The options of `ktrainer launch` for what was given."""
+    names = ("ranks", "workers", "servers", "threads", "timeout")
+    words = [f"--{name}={given[name]}" for name in names if given.get(name) is not None]
+    cluster = given.get("workers") is not None or given.get("servers") is not None
+    return words if cluster or given.get("ranks") is not None else [*words, "--ranks=1"]
+
+
+def _unsplit(words: Sequence[str], folder: Path) -> list[str]:
+    """The script's words without those on the backend, which the one process does without."""
+    path, _, _ = parse_known_cli(words)
+    kept = [word for word in words if word.partition("=")[0].partition(".")[0] != "backend"]
+    if path is None:
+        return kept
+    config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    other = folder / "whole.yaml"
+    kept_keys = {key: value for key, value in config.items() if key not in ("backend", "world")}
+    other.write_text(yaml.safe_dump(kept_keys), encoding="utf-8")
+    found = [word.partition("=")[0] for word in kept].index("--config")
+    both = 1 if "=" in kept[found] else 2  # `--config=FILE`, or two words
+    return [*kept[:found], f"--config={other}", *kept[found + both :]]
+
+
+def _run(asked: Asked, words: list[str], how: str) -> None:
+    """Run the script; what it prints is shown only if it fails.
+
+    Raises:
+        ConfigError: it fails, or ends without having trained.
+    """
+    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
+    launch.add_arguments(parser)
+    environ = dict(os.environ)
+    os.environ.update(asked.to_environment())
+    kept = io.BytesIO()
+    try:
+        with _output_kept(kept):
+            code = launch.run(parser.parse_args(words))
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+    if code == 0 and list(Path(asked.folder).glob(f"{asked.role}-*.npz")):
+        return
+    sys.stderr.write(kept.getvalue().decode(errors="replace"))
+    if code == 0:
+        raise ConfigError(
+            "the script has ended without training, so there is nothing to verify: call fit at the "
+            'top level or under `if __name__ == "__main__"`.'
+        )
+    raise ConfigError(f"the script failed when run {how} (exit status {code}); see above.")
+
+
+@contextlib.contextmanager
+def _output_kept(kept: io.BytesIO) -> Iterator[None]:
+    stream = io.TextIOWrapper(kept, encoding="utf-8", write_through=True)
+    try:
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            yield
+    finally:
+        stream.flush()
+        stream.detach()

@@ -1,0 +1,12 @@
+"""Does a model train the same in parts as at once?
+
+first_step.py   `health.verify`: the check that `fit` makes before its first update
+passes.py       one pass of a model's `train_step` that leaves nothing behind: loss and gradients
+compare.py      gradients at once beside those in parts; the likely cause of a difference
+mode.py         whether `ktrainer verify` runs this process, and how it is then configured
+recorder.py     records the first updates of such a run
+table.py        two recorded runs, item by item, and why they differ
+neutral.py      random numbers that are the same for every example, however a batch is split
+
+The command itself is `ktrainer.launch.verify`.
+"""

@@ -1,0 +1,217 @@
+"""`health.verify`: before its first update, `fit` compares gradients at once with those in parts.
+
+Rank 0 alone computes the loss and gradients of a few of its examples twice, without any
+communication: at once, and in as many parts as there are ranks, replicas and microbatches,
+combined as those are. The weights are those that the model has by then. Nothing that trains is
+touched, and an error in here is no error of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.config import Config, PipelineConfig
+from ktrainer.feed import Feed
+from ktrainer.feed.source import count_rows, take_slice
+from ktrainer.plan import Plan
+from ktrainer.steps.placement import placement_of
+from ktrainer.verify.compare import Difference, difference, explain
+from ktrainer.verify.neutral import Draws
+from ktrainer.verify.passes import LeftOut, Passes, eager_passes, outside_strategies
+from ktrainer.world import World
+
+SECONDS = 3.0  # after which no pass of the check begins
+_PARTS, _ROWS_A_PART = 4, 3
+_MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
+_MOST_ROW_BYTES = 16 * 2**20
+_FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
+
+# What each model was compiled with when it was checked.
+_checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Into how many parts an update is split, by what.
+
+    Attributes:
+        replicas: copies of the model: ranks, devices, or groups of ranks.
+        microbatches: parts of a replica's batch in a pipeline.
+        accumulate: batches an update.
+    """
+
+    replicas: int = 1
+    microbatches: int = 1
+    accumulate: int = 1
+
+    @property
+    def parts(self) -> int:
+        return self.replicas * self.microbatches * self.accumulate
+
+    def __call__(self, parts: int) -> str:
+        """In words."""
+        of = {
+            "ranks or replicas": self.replicas,
+            "microbatches": self.microbatches,
+            "accumulated batches": self.accumulate,
+        }
+        names = " and ".join(f"{n} {name}" for name, n in of.items() if n > 1)
+        return f"{names} split it"
+
+
+def split_of(config: Config, plan: Plan) -> Split:
+    """How a configuration splits an update."""
+    backend, replicas = config.backend, plan.replicas
+    if plan.strategy is not None:
+        replicas = plan.strategy.processes
+        if plan.strategy.strategy != "parameter_server":
+            replicas *= max(1, len(plan.strategy.devices))
+    microbatches = backend.microbatches if isinstance(backend, PipelineConfig) else 1
+    return Split(replicas, microbatches, config.trainer.accumulate)
+
+
+def check_first_step(
+    model: keras.Model, feed: Feed, config: Config, plan: Plan, world: World
+) -> None:
+    """Warn if the loss of `model` is another one in parts than at once; all ranks call it.
+
+    Call it where this process has all of the model: under a pipeline before it is cut.
+    """
+    split = split_of(config, plan)
+    if config.health.verify == "off" or split.parts == 1:
+        return
+    if getattr(config.trainer, "loss_scope", "local") == "global":
+        return  # exact whatever the loss is
+    if _is_checked(model, split):
+        return
+    batch, failed = _first_rows(feed, _ROWS_A_PART * _PARTS)
+    if not world.is_root:
+        return
+    try:
+        if failed is not None:
+            raise LeftOut(failed)
+        found = outside_strategies(lambda: _check(model, batch, feed.uniform, plan, split.parts))
+    except Exception as error:
+        _say_left_out(error, config)
+        return
+    if found is not None:
+        warnings.warn(explain(found, split, _FULL_CHECK), stacklevel=2)
+
+
+def _is_checked(model: keras.Model, split: Split) -> bool:
+    """Whether the model was checked as it is compiled now; from now on it is."""
+    now = getattr(model, "_compile_loss", None), getattr(model, "optimizer", None), split
+    before = _checked.get(model)
+    _checked[model] = now
+    return before is not None and all(a is b or a == b for a, b in zip(before, now, strict=True))
+
+
+def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
+    """A few examples of this rank's, or why there are none."""
+    try:
+        batch = feed.peek(rows)
+    except Exception as error:
+        return None, f"its data cannot be looked at before training ({_first_line(error)})"
+    return (batch, None) if batch is not None else (None, "there is no batch")
+
+
+def _check(
+    model: keras.Model, batch: Any, uniform: bool, plan: Plan, wanted: int
+) -> Difference | None:
+    _refuse(model, plan)
+    batch, rows = _few_rows(batch)
+    parts = min(wanted, _PARTS, rows)
+    if parts < 2:
+        raise LeftOut("a batch has fewer than two examples")
+    draws = Draws()
+    with eager_passes(draws):
+        passes = Passes(model, uniform, draws, SECONDS)
+        whole = passes.whole(batch)
+        found = difference(whole, _in_parts(passes, batch, rows, parts), parts, model)
+        if found is None:
+            return None
+        try:
+            again = difference(whole, passes.whole(batch), parts, model)
+        except LeftOut:
+            again = found
+        if again is not None:
+            raise LeftOut(
+                "two passes over the same examples differ: it draws random numbers outside of "
+                "Keras and tf.random, or changes a state in Python"
+            )
+    return found
+
+
+def _in_parts(passes: Passes, batch: Any, rows: int, parts: int) -> Any:
+    slices = [take_slice(batch, rows, part, parts) for part in range(parts)]
+    return passes.split(slices, [count_rows(each) / rows for each in slices])
+
+
+def _refuse(model: keras.Model, plan: Plan) -> None:
+    if placement_of(model) is not None or any(v._value is None for v in model.variables):
+        raise LeftOut("no process has all of it")
+    if plan.strategy is not None and plan.strategy.strategy == "parameter_server":
+        raise LeftOut("its weights are on parameter servers")
+    if not model.trainable_variables:
+        raise LeftOut("it has no weights yet")
+    size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in model.trainable_variables)
+    if size > _MOST_BYTES:
+        raise LeftOut(f"it has {size / 2**20:.0f} MiB of weights")
+
+
+def _few_rows(batch: Any) -> tuple[Any, int]:
+    """The first examples of a batch as tensors, and how many."""
+    batch = tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
+    )
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    counts = {int(leaf.shape[0]) for leaf in leaves}
+    if len(counts) != 1:
+        raise LeftOut("the first axis of its data is not the examples")
+    (given,) = counts
+    rows = min(given, _PARTS * _ROWS_A_PART)
+    size = sum(_bytes(leaf) for leaf in leaves) / given
+    if size > _MOST_ROW_BYTES:
+        raise LeftOut(f"an example has {size / 2**20:.0f} MiB")
+    whole = rows / given
+    return (batch if whole == 1 else _head(batch, given, rows)), rows
+
+
+def _head(batch: Any, given: int, rows: int) -> Any:
+    def first(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.SparseTensor):
+            return take_slice(leaf, given, 0, -(-given // rows))
+        return leaf[:rows]
+
+    return tf.nest.map_structure(first, batch)
+
+
+def _bytes(leaf: Any) -> float:
+    flat = tf.nest.flatten(leaf, expand_composites=True)
+    return sum(float(np.prod(t.shape)) * t.dtype.size for t in flat)
+
+
+def _say_left_out(error: Exception, config: Config) -> None:
+    if config.logging.progress == "none":
+        return
+    why = str(error) if isinstance(error, LeftOut) else _first_line(error)
+    print(
+        f"ktrainer: the first update was not checked (health.verify): {why}. {_FULL_CHECK}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,0 +1,265 @@
+"""One pass of a model's `train_step` that leaves nothing behind: its loss and gradients.
+
+A pass runs eagerly, so that nothing is compiled for it and no `tf.function` of the user's keeps
+what was traced meanwhile. What it assigns goes to copies: the variables themselves, with their
+values in whatever strategy they are, are not touched.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, cast
+from unittest.mock import patch
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import core as tf_core
+from tensorflow.python.eager import context as eager_context
+
+from ktrainer.steps.context import StepContext
+from ktrainer.steps.guard import LossOfStep
+from ktrainer.steps.model_step import python_step, rows_of
+from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.seams import seams
+from ktrainer.verify.neutral import Draws, inference_statistics, neutral_random
+from ktrainer.world.plane import densified
+
+T = TypeVar("T")
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class LeftOut(Exception):
+    """Why a model is not checked."""
+
+
+@dataclass
+class Pass:
+    """What one pass gave.
+
+    Attributes:
+        gradients: one list for each time that an optimizer was applied; None where a variable has
+            no gradient.
+        variables: what they are of.
+        loss: the mean loss; None where the model keeps none.
+        denominators: those that losses were divided by.
+        changed: Python attributes that the step changed, by name.
+    """
+
+    gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
+    variables: list[list[Any]] = field(default_factory=list)
+    loss: float | None = None
+    denominators: list[tf.Tensor] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+
+class Passes:
+    """Runs passes of one model; use it inside of `eager_passes`.
+
+    Args:
+        model: compiled, and all of it in this process.
+        uniform: whether all examples have the same shape; see `StepContext`.
+        draws: what random functions give.
+        seconds: passes of parts are not begun once so many have gone by.
+    """
+
+    def __init__(
+        self, model: keras.Model, uniform: bool, draws: Draws, seconds: float = float("inf")
+    ) -> None:
+        self.model, self.uniform, self._draws = model, uniform, draws
+        self._until = time.monotonic() + seconds
+
+    def whole(self, batch: Any) -> Pass:
+        """Loss and gradients of all examples at once."""
+        context = StepContext(_float(1.0), uniform=self.uniform, capture=True, rows=rows_of(batch))
+        return self._run(batch, context)
+
+    def split(self, batches: Sequence[Any], weights: Sequence[float]) -> Pass:
+        """The same from several parts, combined as ranks, replicas and microbatches are."""
+        counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
+        if not any(part.denominators for part in counted):
+            return combined(counted, weights)
+        # As the very step does: what losses are divided by is counted over all parts first.
+        columns = zip(*(part.denominators for part in counted), strict=True)
+        totals = [tf.add_n(list(column)) for column in columns]
+        parts = [self._part(b, w, totals) for b, w in zip(batches, weights, strict=True)]
+        return combined(parts, weights)
+
+    def _part(self, batch: Any, weight: float, denominators: list[tf.Tensor] | None) -> Pass:
+        if time.monotonic() > self._until:
+            raise LeftOut("it would take too long")
+        record = denominators is None
+        context = StepContext(
+            _float(weight),
+            cast(Any, _NoRanks()),
+            uniform=self.uniform,
+            denominators=[] if denominators is None else denominators,
+            record=record,
+            capture=True,
+            rows=rows_of(batch),
+        )
+        done = self._run(batch, context)
+        done.denominators = list(context.denominators or []) if record else []
+        return done
+
+    def _run(self, batch: Any, context: StepContext) -> Pass:
+        self._draws.restart()
+        with _Untouched(self.model) as untouched, seams(context, optimizers_of(self.model)):
+            for metric_variable in self.model.metrics_variables:
+                metric_variable.assign(tf.zeros_like(metric_variable.value))
+            loss = LossOfStep(self.model)
+            python_step(self.model.train_step)(batch)
+            total, count = loss.sums()
+            done = Pass(loss=float(total / count) if count > 0 else None)
+        for _, gradients, variables in context.captured:
+            done.gradients.append([None if g is None else densified(g) for g in gradients])
+            done.variables.append(list(variables))
+        done.changed = untouched.changed
+        return done
+
+
+def combined(parts: Sequence[Pass], weights: Sequence[float]) -> Pass:
+    """The sum of w * gradient over the parts.
+
+    Raises:
+        LeftOut: the parts applied their optimizers differently.
+    """
+    first = parts[0]
+    ids = [[[id(v) for v in each] for each in part.variables] for part in parts]
+    if any(each != ids[0] for each in ids):
+        raise LeftOut("train_step applies its optimizers differently to other examples")
+    losses = [part.loss for part in parts]
+    loss = None
+    if None not in losses:
+        loss = sum(w * x for w, x in zip(weights, losses, strict=True) if x is not None)
+    gradients = [
+        [_sum(column, weights) for column in zip(*apply, strict=True)]
+        for apply in zip(*(part.gradients for part in parts), strict=True)
+    ]
+    return Pass(gradients, first.variables, loss, changed=first.changed)
+
+
+def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Tensor | None:
+    present = [
+        g * tf.cast(w, g.dtype) for g, w in zip(column, weights, strict=True) if g is not None
+    ]
+    return tf.add_n(present) if present else None
+
+
+@contextmanager
+def eager_passes(draws: Draws) -> Iterator[None]:
+    """In which passes run: functions are not compiled, random numbers and statistics neutral, and
+    generators of random numbers stand in the end where they stood."""
+    eagerly = tf.config.functions_run_eagerly()
+    # Private, like all that says where the eager generator of seeds stands.
+    generator = getattr(eager_context.context(), "_rng", None)
+    states = random.getstate(), np.random.get_state(), generator and generator.getstate()
+    with ExitStack() as stack:
+        stack.enter_context(neutral_random(draws))
+        stack.enter_context(inference_statistics())
+        stack.callback(tf.config.run_functions_eagerly, eagerly)
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            if generator is not None:
+                generator.setstate(states[2])
+
+
+def outside_strategies(function: Callable[[], T]) -> T:
+    """What `function` gives where no strategy is in scope, as variables shall be plain ones."""
+    if not tf.distribute.has_strategy():
+        return function()
+    with ThreadPoolExecutor(1) as thread:  # scopes are those of a thread
+        return thread.submit(function).result()
+
+
+class _NoRanks:
+    """Where other parts would be asked for what they have: they are not computed together."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise LeftOut("its step gathers the examples of all ranks (ktrainer.all_gather)")
+
+
+class _Untouched:
+    """Sends what is assigned to Keras variables inside the block to copies, and restores plain
+    Python attributes of the model's layers and TensorFlow variables that they hold.
+
+    Attributes:
+        changed: names of the attributes that had to be restored.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.changed: list[str] = []
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> _Untouched:
+        self._states = random.getstate(), np.random.get_state()
+        self._layers = list(self.model._flatten_layers(include_self=True, recursive=True))
+        self._attributes = [_plain_attributes(layer) for layer in self._layers]
+        self._raw = [(v, tf.identity(v)) for layer in self._layers for v in _raw_variables(layer)]
+        for variable in self.model.variables:
+            # Outside of its strategy's replicas, such a variable cannot be differentiated by.
+            if getattr(variable._value, "_distribute_strategy", None) is not None:
+                self._copy(variable)
+        original, copy = tf_core.Variable._direct_assign, self._copy
+
+        def direct_assign(variable: Any, value: Any) -> Any:
+            copy(variable)
+            return original(variable, value)
+
+        self._patch = patch.object(tf_core.Variable, "_direct_assign", direct_assign)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+        for variable, value in self._kept.values():
+            variable._value = value
+        for raw, value in self._raw:
+            if not bool(tf.reduce_all(tf.equal(raw, value))):
+                self.changed.append(raw.name)
+                raw.assign(value)
+        for layer, attributes in zip(self._layers, self._attributes, strict=True):
+            now = vars(layer)
+            for name, value in attributes.items():
+                if now.get(name) is not value and now.get(name) != value:
+                    self.changed.append(f"{layer.name}.{name}")
+                    now[name] = value
+        self.model._clear_losses()
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+
+    def _copy(self, variable: Any) -> None:
+        if id(variable) in self._kept or variable._value is None:
+            return
+        value = variable._value
+        self._kept[id(variable)] = variable, value
+        variable._value = tf.Variable(
+            value.numpy(), dtype=value.dtype, trainable=variable.trainable
+        )
+
+
+def _plain_attributes(layer: Any) -> dict[str, Any]:
+    """What Python code may count in, such as `self.step`; Keras' own notes are not looked at."""
+    return {
+        name: value
+        for name, value in vars(layer).items()
+        if isinstance(value, _PLAIN) and name not in ("_called", "built", "_is_built")
+    }
+
+
+def _raw_variables(layer: Any) -> list[tf.Variable]:
+    return [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
+
+
+def _float(value: float) -> tf.Tensor:
+    return tf.constant(value, tf.float64)

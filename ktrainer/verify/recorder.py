@@ -1,0 +1,169 @@
+"""Records the first updates of a `fit` for `ktrainer verify`: logs, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.callbacks.base import Callback, is_writer
+from ktrainer.errors import ModelError
+from ktrainer.feed.share import Share
+from ktrainer.steps import Program
+from ktrainer.steps.model_step import ShareLike
+from ktrainer.steps.placement import placement_of
+from ktrainer.verify.compare import precision_of
+from ktrainer.verify.mode import Asked, Verified
+from ktrainer.verify.neutral import Draws, neutral_random
+from ktrainer.world.plane import densified
+
+
+class Recorder(Callback):
+    """Begins with the weights of the unsplit run, and keeps what each update does.
+
+    Args:
+        asked: which run this is.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__()
+        self.asked = asked
+        self.arrays: dict[str, np.ndarray] = {}
+        self._applied: dict[str, int] = {}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        metrics = {id(v) for v in self.model.metrics_variables}
+        every = [v for v in self.model.variables if id(v) not in metrics]
+        self._weights = [
+            (f"{i:05}:{v.path}", v)
+            for i, v in enumerate(every)
+            if tf.as_dtype(v.dtype).is_floating and self._is_here(v)
+        ]
+        if self.asked.role == "whole":
+            _save(self.asked.initial, {name: _array(v) for name, v in self._weights})
+        else:
+            self._begin_alike()
+
+    def on_step_begin(self, step: int) -> None:
+        self._applied.clear()
+
+    def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is not None:
+                dense = densified(gradient)
+                dense = dense if dense.dtype == tf.float64 else tf.cast(dense, tf.float32)
+                name = self._name(variable)
+                tf.numpy_function(lambda value, name=name: self._keep(name, value), [dense], [])
+        return gradients
+
+    def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        for name, value in logs.items():
+            kind = "loss" if name == "loss" else "metric"
+            self.arrays[f"{step:04}/{kind}/{name}"] = np.asarray(value, np.float64)
+        for name, variable in self._weights:
+            self.arrays[f"{step:04}/weight/{name}"] = _array(variable)
+        if step >= self.asked.steps:
+            raise self.end()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        raise self.end()
+
+    def end(self) -> Verified:
+        """Write what was recorded; raise what is returned."""
+        placement = placement_of(self.model)
+        first = self.world.is_root if placement is None else placement.replica == 0
+        if first:
+            self.arrays["precision"] = np.array(precision_of(self.model))
+            self.arrays["statistics"] = np.array(_statistics(self.model))
+            self.arrays["own_step"] = np.array(
+                type(self.model).train_step is not keras.Model.train_step
+            )
+            _save(self.asked.recorded(self.world.rank), self.arrays)
+        return Verified()
+
+    def _is_here(self, variable: Any) -> bool:
+        placement = placement_of(self.model)
+        return placement is None or placement.holds(variable)
+
+    def _name(self, variable: Any) -> str:
+        """By place and path: that is what the two runs have in common."""
+        places = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+        return f"{places.get(id(variable), 99999):05}:{variable.path}"
+
+    def _keep(self, name: str, value: np.ndarray) -> None:
+        # A step may apply its optimizers several times.
+        times = self._applied[name] = self._applied.get(name, 0) + 1
+        step = self.progress.step + 1
+        more = f" ({times})" if times > 1 else ""
+        self.arrays[f"{step:04}/gradient/{name}{more}"] = np.array(value)
+
+    def _begin_alike(self) -> None:
+        with np.load(self.asked.initial, allow_pickle=False) as initial:
+            for name, variable in self._weights:
+                if name not in initial or initial[name].shape != tuple(variable.shape):
+                    raise ModelError(
+                        f"the weight {variable.path} of this run is not in the run in one process: "
+                        "the script must make the same model whatever the backend is."
+                    )
+                variable.assign(initial[name])
+
+
+class WholeUpdates(Program):
+    """Updates of all their batches at once."""
+
+    def train(self, shares: Sequence[ShareLike]) -> Any:
+        return super().train([_joined(shares)] if len(shares) > 1 else shares)
+
+
+def recorded_callbacks(users: Sequence[Any], asked: Asked) -> list[Any]:
+    """The callbacks of a run of `ktrainer verify`, which leaves no files."""
+    kept = [c for c in users if not (is_writer(c) or getattr(c, "rank_zero_only", False))]
+    return [*kept, Recorder(asked)]
+
+
+@contextmanager
+def recorded_run(asked: Asked | None) -> Iterator[None]:
+    """In which steps are run and traced: every example draws the same random numbers."""
+    if asked is None:
+        yield
+        return
+    with neutral_random(Draws(alike=True)):
+        yield
+
+
+def _joined(shares: Sequence[ShareLike]) -> Share:
+    batch = tf.nest.map_structure(
+        lambda *parts: None if parts[0] is None else _concatenated(parts),
+        *(share.batch for share in shares),
+    )
+    examples = sum(share.examples for share in shares)
+    return Share(batch, examples, examples)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(list(parts), 0)
+
+
+def _statistics(model: keras.Model) -> bool:
+    """Whether layers use statistics of their part of a batch."""
+    return any(
+        isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+        for layer in model._flatten_layers()
+    )
+
+
+def _save(path: Path, arrays: dict[str, Any]) -> None:
+    np.savez(path, **arrays)
+
+
+def _array(variable: Any) -> np.ndarray:
+    value = np.asarray(variable.numpy())
+    return value if value.dtype in (np.float32, np.float64) else value.astype(np.float32)

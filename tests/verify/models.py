@@ -1,0 +1,160 @@
+"""Models whose loss cannot be split, sound ones of the same shape, and their training."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from ktrainer import Trainer, all_gather
+from tests.contracts import running
+from tests.contracts.zoo import ZOO
+from tests.contracts.zoo_parts import floats
+from tests.dist.harness import keras_state
+
+ROWS = 16
+
+
+def net(cls: type = keras.Model, width: int = 5) -> keras.Model:
+    inputs = keras.Input((8,))
+    hidden = layers.Dense(7, activation="tanh")(inputs)
+    return cls(inputs, layers.Dense(width)(layers.Dropout(0.3)(hidden)))
+
+
+class SumStep(keras.Model):
+    """A step of its own whose loss is a sum over examples."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.square(self(x, training=True) - y))
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+class SumLoss(keras.Model):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return tf.reduce_sum(tf.square(y_pred - y))
+
+
+class Contrastive(keras.Model):
+    """NT-Xent of two views of each example."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        first, second = ops.normalize(y_pred), ops.normalize(y)
+        scores = ops.matmul(first, ops.transpose(second)) / 0.5
+        each = keras.losses.sparse_categorical_crossentropy(
+            ops.arange(ops.shape(scores)[0]), scores, from_logits=True
+        )
+        return ops.mean(each)
+
+
+class Counting(keras.Model):
+    """Sound, and keeps a count in Python, a variable of TensorFlow's, and one of Keras'."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.calls = 0
+        self.raw = tf.Variable(0.0)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        self.calls += 1
+        self.raw.assign_add(1.0)
+        self.count.assign(self.count + 1)
+        return ops.mean(ops.square(y_pred - y))
+
+
+class Vector(keras.Model):
+    """One number an example: a sum over all of them, counted whole on every rank."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return ops.sum(ops.square(y_pred - y), -1)
+
+
+class Gathering(Contrastive):
+    """The same, of the examples of all ranks."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return super().compute_loss(x, all_gather(y), all_gather(y_pred))
+
+
+PLANTED = {"sum_step": SumStep, "sum_loss": SumLoss, "contrastive": Contrastive}
+
+
+def make_planted(name: str) -> tuple[keras.Model, Any]:
+    model = net(PLANTED[name])
+    model.compile(keras.optimizers.SGD(0.01))
+    return model, (floats(ROWS, 8), floats(ROWS, 5, seed=1))
+
+
+def config(**backend: Any) -> dict[str, Any]:
+    return running.config(backend=backend, trainer={"epochs": 1}, data={"batch_size": ROWS})
+
+
+def said(names: list[str], floatx: str, **backend: Any) -> dict[str, list[str]]:
+    """What a run of each planted model warns of."""
+    found = {}
+    for name in names:
+        keras_state.clear()
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(floatx)
+        with warnings.catch_warnings(record=True) as caught, Trainer(config(**backend)) as trainer:
+            warnings.simplefilter("always")
+            trainer.fit(*make_planted(name))
+        found[name] = checks(caught)
+    return found
+
+
+def checks(caught: Any) -> list[str]:
+    return [str(w.message) for w in caught if "what one process computes" in str(w.message)]
+
+
+def quiet(names: list[str], **backend: Any) -> dict[str, dict[str, Any]]:
+    """Whether models of the zoo train without a warning, to the last bit as with the check off."""
+    found = {}
+    for name in names:
+        both, seconds = [], []
+        for verify in ("auto", "off"):
+            keras_state.clear()
+            running.use_float64()
+            started = time.monotonic()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                both.append(
+                    running.with_ktrainer(
+                        ZOO[name],
+                        validate=False,
+                        backend=backend,
+                        trainer={"epochs": 1},
+                        health={"verify": verify},
+                    )
+                )
+            seconds.append(time.monotonic() - started)
+            if verify == "auto":
+                said = checks(caught)
+        running.assert_same(*both)
+        found[name] = {"said": said, "more_seconds": seconds[0] - seconds[1]}
+    return found
+
+
+def mixed(floatx: str = "mixed_bfloat16") -> tuple[keras.Model, Any]:
+    """A convolution, statistics, dropout and attention in half precision."""
+    inputs = keras.Input((8, 8, 3), dtype="float32")
+    x = layers.Conv2D(6, 3, dtype=floatx)(inputs)
+    x = layers.BatchNormalization(dtype=floatx)(x)
+    x = layers.MaxPooling2D(dtype=floatx)(layers.ReLU(dtype=floatx)(x))
+    x = layers.Reshape((9, 6), dtype=floatx)(x)
+    x = layers.MultiHeadAttention(2, 3, dropout=0.2, dtype=floatx)(x, x)
+    x = layers.GlobalAveragePooling1D(dtype=floatx)(x)
+    model = keras.Model(inputs, layers.Dense(3, dtype="float32")(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), loss)
+    return model, (floats(ROWS, 8, 8, 3).astype("float32"), np.arange(ROWS) % 3)

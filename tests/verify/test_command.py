@@ -1,0 +1,82 @@
+"""`ktrainer verify`: a sound script and a wrong one, run twice each."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from ktrainer import cli
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+from keras import layers, ops
+from ktrainer import Trainer
+
+class Contrastive(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        scores = ops.matmul(ops.normalize(y_pred), ops.transpose(ops.normalize(y)))
+        rows = ops.arange(ops.shape(scores)[0])
+        each = keras.losses.sparse_categorical_crossentropy(rows, scores, from_logits=True)
+        return ops.mean(each)
+
+wrong = sys.argv.count("--wrong")
+keras.config.set_floatx("float64")
+words = [word for word in sys.argv[1:] if word != "--wrong"]
+trainer = Trainer.from_cli(argv=words, defaults={"data": {"batch_size": 8}})
+inputs = keras.Input((6,))
+hidden = layers.Dropout(0.4)(layers.Dense(7, activation="tanh", name="hidden")(inputs))
+outputs = layers.Dense(3, name="head")(layers.GaussianNoise(0.1)(hidden))
+model = (Contrastive if wrong else keras.Model)(inputs, outputs)
+model.compile("adam", None if wrong else "mse", metrics=["mae"])
+x, y = np.random.normal(size=(32, 6)), np.random.normal(size=(32, 3))
+trainer.fit(model, (x, y), callbacks=[keras.callbacks.CSVLogger("log.csv")])
+print("not reached")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_sound_script_in_two_stages(
+    script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("backend: {name: pipeline, partitions: 2, microbatches: 2}\n")
+    words = ["verify", "-n", "2", script, "--config", str(config), "trainer.accumulate=2"]
+    assert cli.main(words) == 0
+    out = capfd.readouterr().out
+    for name in ("loss +loss", "metric +mae", "gradient +hidden/kernel", "weight +head/bias"):
+        assert re.search(rf"^{name} .* equal to rounding$", out, re.M), out
+    assert "equal: 2 updates" in out
+    assert "reached" not in out
+    assert sorted(os.listdir(tmp_path)) == ["run.yaml", "train.py"]  # no run folder, no log
+    assert "KTRAINER_VERIFY" not in os.environ
+
+
+def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", script, "-n", "2", "--steps", "1", "--wrong", "backend=data_parallel"]
+    assert cli.main(words) == 1
+    out = capfd.readouterr().out
+    assert re.search(r"^gradient +head/kernel +\S+ +1  differs$", out, re.M), out
+    assert "couples examples" in out
+    assert "trainer.loss_scope=global" in out
+
+
+def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", script, "-n", "2", "backend=pipelin"]) == 2
+    assert "did you mean" in capfd.readouterr().err.lower()
+    per_worker = ["backend=data_parallel", "data.batch=per_worker"]
+    assert cli.main(["verify", script, "-n", "2", *per_worker]) == 2
+    assert "no unsplit equivalent" in capfd.readouterr().err
+    assert cli.main(["verify", "missing.py"]) == 2
+    (tmp_path / "empty.py").write_text("print('hello')\n")
+    assert cli.main(["verify", str(tmp_path / "empty.py")]) == 2
+    assert "nothing to verify" in capfd.readouterr().err

@@ -1,0 +1,229 @@
+"""`health.verify`: it speaks of losses that cannot be split, and is silent otherwise."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import Trainer
+from ktrainer.verify import first_step
+from tests.contracts.test_backends import REFUSED
+from tests.contracts.zoo import ZOO
+from tests.contracts.zoo_parts import floats
+from tests.dist.small import more
+from tests.tf_distribute.running import ONE_PROCESS, make_devices
+from tests.verify import models
+
+Ranks = Callable[..., Any]
+FLOATS = ["float32", "float64"]
+
+
+def assert_speaks(found: dict[str, list[str]], parts: int) -> None:
+    for name, texts in found.items():
+        assert len(texts) == 1, (name, texts)
+        (text,) = texts
+        assert "dense" in text  # the variable
+        assert "trainer.loss_scope=global" in text
+        assert "ktrainer verify" in text
+        if name.startswith("sum"):
+            assert f"smaller by the number of parts ({parts})" in text
+            assert "sum over examples" in text
+        else:
+            assert "couples examples" in text
+
+
+@pytest.mark.parametrize("floatx", FLOATS)
+def test_it_speaks_with_two_ranks(ranks: Ranks, floatx: str) -> None:
+    found = ranks(2).run(models.said, [*models.PLANTED], floatx, name="data_parallel", deadline=120)
+    assert_speaks(found[0], 2)
+    assert not any(found[1].values())  # once, by the first rank
+
+
+def under_mirrored(function: Callable[..., Any], *args: Any) -> Any:
+    make_devices()
+    return function(*args, name="tf_distribute", strategy="mirrored", devices=2)
+
+
+@pytest.mark.parametrize("floatx", FLOATS)
+def test_it_speaks_with_two_mirrored_devices(ranks: Ranks, floatx: str) -> None:
+    run = ranks(1, ONE_PROCESS).run
+    assert_speaks(run(under_mirrored, models.said, [*models.PLANTED], floatx)[0], 2)
+
+
+@pytest.mark.parametrize("floatx", FLOATS)
+def test_it_speaks_in_a_pipeline(ranks: Ranks, floatx: str) -> None:
+    settings = {"name": "pipeline", "partitions": 2, "microbatches": 4}
+    names = ["sum_loss", "contrastive"]
+    found = ranks(2).run(models.said, names, floatx, **settings, deadline=120)
+    assert_speaks(found[0], 4)
+    assert not any(found[1].values())
+
+
+RANKS, MIRRORED = [*ZOO][::2], [*ZOO][1::2]
+STAGES = [name for name in ZOO if name not in REFUSED]
+
+
+@pytest.mark.parametrize("names", [RANKS[1::3], more(RANKS[::3]), more(RANKS[2::3])])
+def test_sound_models_on_two_ranks(ranks: Ranks, names: list[str]) -> None:
+    found = ranks(2).run(models.quiet, names, name="data_parallel", deadline=250)
+    assert not any(each["said"] for rank in found for each in rank.values()), found
+    print({name: round(each["more_seconds"], 2) for name, each in found[0].items()})
+
+
+@pytest.mark.parametrize(
+    "names", [["gan", "transformer"], more(MIRRORED[::2]), more(MIRRORED[1::2])]
+)
+def test_sound_models_on_two_mirrored_devices(ranks: Ranks, names: list[str]) -> None:
+    found = ranks(1, ONE_PROCESS).run(under_mirrored, models.quiet, names, deadline=250)[0]
+    assert not any(each["said"] for each in found.values()), found
+    print({name: round(each["more_seconds"], 2) for name, each in found.items()})
+
+
+@pytest.mark.parametrize("names", [STAGES[2::5], more(STAGES[::5]), more(STAGES[1::5])])
+def test_sound_models_in_a_pipeline(ranks: Ranks, names: list[str]) -> None:
+    settings = {"name": "pipeline", "partitions": 2, "microbatches": 2}
+    found = ranks(2).run(models.quiet, names, **settings, deadline=250)
+    assert not any(each["said"] for rank in found for each in rank.values()), found
+
+
+@pytest.fixture
+def left_out(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Trains with two batches an update; what it says of the check, which must not warn."""
+
+    def train(model: keras.Model, data: Any, **settings: Any) -> str:
+        given = models.config(name="local")
+        given["trainer"] |= {"accumulate": 2}
+        given["logging"] |= {"progress": "plain"}
+        given |= settings
+        with Trainer(given) as trainer:
+            trainer.fit(model, data)
+        lines = capfd.readouterr().err.splitlines()
+        return "\n".join(line for line in lines if "health.verify" in line)
+
+    return train
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision(left_out: Callable[..., str], policy: str) -> None:
+    assert left_out(*models.mixed(policy)) == ""
+
+
+def test_nothing_is_left_behind(left_out: Callable[..., str]) -> None:
+    x, y = floats(2 * models.ROWS, 8), floats(2 * models.ROWS, 5, seed=1)
+    counts = []
+    for verify in ("off", "auto"):
+        model = models.net(models.Counting)
+        model.compile("sgd")
+        assert left_out(model, (x, y), health={"verify": verify}) == ""
+        counts.append((float(model.raw), float(model.count), model.calls))
+    assert counts[0] == counts[1]
+    random = np.random.get_state()[1].copy()
+    states = [np.array(v) for v in model.variables]
+    passes = first_step.Passes(model, True, first_step.Draws())
+    calls = model.calls
+    with first_step.eager_passes(first_step.Draws()):
+        found = passes.whole((tf.constant(x[:4]), tf.constant(y[:4])))
+    assert found.changed
+    assert model.calls == calls
+    assert float(model.raw) == counts[0][0]
+    for before, variable in zip(states, model.variables, strict=True):
+        np.testing.assert_array_equal(before, variable.numpy())
+    np.testing.assert_array_equal(random, np.random.get_state()[1])
+    assert not tf.config.functions_run_eagerly()
+
+
+def test_users_functions_are_not_traced_meanwhile(left_out: Callable[..., str]) -> None:
+    """A `tf.function` would keep what it was traced with: neutral random numbers."""
+
+    class Noisy(keras.layers.Layer):
+        @tf.function
+        def call(self, x: Any) -> Any:
+            return x + tf.random.normal(tf.shape(x)[:1])[:, None]
+
+    inputs = keras.Input((8,))
+    model = keras.Model(inputs, keras.layers.Dense(5)(Noisy()(inputs)))
+    model.compile("sgd", "mse")
+    assert left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
+    layer = next(layer for layer in model.layers if isinstance(layer, Noisy))
+    drawn = layer(tf.zeros([64, 1])).numpy()
+    assert len(np.unique(drawn)) == 64
+
+
+def test_sums_that_are_counted_whole(left_out: Callable[..., str]) -> None:
+    model = models.net(models.Vector)
+    model.compile("sgd")
+    assert left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
+
+
+def test_what_is_gathered_or_global_is_not_compared(left_out: Callable[..., str]) -> None:
+    data = floats(models.ROWS, 8), floats(models.ROWS, 5)
+    model = models.net(models.Gathering)
+    model.compile("sgd")
+    assert "ktrainer.all_gather" in left_out(model, data)
+    model, data = models.make_planted("contrastive")
+    settings = {"trainer": {"epochs": 1, "accumulate": 2, "loss_scope": "global"}}
+    assert left_out(model, data, **settings) == ""
+
+
+class FromNumpy(keras.Model):
+    seen = 0
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        FromNumpy.seen += 1
+        return (1 + FromNumpy.seen) * keras.ops.mean(y_pred)
+
+
+def test_what_cannot_be_compared_says_so(left_out: Callable[..., str]) -> None:
+    data = floats(models.ROWS, 8), floats(models.ROWS, 5)
+    model = models.net(FromNumpy)
+    model.compile("sgd")
+    said = left_out(model, data)
+    assert "two passes over the same examples differ" in said
+    assert "ktrainer verify" in said
+
+
+class Failing(keras.Model):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        if tf.executing_eagerly():
+            raise RuntimeError("cannot run eagerly")
+        return keras.ops.mean(y_pred)
+
+
+def test_an_error_within_is_none_of_the_run(left_out: Callable[..., str]) -> None:
+    model = models.net(Failing)
+    model.compile("sgd")
+    said = left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5)))
+    assert "RuntimeError: cannot run eagerly" in said
+
+
+def test_what_takes_too_long_is_left_out(
+    left_out: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_step, "SECONDS", 1e-6)
+    model, data = models.make_planted("sum_loss")
+    assert "would take too long" in left_out(model, data)
+
+
+def test_off_and_one_part_and_a_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = models.make_planted("contrastive")
+    config = models.config(name="local")
+    with Trainer(config) as trainer:
+        trainer.fit(model, data)
+    config["trainer"] |= {"accumulate": 2}
+    with Trainer({**config, "health": {"verify": "off"}}) as trainer:
+        trainer.fit(model, data)
+    with Trainer(config) as trainer:
+        with pytest.warns(UserWarning, match="couples examples"):
+            trainer.fit(model, data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.fit(model, data)  # said once
+        model.compile("sgd")
+        with pytest.warns(UserWarning, match="couples examples"):
+            trainer.fit(model, data)

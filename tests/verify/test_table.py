@@ -1,0 +1,73 @@
+"""The table of `ktrainer verify`, from recorded numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ktrainer.verify.table import Arrays, compare
+
+
+def recorded(scale: float = 1.0, noise: float = 0.0, variables: int = 3) -> dict[str, np.ndarray]:
+    random, other = np.random.default_rng(1), np.random.default_rng(2)
+    arrays = {"precision": np.array("float64"), "0001/loss/loss": np.array(3.0 * scale)}
+    for i in range(variables):
+        value = random.normal(size=(4, 3))
+        key = f"{i:05}:layer_{i}/kernel"
+        arrays[f"0001/gradient/{key}"] = scale * value + noise * other.normal(size=(4, 3))
+        arrays[f"0001/weight/{key}"] = value - 0.1 * scale * value
+    return arrays
+
+
+def test_rounding_is_equal() -> None:
+    found = compare(recorded(), recorded(noise=1e-13))
+    assert found.equal
+    assert "differs" not in str(found)
+    assert str(found).splitlines()[1].startswith("loss")
+
+
+def test_a_factor_is_a_sum() -> None:
+    found = compare(recorded(), recorded(scale=0.25))
+    assert not found.equal
+    assert "one factor, 4" in found.cause
+    first = str(found).splitlines()[1]
+    assert first.startswith("loss ")
+    assert first.endswith("differs")
+
+
+def test_other_gradients_couple_examples_or_use_statistics() -> None:
+    assert "couples examples" in compare(recorded(), recorded(noise=0.5)).cause
+    normalised = {**recorded(noise=0.5), "statistics": np.array(True)}
+    assert "synchronized=True" in compare(recorded(), normalised).cause
+
+
+def one(changed: str, variables: int = 3) -> Arrays:
+    arrays = recorded(variables=variables)
+    arrays[changed] = arrays[changed] + 1.0
+    return arrays
+
+
+def test_weights_alone_are_a_side_effect() -> None:
+    found = compare(recorded(), one("0001/weight/00001:layer_1/kernel"))
+    assert "side effect" in found.cause
+    assert [row.name for row in found.rows if row.differs] == ["layer_1/kernel"]
+
+
+def test_what_an_optimizer_makes_of_rounding_is_no_difference() -> None:
+    whole, split = recorded(), recorded()
+    key = "00000:layer_0/kernel"
+    for arrays, sign in ((whole, 1), (split, -1)):
+        arrays[f"0001/gradient/{key}"] = np.full((4, 3), sign * 1e-18)
+        arrays[f"0001/weight/{key}"] = np.full((4, 3), sign * 1e-3)
+    assert compare(whole, split).equal
+
+
+def test_a_long_table_is_cut() -> None:
+    lines = str(compare(recorded(variables=40), one("0001/loss/loss", 40))).splitlines()
+    assert len(lines) == 32
+    assert lines[-1] == "and 51 more, of which 0 differ"
+
+
+def test_other_variables() -> None:
+    found = compare(recorded(variables=3), recorded(variables=4))
+    assert not found.equal
+    assert "layer_3/kernel" in str(found)
