@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktrainer import commandline
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
@@ -116,7 +117,8 @@ class Trainer(CustomLoop):
         argv: Sequence[str] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> Trainer:
-        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`).
+        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`), and
+        from those that `ktrainer run` was given.
 
         `defaults` are the script's own, a nested dict; the file and the command line win.
 
@@ -124,7 +126,9 @@ class Trainer(CustomLoop):
         the rest. A `ConfigError` ends the program with its message and status 2.
         """
         try:
-            path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
+            path, overrides = parse_cli(
+                [*commandline.words, *(sys.argv[1:] if argv is None else argv)]
+            )
             return cls(load_config(path, overrides, defaults=defaults), callbacks)
         except ConfigError as error:
             # Past a script that catches every Exception, and as `ktrainer plan` itself says it.

@@ -169,8 +169,16 @@ class Group:
         self._miss()
 
     def _note_gone(self, rank: int) -> None:
-        if rank not in self.end.ended | set(self.end.failures) | set(self.end.gone):
+        if rank not in self._over:
             self.end.gone.append(rank)
+        out = self._mergers["out"]
+        if self._parts is not None and rank == out.only:  # the next one is now the first
+            out.only = min(set(self._started) - self._over, default=rank)
+
+    @property
+    def _over(self) -> set[int]:
+        """Ranks that have come to an end, whichever."""
+        return self.end.ended | set(self.end.failures) | set(self.end.gone)
 
     def _miss(self) -> None:
         """Note the first rank that has gone and is waited for, unless all are to end anyway."""
@@ -278,6 +286,8 @@ class Group:
             self._close(key)
         for merger in self._mergers.values():
             merger.finish()
+        if self._process.returncode != 0:
+            self._mergers["out"].release(sorted(self.end.failures) or range(self._ranks))
         self.end.code = self._process.returncode
         self.end.said = self._said.decode(errors="replace")
         for rank in range(self._ranks):
