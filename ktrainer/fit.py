@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from ktrainer.arguments import Call
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
@@ -39,21 +39,12 @@ class Fit:
     """Everything that one run of `fit` needs, made in order and closed together.
 
     Args:
-        trainer: whose config, world and backend are used.
-        data, validation_data, class_weight: as in `Trainer.fit`.
-        callbacks: callbacks of this call only.
+        trainer: whose world and backend are used; its config is that of the call.
+        call: the arguments of `Trainer.fit`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        data: Any,
-        validation_data: Any,
-        class_weight: Mapping[int, float] | None,
-        callbacks: list[Any],
-    ) -> None:
-        self.trainer = trainer
-        self.given = data, validation_data, class_weight
+    def __init__(self, trainer: Trainer, call: Call) -> None:
+        self.trainer, self.call = trainer, call
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
@@ -62,11 +53,11 @@ class Fit:
         self.model = trainer.model
         check_model(self.model, config)
         # Before the feeds: which collectives follow depends on these.
-        given = {"validation data": "none" if validation_data is None else "given"}
-        check_agreement(trainer.world, data_facts=given)
+        given = {"validation data": "none" if call.validation_data is None else "given"}
+        check_agreement(trainer.world, config=call.facts(), data_facts=given)
         try:
             self._open_feeds(config.seed, check=config.health.check_data)
-            self._prepare([*trainer.callbacks, *callbacks])
+            self._prepare([*trainer.callbacks, *call.callbacks])
         except BaseException:
             self.close()
             raise
@@ -144,20 +135,25 @@ class Fit:
 
     def _open_feeds(self, seed: int | None, check: bool) -> None:
         limits = self.trainer.config.trainer
-        data, validation_data, class_weight = self.given
+        call = self.call
         self.feed = self._feed(
-            data,
+            call.data,
             training=True,
             seed=seed,
             check=check,
             limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
-            class_weight=class_weight,
+            class_weight=call.class_weight,
         )
         self.validation: Feed | None = None
         limit = limits.fast_dev_run or limits.limit_val_batches
-        if validation_data is not None and limit != 0:
+        if call.validation_data is not None and limit != 0:
             self.validation = self._feed(
-                validation_data, training=False, seed=seed, limit=limit, check=check
+                call.validation_data,
+                training=False,
+                seed=seed,
+                limit=limit,
+                check=check,
+                batch_size=call.validation_batch_size,
             )
 
     def resume(self) -> None:

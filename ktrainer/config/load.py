@@ -12,12 +12,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from os import PathLike, fspath
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktrainer.config.backends import ALIASES, BACKENDS
+from ktrainer.config.called import named_keys
 from ktrainer.config.check import check
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import Config
@@ -65,10 +67,19 @@ def load_config(
     try:
         config = with_sharding(_make(layers))
         object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
+        object.__setattr__(config, "_origins", _origins(source, *layers[1:]))
         check(config, on_unknown_callback)
     except ConfigError as error:
         raise _without_secrets(error, secrets) from None
     return config
+
+
+def _origins(source: Any, layer: dict[str, Any], words: dict[str, Any]) -> dict[str, str]:
+    """Which keys a file or the command line has set; a dict in code is the script's default."""
+    known = dict(source._origins) if isinstance(source, Config) else {}
+    if isinstance(source, (str, PathLike)):
+        known = named_keys(layer, fspath(source))
+    return known | named_keys(words, "command line")
 
 
 def _without_secrets(error: ConfigError, secrets: Sequence[str]) -> ConfigError:

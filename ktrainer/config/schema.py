@@ -7,7 +7,9 @@ given beside the default and checked by `ktrainer.config.check`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
 from omegaconf import MISSING
@@ -334,6 +336,19 @@ class Config:
 
     # Values that came from secret environment variables; set by load_config, never printed.
     _secrets: ClassVar[tuple[str, ...]] = ()
+    # Where keys were set that a call's arguments do not change: a file or the command line.
+    _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def origin(self, key: str) -> str | None:
+        """Which file set a dotted key, or "command line"; None where neither did."""
+        return self._origins.get(key)
+
+    def having(self, **changes: Any) -> Config:
+        """`dataclasses.replace` that keeps what is known of secrets and origins."""
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "_secrets", self._secrets)
+        object.__setattr__(changed, "_origins", self._origins)
+        return changed
 
     def to_dict(self, redacted: bool = False) -> dict[str, Any]:
         """The configuration as nested plain dicts and lists.
