@@ -242,7 +242,7 @@ class Fit:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
-        self.program = trainer.backend.prepare(self.model, options)
+        self.program = trainer.program_for(self.model, options)
         self.program.build(self.feed.spec)
         if trainer.world.size > 1:
             check_agreement(

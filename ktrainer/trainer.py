@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ktrainer.arguments import Call
     from ktrainer.config import DataConfig
     from ktrainer.feed import Feed
-    from ktrainer.steps import Steps
+    from ktrainer.steps import StepOptions, Steps
 
 
 class Trainer(CustomLoop):
@@ -453,10 +453,19 @@ class Trainer(CustomLoop):
         finally:
             feed.close()
 
-    def program_for(self, model: keras.Model) -> Steps:
-        """The compiled steps of `model`; those of the last call when it is the same model."""
-        from ktrainer.steps import StepOptions
+    def program_for(self, model: keras.Model, options: StepOptions | None = None) -> Steps:
+        """The compiled steps of `model`: those of an earlier call, unless it was compiled again.
 
-        if self._active is None or self._active.program.model is not model:
-            return self.backend.prepare(model, StepOptions())
-        return self._active.program
+        Args:
+            options: how steps run; None for those of its last `fit`, or of the configuration.
+        """
+        from ktrainer.fit_settings import step_options
+        from ktrainer.steps.programs import program_of
+
+        return program_of(
+            model,
+            options or step_options(self.config),
+            [self.backend, self.world.rank, self.world.size],
+            self.backend.prepare,
+            any_options=options is None,
+        )

@@ -1,7 +1,7 @@
 """One rank: runs the user's script, and tells the launcher how that went.
 
 Started by mpirun, or by `ktrainer.launch.cluster`, as
-`python -m ktrainer.launch.worker FOLDER SCRIPT ARGS...`. Imports only the standard library, so the
+`python -m ktrainer.launch.worker FOLDER SCRIPT`. Imports only the standard library, so the
 script finds an interpreter as fresh as `python SCRIPT` would give it.
 """
 
@@ -21,10 +21,12 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ktrainer import telling
+from ktrainer import commandline, telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
+from ktrainer.script import detection
+from ktrainer.script import start as script_start
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -55,7 +57,7 @@ _FOLLOWER_WAITS = 1.0  # seconds
 
 def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
-    folder, script, *args = argv
+    folder, script = argv
     end_with_parent()
     rank, local_rank = _place(os.environ)
     options = read_options(Path(folder))
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> None:
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
     sys.excepthook = lambda kind, error, trace: _fail(say, error, 1)
     try:
-        _run(script, args)
+        _run(script, rank, options)
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
@@ -122,15 +124,19 @@ def _redirect(folder: Path, rank: int, options: Options) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(script: str, args: list[str]) -> None:
-    """Execute a file as `python script args...` does."""
+def _run(script: str, rank: int, options: Options) -> None:
+    """Execute a file as `python script arguments...` does; a plain one through a Trainer."""
+    commandline.words[:] = options.words
+    source = Path(script).read_bytes()
+    if detection.is_plain(source):
+        script_start.prepare(rank, options.seed, detection.imports(source, "horovod"))
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    sys.argv = [script, *args]
+    sys.argv = [script, *options.arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+    exec(compile(source, script, "exec"), module.__dict__)
 
 
 def _exit_code(error: BaseException) -> int:
