@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Make = Callable[[Any], Any]
+_INHERITED = object()
 
 
 class Replacements:
@@ -18,7 +19,7 @@ class Replacements:
     def replace(self, owner: Any, name: str, make: Make) -> None:
         """Set `owner.name`, of a class or module, to `make(what it was)`."""
         # vars() and not getattr(): a static method is put back as a static method.
-        self._originals.append((owner, name, vars(owner)[name]))
+        self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, make(getattr(owner, name)))
 
     def replace_function(self, original: Any, make: Make) -> None:
@@ -35,4 +36,7 @@ class Replacements:
         """Put everything back."""
         while self._originals:
             owner, name, original = self._originals.pop()
-            setattr(owner, name, original)
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from ktrainer.arguments import callback_list
 from ktrainer.callbacks.base import alone, is_alone, is_writer
@@ -49,6 +50,10 @@ class Routing:
             replace(TensorFlowTrainer, name, make)
         route_files(trainer, self._replaced)
         route_strategies(trainer, self._replaced)
+        self._cut: dict[int, keras.Model] = {}
+        if trainer.backend.name == "pipeline":
+            # Where it is defined: Keras tells by that whether a model has its own.
+            replace(BaseTrainer, "compile", self._compile)
         if splits(trainer):
             refuse_loops(trainer, self._replaced, lambda: self.busy > 0)
         if trainer.world.size > 1:
@@ -81,6 +86,7 @@ class Routing:
             given = dict(signature.bind(model, *args, **kwargs).arguments)
             given = {k: v for k, v in given.items() if k not in ("self", "kwargs")}
             given = _as_trainer(name, given, self.trainer.world.size > 1)
+            self._join_others(model)
             with self._routed():
                 return getattr(self.trainer, name)(model, **given)
 
@@ -95,10 +101,38 @@ class Routing:
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             if is_alone():
                 return original(model, *args, **kwargs)
+            self._join_others(model)
             with self._routed():
                 return run(model, *args, **kwargs)
 
         return routed
+
+    def _compile(self, original: Callable[..., None]) -> Callable[..., None]:
+        """A model that is cut into stages is cut anew when it is compiled again."""
+
+        @functools.wraps(original)
+        def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+            self._join(model)
+            original(model, *args, **kwargs)
+
+        return compile
+
+    def _join_others(self, model: keras.Model) -> None:
+        """Have the stages of models together with which `model` shares variables: its own cut is
+        another one."""
+        if self.trainer.backend.name != "pipeline":
+            return
+        mine = {id(v) for v in model.variables}
+        for other in list(self._cut.values()):
+            if other is not model and mine & {id(v) for v in other.variables}:
+                self._join(other)
+        self._cut[id(model)] = model
+
+    def _join(self, model: keras.Model) -> None:
+        if self._cut.pop(id(model), None) is not None:
+            from ktrainer.backends.pipeline.joining import join_stages
+
+            join_stages(model)
 
     @contextmanager
     def _routed(self) -> Iterator[None]:
