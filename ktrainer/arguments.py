@@ -6,7 +6,7 @@ An argument is the script's default: what a config file or the command line says
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -15,7 +15,7 @@ import numpy as np
 from ktrainer.config import Config
 from ktrainer.config.called import KEYS, with_arguments
 from ktrainer.errors import ConfigError, DataError
-from ktrainer.feed.kinds import require_no_targets, split_validation
+from ktrainer.feed.kinds import kind_of, require_no_targets, split_validation
 
 _PROGRESS = {
     "0": "none",
@@ -98,6 +98,15 @@ def fit_call(
     data = joined(x, y, sample_weight)
     if validation_split and validation_data is None:
         data, validation_data = split_validation(data, validation_split)
+    if not _names_batch_size(config, settings["batch_size"]):
+        if validation_batch_size is None:
+            limit = (
+                settings["validation_steps"]
+                if config.origin(KEYS["validation_steps"]) is None
+                else None
+            )
+            validation_batch_size = _batch_of(validation_data, limit)
+        effective = _with_batch(effective, _batch_of(data, steps))
     return Call(
         effective,
         overruled,
@@ -126,7 +135,28 @@ def pass_call(
     _whole("steps", steps)
     effective, overruled = with_arguments(config, _validated({"batch_size": batch_size}))
     data = joined(x, y, sample_weight)
+    if not _names_batch_size(config, batch_size):
+        effective = _with_batch(effective, _batch_of(data, steps))
     return Call(effective, overruled, data=data, callbacks=callback_list(callbacks), steps=steps)
+
+
+def _names_batch_size(config: Config, given: int | None) -> bool:
+    """Whether anyone has said how large batches are."""
+    return given is not None or config.sets(KEYS["batch_size"])
+
+
+def _batch_of(data: Any, steps: int | None) -> int | None:
+    """Rows of a batch of arrays such that `steps` of them hold all, as in Keras."""
+    if steps is None or data is None or kind_of(data) != "arrays":
+        return None
+    rows = next(int(part.shape[0]) for part in keras.tree.flatten(data) if part is not None)
+    return -(-rows // steps)
+
+
+def _with_batch(config: Config, batch_size: int | None) -> Config:
+    if batch_size is None:
+        return config
+    return config.having(data=replace(config.data, batch_size=batch_size))
 
 
 def joined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from ktrainer.arguments import Call
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.feed import Feed, make_feed, place_facts, take_place
+from ktrainer.feed import Feed, Order, make_feed, place_facts, require_end, take_place
 from ktrainer.fit_settings import (
     callbacks_config,
     check_model,
@@ -56,7 +57,7 @@ class Fit:
         given = {"validation data": "none" if call.validation_data is None else "given"}
         check_agreement(trainer.world, config=call.facts(), data_facts=given)
         try:
-            self._open_feeds(config.seed, check=config.health.check_data)
+            self._open_feeds(None, check=config.health.check_data)
             self._prepare([*trainer.callbacks, *call.callbacks])
         except BaseException:
             self.close()
@@ -67,7 +68,11 @@ class Fit:
         if not (self.trainer.config.trainer.fast_dev_run or self.trainer.joining):
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
-        schedule = make_schedule(self.trainer.config)
+        schedule = replace(
+            make_schedule(self.trainer.config),
+            initial_epoch=self.call.initial_epoch,
+            validation_epochs=self.call.validation_epochs,
+        )
         interruption = Interruption(self.trainer.config.trainer.interrupt)
         loop = Loop(
             self.trainer,
@@ -92,19 +97,22 @@ class Fit:
         finally:
             loop.survival.close()
 
-    def follow(self, run_dir: str | None, seed: int | None) -> None:
+    def follow(self, run_dir: str | None, order: Order | None) -> None:
         """Feed and call back for the ranks of now, after some have died or joined.
 
         Args:
             run_dir: the run's folder, which newcomers do not know.
-            seed: of the data's order, as it was drawn at the start.
+            order: of the data, as it was drawn at the start.
         """
         trainer = self.trainer
+        lengths = [feed.source_batches for feed in self._feeds]
         known = [self.feed.spec, self.validation.spec if self.validation else None]
         for feed in self._feeds:
             feed.close()
         self._feeds = []
-        self._open_feeds(seed, check=trainer.config.health.check_data)
+        self._open_feeds(order, check=trainer.config.health.check_data)
+        for feed, length in zip(self._feeds, lengths, strict=False):
+            feed.source_batches = feed.source_batches or length  # which reading has shown
         for feed, spec in zip(self._feeds, known, strict=False):
             if feed.spec == spec:
                 feed.spec = spec  # the very one that the steps were compiled for
@@ -133,28 +141,36 @@ class Fit:
             for callback in new:
                 callback.on_train_begin()
 
-    def _open_feeds(self, seed: int | None, check: bool) -> None:
+    def _open_feeds(self, order: Order | None, check: bool) -> None:
         limits = self.trainer.config.trainer
         call = self.call
+        fewer = limits.fast_dev_run or limits.overfit_batches
         self.feed = self._feed(
             call.data,
             training=True,
-            seed=seed,
+            order=order,
             check=check,
-            limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
+            limit=fewer or limits.limit_train_batches,
+            steps=None if fewer else call.steps,
             class_weight=call.class_weight,
         )
+        self.feed.first_epoch = call.initial_epoch
+        if limits.max_steps is None and limits.max_time is None:
+            require_end(
+                self.feed,
+                "steps_per_epoch=..., trainer.limit_train_batches=... or trainer.max_steps=...",
+            )
         self.validation: Feed | None = None
         limit = limits.fast_dev_run or limits.limit_val_batches
         if call.validation_data is not None and limit != 0:
             self.validation = self._feed(
                 call.validation_data,
                 training=False,
-                seed=seed,
                 limit=limit,
                 check=check,
                 batch_size=call.validation_batch_size,
             )
+            require_end(self.validation, "validation_steps=... or trainer.limit_val_batches=...")
 
     def resume(self) -> None:
         """Restore what `checkpoint.resume` asks for, on all ranks."""

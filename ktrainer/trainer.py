@@ -96,8 +96,8 @@ class Trainer(CustomLoop):
         )
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
-        facts = pretend(self.config, WorldFacts.detect(self.world))
-        self.plan: Plan = make_plan(self.config, facts)
+        self._facts = pretend(self.config, WorldFacts.detect(self.world))
+        self.plan: Plan = make_plan(self.config, self._facts)
         self.progress, self.counted = Progress(), Counted()
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
@@ -225,13 +225,13 @@ class Trainer(CustomLoop):
         if asked() is not None:
             from ktrainer.preview.report import show_model
 
-            self.config = call.config
-            show_model(self, call.data, call.callbacks)
+            with self._configured(call):
+                show_model(self, call.data, call.callbacks)
         self.progress, self.counted = Progress(), Counted()
         self.timers.clear()
         self.stop_reason = self.rollback = None
         self.unsound = False
-        with self.backend.watching(), self._configured(call.config, call.overruled):
+        with self.backend.watching(), self._configured(call):
             self._active = Fit(self, call)
             self.fits += 1
             try:
@@ -416,19 +416,21 @@ class Trainer(CustomLoop):
         return model
 
     @contextmanager
-    def _configured(self, config: Config, overruled: tuple[str, ...]) -> Iterator[None]:
-        """Have `config` while a call runs."""
-        self.config, self.overruled = config, overruled
+    def _configured(self, call: Call) -> Iterator[None]:
+        """Have the configuration of a call while it runs."""
+        plan = self.plan
+        self.config, self.overruled = call.config, call.overruled
         try:
+            self.plan = make_plan(call.config, self._facts)
             yield
         finally:
-            self.config, self.overruled = self._config, ()
+            self.config, self.overruled, self.plan = self._config, (), plan
 
     def _over(self, model: Any, call: Call, run: Callable[..., Any], config: DataConfig) -> Any:
         """Evaluate or predict over a call's data, with the program of the last one if it fits."""
         import keras
 
-        from ktrainer.feed import make_feed
+        from ktrainer.feed import make_feed, require_end
 
         self.model = self._resolve(model)
         program = self.program_for(self.model)
@@ -438,10 +440,10 @@ class Trainer(CustomLoop):
             world=self.world,
             config=config,
             training=False,
-            seed=None,
             check=check,
             limit=call.steps,
         )
+        require_end(feed, "steps=...")
         callbacks = keras.callbacks.CallbackList(
             list(call.callbacks), model=self.model, add_history=False
         )

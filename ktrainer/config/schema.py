@@ -18,6 +18,8 @@ from ktrainer.config.backends import BackendConfig, LocalConfig
 from ktrainer.config.bounds import duration, number
 from ktrainer.config.redact import redact
 
+SCRIPT = "the script"
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -336,12 +338,19 @@ class Config:
 
     # Values that came from secret environment variables; set by load_config, never printed.
     _secrets: ClassVar[tuple[str, ...]] = ()
-    # Where keys were set that a call's arguments do not change: a file or the command line.
+    # Where keys were set; set by load_config. What the script sets, its calls may change.
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def origin(self, key: str) -> str | None:
         """Which file set a dotted key, or "command line"; None where neither did."""
-        return self._origins.get(key)
+        origin = self._origins.get(key)
+        return None if origin == SCRIPT else origin
+
+    def sets(self, key: str) -> bool:
+        """Whether anyone has set a dotted key: the script, a file or the command line."""
+        section, leaf = key.split(".")
+        default = getattr(getattr(Config(), section), leaf)
+        return key in self._origins or getattr(getattr(self, section), leaf) != default
 
     def having(self, **changes: Any) -> Config:
         """`dataclasses.replace` that keeps what is known of secrets and origins."""

@@ -50,6 +50,7 @@ class DatasetSource(Source):
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
+        self.openings = 1 if self.num_batches is None else 2
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
         self._shuffles = shuffles(dataset)
@@ -87,14 +88,14 @@ class DatasetSource(Source):
         # To set a state draws a seed from a shuffle, like opening, which its state takes back. Once
         # all of an epoch is prefetched there is none of the shuffle any more: that counts as opened
         # then, if two iterators an epoch leave room for it.
-        if state is None or (_DRAWS not in state and self._shuffles and self.num_batches is None):
+        if state is None or (_DRAWS not in state and self._shuffles and self.openings == 1):
             return None
         return _SKIPPED.pack(self._skipped) + state
 
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
-        # Every iterator draws a seed from the pipeline's shuffles. Model.fit makes two an epoch
-        # when it knows the length: the same epochs must see the same orders here.
-        wanted = 2 * epoch if self.num_batches is not None else epoch
+        # Every iterator draws a seed from the pipeline's shuffles: the same epochs must see the
+        # same orders as in Model.fit.
+        wanted = self.openings * epoch
         while self._opened < wanted and not self.endless:
             iter(self._dataset)
             self._opened += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ktrainer.feed.agree import together
 from ktrainer.feed.arrays import ArrayFeed
 from ktrainer.feed.classweight import unpack_arrays
 from ktrainer.feed.datasets import DatasetSource
+from ktrainer.feed.order import Order, order_of
 from ktrainer.feed.own import OwnFeed
 from ktrainer.feed.python_data import GeneratorSource, PyDatasetSource
 from ktrainer.feed.shards import deal, first_batch_facts, hinted
@@ -33,9 +33,10 @@ def make_feed(
     world: World,
     config: DataConfig,
     training: bool,
-    seed: int | None,
+    order: Order | None = None,
     class_weight: Mapping[int, float] | None = None,
     limit: int | float | None = None,
+    steps: int | None = None,
     batch_size: int | None = None,
     check: bool = True,
 ) -> Feed:
@@ -55,16 +56,17 @@ def make_feed(
 
     Args:
         data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
-            array or a nested structure of them (a top-level list counts as a tuple: wrap the
-            inputs of `predict` as `(inputs,)`); keras.utils.PyDataset; a generator, another
-            iterable, or a function that returns one (or a Dataset).
+            array or a nested structure of them (a list is several inputs);
+            keras.utils.PyDataset; a torch DataLoader; a generator, another iterable, or a
+            function that returns one (or a Dataset).
         world: the ranks that share the data.
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams go on from epoch to epoch, honour
             `data.drop_remainder`.
-        seed: of the order of arrays; None takes a random one, the same on all ranks.
+        order: of arrays; None takes the one of the seed that is set, or a random one.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
+        steps: batches an epoch, after which the next epoch continues; instead of `limit`.
         batch_size: instead of `config.batch_size`; arrays only.
         check: compare what ranks see in every epoch, where they must see the same.
 
@@ -72,10 +74,19 @@ def make_feed(
         DataError: data that cannot be trained on.
         ConfigError: `data.shard` asks for what this kind of data cannot do.
     """
-    if training and config.shuffle and seed is None:
-        seed = world.broadcast(secrets.randbits(63), what="agree on the seed of the data's order")
-    settings = _Settings(world, config, training, seed or 0, class_weight, limit, batch_size, check)
-    return together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind).make()
+    if training and config.shuffle and order is None:
+        order = order_of(world)
+    settings = _Settings(
+        world, config, training, order or Order(), class_weight, limit, steps, batch_size, check
+    )
+    ready = together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind)
+    feed = ready.make()
+    source = getattr(feed, "source", None)
+    if steps is not None and not (source is not None and source.endless):
+        if source is not None:
+            source.openings = 1
+        feed.continue_epochs(steps)
+    return feed
 
 
 class _Ready(NamedTuple):
@@ -89,9 +100,10 @@ class _Settings(NamedTuple):
     world: World
     config: DataConfig
     training: bool
-    seed: int
+    order: Order
     class_weight: Mapping[int, float] | None
     limit: int | float | None
+    steps: int | None
     batch_size: int | None
     check: bool
 
@@ -102,14 +114,16 @@ class _Settings(NamedTuple):
 
     def own(self, source: Source, facts: dict[str, str] | None = None) -> Callable[[], Feed]:
         """Makes the feed of a source that is this replica's own."""
+        limit = self.steps if source.endless and self.steps else self.limit
         return lambda: OwnFeed(
-            source, world=self.world, limit=self.limit, training=self.training, facts=facts
+            source, world=self.world, limit=limit, training=self.training, facts=facts
         )
 
     def same(self, source: Source) -> Callable[[], Feed]:
         """Makes the feed of a source that all ranks run."""
+        limit = self.steps if source.endless and self.steps else self.limit
         return lambda: StreamFeed(
-            source, world=self.world, limit=self.limit, training=self.training, check=self.check
+            source, world=self.world, limit=limit, training=self.training, check=self.check
         )
 
 
@@ -186,6 +200,8 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
         class_weight=settings.class_weight,
         prefetch=max(1, config.prefetch),
     )
+    if isinstance(source, PyDatasetSource) and settings.training and config.shuffle:
+        source.shuffle(settings.order)
     return settings.own(source) if own else settings.same(source)
 
 
@@ -199,8 +215,8 @@ def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
         unpack_arrays(data, settings.class_weight),
         world=settings.world,
         global_batch=batch_size * (settings.world.replicas if per_worker else 1),
-        shuffle=training and config.shuffle,
-        seed=settings.seed,
+        shuffle=config.shuffle if training else False,
+        order=settings.order,
         limit=settings.limit,
         drop_remainder=training and config.drop_remainder,
         prefetch=config.prefetch,

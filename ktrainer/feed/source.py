@@ -40,6 +40,8 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: each time that it is opened its order may be another.
+        openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
+            length, but for passes that go over several epochs.
     """
 
     spec: Any = None
@@ -50,6 +52,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    openings: int = 1
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:

@@ -52,10 +52,11 @@ class StreamFeed(Feed):
         self.spec = agreed_spec(world, source.spec)
         self.source_batches = source.num_batches
         self.num_batches = limited(self.source_batches, limit)
+        self.infinite = source.infinite
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._fingerprinted = False
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         if self.num_batches is not None and skip >= self.num_batches:
             return
         pieces = self._cursor.start(epoch, skip)
@@ -114,8 +115,8 @@ class StreamFeed(Feed):
                 exchange(self.world, row, "agree on the next batch")
             raise
 
-    def state(self, inside_epoch: bool) -> bytes | None:
-        return self._cursor.state(inside_epoch)
+    def read_state(self, inside_pass: bool) -> bytes | None:
+        return self._cursor.state(inside_pass)
 
     def go_on_from(self, state: bytes) -> None:
         self._cursor.go_on_from(state)
@@ -137,4 +138,5 @@ class StreamFeed(Feed):
         return facts
 
     def close(self) -> None:
+        super().close()
         self._cursor.close()
