@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -142,7 +142,10 @@ def run(args: argparse.Namespace) -> int:
         )
     _count(args)
     told = to_environment(healing.asked(args))
-    config = _check(args.args, args.ranks, args.workers, told) if args.check else None
+    config = None
+    if args.check:
+        with _naming_the_separator(args.args):
+            config = _check(args.args, args.ranks, args.workers, told)
     heal = healing.settings(args, config)
     line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
@@ -267,6 +270,17 @@ def _check(
         make_plan(as_launched(config, told), facts)
         _check_cluster(config, workers)
     return config
+
+
+@contextlib.contextmanager
+def _naming_the_separator(words: Sequence[str]) -> Iterator[None]:
+    """A key that is not known may be a word of the script's."""
+    try:
+        yield
+    except ConfigError as error:
+        if "unknown key" in str(error) and "--" not in words:
+            error.args = (f"{error} Arguments of the script's own that hold a = go after --.",)
+        raise
 
 
 def _check_cluster(config: Config, workers: int | None) -> None:

@@ -47,7 +47,7 @@ class OneBatch(Feed):
             spec = known if wider == known else wider
         self.spec = spec
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         yield self.share
 
     def fingerprint(self) -> dict[str, str]:

@@ -50,9 +50,13 @@ def refuse_loops(trainer: Trainer, replaced: Replacements, routed: Callable[[], 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame, from `frame` outwards, that belongs to the user's code."""
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) or "__autograph_generated_file" in file
 
 
 def _under_strategy_of(trainer: Trainer) -> bool:

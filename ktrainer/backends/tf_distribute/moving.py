@@ -101,8 +101,13 @@ def is_inside(variable: Any, strategy: tf.distribute.Strategy) -> bool:
 
 def _renew(variables: Sequence[Any], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
+        # Of a weight that is frozen just now, too, a tape must see the reads when it no longer is.
+        now, variable._trainable = variable._trainable, variable._value.trainable
         variable._value = None  # two of them at once may not fit on a device
-        variable._initialize(value)
+        try:
+            variable._initialize(value)
+        finally:
+            variable._trainable = now
 
 
 def _forget_functions(model: keras.Model) -> None:
