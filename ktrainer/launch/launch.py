@@ -310,18 +310,12 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
     return int(value)
 
 
-def _options(
-    slices: list[list[int]], args: argparse.Namespace, config: Config | None
-) -> Options:
+def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
     words, own = _split(args.args) if args.check else ([], args.args)
     unseeded = args.ranks > 1 and (config is None or config.seed is None)
-    return Options(
-        slices,
-        *(_terminal(stream) for stream in (sys.stdout, sys.stderr)),
-        words=words,
-        arguments=own,
-        seed=secrets.randbits(31) if unseeded else None,
-    )
+    out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
+    seed = secrets.randbits(31) if unseeded else None
+    return Options(slices, out, err, words, own, seed)
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

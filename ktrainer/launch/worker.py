@@ -54,6 +54,15 @@ _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
 
+# (class, words of its message) -> what to do about it, when there are several ranks.
+_REMEDIES = {
+    ("builtins.BlockingIOError", "unable to lock file"): "every rank writes this HDF5 file. Save "
+    "with trainer.save(path), or on one rank: `if trainer.world.is_root:`, or a function under "
+    "@ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no change.",
+    ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
+    "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
+}
+
 
 def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
@@ -184,7 +193,18 @@ def _tell(say: int, event: str, **fields: Any) -> None:
 def _format(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"{error.code}\n" if isinstance(error.code, str) else ""
-    return "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+    text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+    return text + _remedy(error)
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error that comes of several ranks doing the same."""
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
+        return ""
+    for (kind, words), remedy in _REMEDIES.items():
+        if _name(type(error)) == kind and words in str(error):
+            return f"With several ranks: {remedy}\n"
+    return ""
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:

@@ -6,6 +6,7 @@
     routing.py      `Model.fit` and its like go through the Trainer
     batches.py      `train_on_batch` and its like
     files.py        files are written once
+    stages.py       a model in stages is put together, to be cut again
     strategies.py   a strategy of the script's own
     loops.py        a custom loop that cannot be routed, named before it trains
     opened.py       a file that all ranks write, named

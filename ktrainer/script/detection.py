@@ -45,6 +45,5 @@ def _uses(tree: ast.AST) -> Iterator[str]:
             else:
                 yield str(node.module)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in modules:
-                yield node.attr
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules:
+            yield node.attr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -53,9 +53,10 @@ def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any
         model = args[0] if args and isinstance(args[0], keras.Model) else kwargs.get("model")
         error: Exception | None = None
         result = None
-        with nullcontext([]) if model is None else whole_on_root(model) as missing:
+        with ExitStack() as stack:
+            missing = [] if model is None else stack.enter_context(whole_on_root(model))
             if missing:
-                error = CheckpointError(f"cannot save {model.name!r}: no stage has {missing}")
+                error = CheckpointError(f"cannot save the model: no stage has {missing}")
             elif world.is_root:
                 try:
                     with alone():
@@ -86,7 +87,9 @@ def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any
                 result = original(*args, **kwargs)
             except Exception as caught:
                 error = caught
-        told = world.broadcast(error and f"{type(error).__name__}: {error}", 0, "download by rank 0")
+        told = world.broadcast(
+            error and f"{type(error).__name__}: {error}", 0, "download by rank 0"
+        )
         if error is not None:
             raise error
         if told is not None:

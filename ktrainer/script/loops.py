@@ -62,8 +62,10 @@ def _is_library(file: str) -> bool:
 def _under_strategy_of(trainer: Trainer) -> bool:
     """Whether this is a replica of the Trainer's strategy, run by the script itself."""
     strategy = getattr(trainer.backend, "strategy", None)
-    return strategy is not None and tf.distribute.has_strategy() and (
-        tf.distribute.get_strategy() is strategy
+    return (
+        strategy is not None
+        and tf.distribute.has_strategy()
+        and (tf.distribute.get_strategy() is strategy)
     )
 
 

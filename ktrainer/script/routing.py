@@ -19,6 +19,7 @@ from ktrainer.script.files import route_files
 from ktrainer.script.loops import refuse_loops
 from ktrainer.script.opened import watch_files
 from ktrainer.script.replace import Replacements
+from ktrainer.script.stages import join_stages
 from ktrainer.script.strategies import route_strategies
 from ktrainer.trainer import Trainer
 
@@ -92,9 +93,7 @@ class Routing:
 
         return routed
 
-    def _batch(
-        self, run: Callable[..., Any], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _batch(self, run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """`Model.train_on_batch` and its like by `run`."""
 
         @functools.wraps(original)
@@ -130,8 +129,6 @@ class Routing:
 
     def _join(self, model: keras.Model) -> None:
         if self._cut.pop(id(model), None) is not None:
-            from ktrainer.backends.pipeline.joining import join_stages
-
             join_stages(model)
 
     @contextmanager

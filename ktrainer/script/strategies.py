@@ -86,8 +86,8 @@ class UsersStrategy:
         result: AbstractContextManager[Any] = scope()
         return result
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         return type(self._strategy)
 
     def __getattr__(self, name: str) -> Any:
