@@ -151,7 +151,7 @@ class Group:
     def _is_late(self) -> bool:
         """Whether ranks have waited too long for others at the start."""
         if (text := self._start_of_all.notice()) is not None:
-            self._mergers["err"].tell(f"ktrainer launch: {text}")
+            self._mergers["err"].tell(f"ktrainer run: {text}")
         text = self._start_of_all.late(self.end.ended)
         if text is None or self._kill_at is not None:
             return False
@@ -224,7 +224,7 @@ class Group:
             elif note.event == "failed" and self._may_fail(rank):
                 last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
                 text = f"a process that was to join, or had joined, failed: {last[0]}"
-                self._mergers["err"].tell(f"ktrainer launch: {text}")
+                self._mergers["err"].tell(f"ktrainer run: {text}")
             elif note.event == "failed":
                 self.end.failures[rank] = note
             elif note.event == "interrupted":
@@ -252,7 +252,7 @@ class Group:
         except OSError as error:
             self._loopback = False
             text = f"mpirun listens on all interfaces; cannot keep it on loopback: {error}"
-            self._mergers["err"].tell(f"ktrainer launch: {text}")
+            self._mergers["err"].tell(f"ktrainer run: {text}")
 
     def _pass_on(self, number: int) -> None:
         """A signal for this process is for the ranks; a second one ends them at once."""

@@ -104,7 +104,7 @@ def test_command_line_wins_over_arguments(tmp_path: Path) -> None:
 def test_loop_of_its_own_is_refused_by_several_and_runs_in_one(tmp_path: Path) -> None:
     refused = run(tmp_path, "-n", 2, SCRIPTS / "loop.py", *TWO)
     assert refused.returncode == 1
-    assert "loop.py, line 15, in train_step" in refused.stderr
+    assert "loop.py, line 14, in train_step" in refused.stderr
     assert "`train_step`" in refused.stderr
     assert "before" not in refused.stdout
     assert run(tmp_path, SCRIPTS / "loop.py").stdout == "before True\n"
