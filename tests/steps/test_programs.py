@@ -43,13 +43,14 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 def test_fits_of_two_models_in_turn_compile_once(data) -> None:
     (one, first), (two, second) = build(), build()
     with Trainer(QUIET) as trainer:
-        for turn in range(3):
+        counts = []
+        for _ in range(3):
             for model in (one, two):
                 trainer.fit(model, *data)
                 trainer.evaluate(model, *data)
-            counts = counts if turn else (first.traces, second.traces)
-            assert (first.traces, second.traces) == counts
-    assert min(counts) > 0
+            counts.append((first.traces, second.traces))
+    assert counts[0] == counts[1] == counts[2]
+    assert min(counts[0]) > 0
 
 
 def test_compile_and_other_options_are_heard_of(data) -> None:
