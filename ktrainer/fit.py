@@ -15,7 +15,7 @@ from ktrainer.arguments import Call
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.feed import Feed, Order, make_feed, place_facts, require_end, take_place
+from ktrainer.feed import Feed, Order, make_feed, order_of, place_facts, require_end, take_place
 from ktrainer.fit_settings import (
     callbacks_config,
     check_model,
@@ -144,13 +144,15 @@ class Fit:
     def _open_feeds(self, order: Order | None, check: bool) -> None:
         limits = self.trainer.config.trainer
         call = self.call
+        if order is None and data_config(self.trainer.config).shuffle:
+            order = order_of(self.trainer.world, self.trainer.config)
         fewer = limits.fast_dev_run or limits.overfit_batches
         self.feed = self._feed(
             call.data,
             training=True,
             order=order,
             check=check,
-            limit=fewer or limits.limit_train_batches,
+            limit=fewer or (None if call.steps else limits.limit_train_batches),
             steps=None if fewer else call.steps,
             class_weight=call.class_weight,
         )

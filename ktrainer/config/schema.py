@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
@@ -348,9 +349,8 @@ class Config:
 
     def sets(self, key: str) -> bool:
         """Whether anyone has set a dotted key: the script, a file or the command line."""
-        section, leaf = key.split(".")
-        default = getattr(getattr(Config(), section), leaf)
-        return key in self._origins or getattr(getattr(self, section), leaf) != default
+        value = attrgetter(key)
+        return key in self._origins or value(self) != value(Config())
 
     def having(self, **changes: Any) -> Config:
         """`dataclasses.replace` that keeps what is known of secrets and origins."""

@@ -28,7 +28,7 @@ The parts of this package:
 from __future__ import annotations
 
 from ktrainer.feed.make import make_feed
-from ktrainer.feed.order import Order
+from ktrainer.feed.order import Order, order_of
 from ktrainer.feed.place import place_facts, take_place
 from ktrainer.feed.share import Feed, Share, bounds, require_end
 
@@ -38,6 +38,7 @@ __all__ = [
     "Share",
     "bounds",
     "make_feed",
+    "order_of",
     "place_facts",
     "require_end",
     "take_place",

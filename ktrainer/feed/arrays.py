@@ -65,7 +65,7 @@ class ArrayFeed(Feed):
         self.spec = tf.nest.pack_sequence_as(inputs, [_spec(leaf) for leaf in leaves])
         steps = self.rows / global_batch
         self.source_batches = math.floor(steps) if drop_remainder else math.ceil(steps)
-        self.num_batches = limited(self.source_batches, limit)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
         largest = math.ceil(min(global_batch, self.rows) / self.replicas)
         heavy = largest * _row_bytes(leaves, self.rows) > _PREFETCH_BYTES
         self._ahead = prefetch if heavy else 0
@@ -92,8 +92,8 @@ class ArrayFeed(Feed):
 
     def _shares(self, order: np.ndarray | None, skip: int) -> Iterator[Share]:
         gather, pack, takes = self._gather, self._pack, self._takes
-        assert self.num_batches is not None
-        for index in range(skip, self.num_batches):
+        assert self.pass_batches is not None
+        for index in range(skip, self.pass_batches):
             first = index * self.global_batch
             total = min(self.global_batch, self.rows - first)
             start, stop = bounds(total, self.replica, self.replicas)

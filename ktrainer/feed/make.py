@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ktrainer.errors import ConfigError, DataError
@@ -14,9 +13,10 @@ from ktrainer.feed.agree import together
 from ktrainer.feed.arrays import ArrayFeed
 from ktrainer.feed.classweight import unpack_arrays
 from ktrainer.feed.datasets import DatasetSource
-from ktrainer.feed.order import Order, order_of
+from ktrainer.feed.kinds import kind_of
+from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
-from ktrainer.feed.python_data import GeneratorSource, PyDatasetSource
+from ktrainer.feed.python_data import GeneratorSource, LoaderSource, PyDatasetSource
 from ktrainer.feed.shards import deal, first_batch_facts, hinted
 from ktrainer.feed.share import Feed
 from ktrainer.feed.source import Source
@@ -63,7 +63,7 @@ def make_feed(
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams go on from epoch to epoch, honour
             `data.drop_remainder`.
-        order: of arrays; None takes the one of the seed that is set, or a random one.
+        order: of arrays and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
         steps: batches an epoch, after which the next epoch continues; instead of `limit`.
@@ -74,8 +74,6 @@ def make_feed(
         DataError: data that cannot be trained on.
         ConfigError: `data.shard` asks for what this kind of data cannot do.
     """
-    if training and config.shuffle and order is None:
-        order = order_of(world)
     settings = _Settings(
         world, config, training, order or Order(), class_weight, limit, steps, batch_size, check
     )
@@ -129,29 +127,24 @@ class _Settings(NamedTuple):
 
 def _prepare(data: Any, settings: _Settings) -> _Ready:
     """Open the data: runs the user's code, exchanges nothing."""
-    make = _called(data)
+    kind = kind_of(data)
+    make = _called(data, kind)
     if make is not None:
         made = make()
         data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
     if isinstance(data, tf.data.Dataset):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
-    if make is not None or isinstance(data, keras.utils.PyDataset) or hasattr(data, "__next__"):
-        kind = "PyDataset" if isinstance(data, keras.utils.PyDataset) else "generator"
-        return _Ready(kind, _from_python(data, settings))
-    feed = _from_arrays(data, settings)
-    return _Ready("arrays", lambda: feed)
+    if kind == "arrays":
+        feed = _from_arrays(data, settings)
+        return _Ready(kind, lambda: feed)
+    return _Ready(kind, _from_python(data, settings))
 
 
-def _called(data: Any) -> Callable[[], Any] | None:
+def _called(data: Any, kind: str) -> Callable[[], Any] | None:
     """The function that gives the data anew for each epoch, if there is one."""
-    if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(data, "__next__"):
+    if kind != "generator" or hasattr(data, "__next__"):
         return None
-    if callable(data):
-        return data
-    arrays = isinstance(data, (tuple, list, dict)) or hasattr(data, "__array__")
-    if not arrays and hasattr(data, "__iter__") and not hasattr(data, "shape"):
-        return lambda: iter(data)  # a data loader, say: as good as a function
-    return None
+    return data if callable(data) else lambda: iter(data)  # an iterable is as good as a function
 
 
 def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
@@ -181,6 +174,13 @@ def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[],
     return settings.own(source, facts) if own else settings.same(source)
 
 
+_SOURCES: dict[str, Callable[..., Source]] = {
+    "PyDataset": PyDatasetSource,
+    "torch DataLoader": LoaderSource,
+    "generator": GeneratorSource,
+}
+
+
 def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
     config = settings.config
     if config.shard != "batch" and settings.several:
@@ -192,8 +192,7 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
             value=config.shard,
         )
     own = settings.several and config.batch == "per_worker"
-    kind = PyDatasetSource if isinstance(data, keras.utils.PyDataset) else GeneratorSource
-    source = kind(
+    source = _SOURCES[kind_of(data)](
         data,
         world=settings.world,
         sliced=not own,

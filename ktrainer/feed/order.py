@@ -1,9 +1,9 @@
 """The order in which arrays, and the batches of a PyDataset, are drawn.
 
-A script that has set a seed (`keras.utils.set_random_seed`, or `seed` in the configuration) gets
-the order that `Model.fit` draws with it. TensorFlow draws from that seed at the start of each pass,
-so that all epochs have the same order. Without a seed each epoch has another order, of a seed that
-is drawn once for all ranks.
+Where a seed was chosen (`keras.utils.set_random_seed`, or `seed` in the configuration), it is the
+order that `Model.fit` draws with it. TensorFlow draws from that seed at the start of each pass, so
+that all epochs have the same order. Where none was, each epoch has another order: of the default
+`seed`, or without it of one that is drawn once for all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from tensorflow.python.eager import context
 
+from ktrainer.config import Config
+from ktrainer.start import seed_is_scripts
 from ktrainer.world.base import World
 
 _SEEDS = 2**31 - 1  # TensorFlow takes seeds modulo this
@@ -47,17 +49,21 @@ class Order(NamedTuple):
         """
         if self.keras:
             return _keras_rows(self.seed, rows, batch, "batch" if within_batches else True)
-        random = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, epoch]))
+        key = np.array([self.seed % 2**64, epoch], np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key))
         if not within_batches:
             return random.permutation(rows)
         starts = range(0, rows, batch)
         return np.concatenate([s + random.permutation(min(batch, rows - s)) for s in starts])
 
 
-def order_of(world: World) -> Order:
-    """The order of a call: that of the seed set on rank 0, else of one drawn there."""
+def order_of(world: World, config: Config) -> Order:
+    """The order of a call, as rank 0 has it."""
     seed = context.global_seed()
-    mine = Order(secrets.randbits(63)) if seed is None else Order(seed % _SEEDS, True)
+    if seed is not None and (config.sets("seed") or seed_is_scripts()):
+        mine = Order(seed % _SEEDS, True)
+    else:
+        mine = Order(secrets.randbits(63) if config.seed is None else config.seed)
     return Order(*world.broadcast(tuple(mine), what="agree on the order of the data"))
 
 

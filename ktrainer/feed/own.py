@@ -55,14 +55,14 @@ class OwnFeed(Feed):
         self.source, self.world, self._facts = source, world, facts or {}
         self.spec = agreed_spec(world, source.spec)
         self.source_batches, self.infinite, self._replica_of = _lengths(world, source)
-        self.num_batches = limited(self.source_batches, limit)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._blank: Any = None
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
-        if self.num_batches is not None and skip >= self.num_batches:
+        if self.pass_batches is not None and skip >= self.pass_batches:
             return
-        left = -1 if self.num_batches is None else self.num_batches - skip
+        left = -1 if self.pass_batches is None else self.pass_batches - skip
         failure, pieces = self._open(epoch, skip)
         with closing(cast(Any, pieces)):
             while left:

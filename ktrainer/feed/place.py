@@ -52,7 +52,8 @@ def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     saved, progress = state.get("data"), state["progress"]
     if saved is None:
         return  # nobody counted, or an older version did not say
-    if isinstance(feed, ArrayFeed) and not feed.drawn.keras and "seed" in saved:
+    chosen = config.seed is not None or (isinstance(feed, ArrayFeed) and feed.drawn.keras)
+    if isinstance(feed, ArrayFeed) and not chosen and "seed" in saved:
         feed.drawn = Order(int(saved["seed"]), bool(saved.get("order of Model.fit")))
     if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
         feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it

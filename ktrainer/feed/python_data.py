@@ -232,6 +232,47 @@ class GeneratorSource(PythonSource):
             self._begun = None
 
 
+class LoaderSource(GeneratorSource):
+    """The batches of a torch `DataLoader`, which shuffles, and starts workers, by itself.
+
+    It is opened as often as by `Model.fit`: once to look at its first batches, which are read
+    again in the first epoch, and once an epoch. What it draws from torch's seed is then the same;
+    a resumed run opens it for the epochs that it skips, too.
+    """
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        self._loader, self._opened = data, 0
+        if options.get("class_weight") is not None:
+            raise DataError(
+                "class_weight does not go with a torch DataLoader: let it yield sample weights, "
+                "(x, y, sample_weight)"
+            )
+        PythonSource.__init__(self, **options)
+        self.endless, self.reopens, self._begun = False, True, None
+        if hasattr(data.dataset, "__len__"):
+            self.num_batches = len(data)
+        self._learn(itertools.islice(data, _SAMPLES))
+
+    def _tuple(self, batch: Any) -> Any:
+        batch = keras.tree.map_structure(_from_torch, batch)
+        return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
+
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        while self._opened < epoch:
+            next(iter(self._loader), None)
+            self._opened += 1
+        self._opened += 1
+        with closing(self._ahead(_chained([], iter(self._loader)), "torch")) as pieces:
+            yield from itertools.islice(pieces, skip, None)
+
+
+def _from_torch(leaf: Any) -> Any:
+    """A tensor of torch as a NumPy array; anything else as it is."""
+    if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):
+        return np.asarray(leaf.detach().cpu())
+    return leaf
+
+
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
     """`first`, then `rest`; closes `rest`, as `itertools.chain` does not."""
     try:

@@ -39,6 +39,7 @@ class Feed(ABC):
     Attributes:
         num_batches: global batches an epoch, after `limit`; None when unknown. The same on all
             ranks.
+        pass_batches: the same of one pass over the data.
         source_batches: the same before `limit`, of batches that the data brings with it.
         spec: nested `tf.TensorSpec` of a share, the batch dimension None. The same on all ranks.
             It can become wider during an epoch (a sequence of a new length, say): compare it by
@@ -51,6 +52,7 @@ class Feed(ABC):
     """
 
     num_batches: int | None = None
+    pass_batches: int | None = None
     source_batches: int | None = None
     spec: Any = None
     exhausted: bool = False

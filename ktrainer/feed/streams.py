@@ -51,20 +51,20 @@ class StreamFeed(Feed):
         self.source, self.world, self._check = source, world, check
         self.spec = agreed_spec(world, source.spec)
         self.source_batches = source.num_batches
-        self.num_batches = limited(self.source_batches, limit)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
         self.infinite = source.infinite
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._fingerprinted = False
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
-        if self.num_batches is not None and skip >= self.num_batches:
+        if self.pass_batches is not None and skip >= self.pass_batches:
             return
         pieces = self._cursor.start(epoch, skip)
         with closing(cast(Any, pieces)):
             if self.world.size > 1:
                 pieces = self._watched(pieces, epoch, skip)
             replica, replicas = self.world.replica, self.world.replicas
-            left = -1 if self.num_batches is None else self.num_batches - skip
+            left = -1 if self.pass_batches is None else self.pass_batches - skip
             for piece in pieces:
                 if not self.source.checked and not fits(piece.batch, self.spec):
                     self.spec = widen(self.spec, spec_of(piece.batch))

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import world
-from ktrainer.config import DataConfig
+from ktrainer.config import Config, DataConfig
 from ktrainer.errors import DataError, DivergenceError, PeerLost
-from ktrainer.feed import Order, make_feed
+from ktrainer.feed import Order, make_feed, order_of
 from tests.dist.harness import Ranks
 from tests.feed.test_python_data import Numbers
 from tests.feed.worlds import flat, numbered, rows
@@ -139,7 +139,9 @@ def test_global_batches(ranks: Group, size: int) -> None:
 def _seed_of_the_order() -> list[int]:
     config, here = DataConfig(), world.current()
     data = numbered(20)
-    made = make_feed(data, world=here, config=config, training=True)
+    made = make_feed(
+        data, world=here, config=config, training=True, order=order_of(here, Config(seed=None))
+    )
     return made.order(0).tolist()  # type: ignore[attr-defined]
 
 
