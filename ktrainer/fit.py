@@ -270,7 +270,7 @@ class Fit:
         if self.recorded is not None and self.recorded.role == "whole":
             self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
         else:
-            self.program = trainer.backend.prepare(self.model, options)
+            self.program = trainer.program_for(self.model, options)
         cut = config.backend.name == "pipeline"
         if cut:
             self._check_first_step()  # while each process has all of the model

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktrainer import commandline
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ktrainer.arguments import Call
     from ktrainer.config import DataConfig
     from ktrainer.feed import Feed
-    from ktrainer.steps import Steps
+    from ktrainer.steps import StepOptions, Steps
 
 
 class Trainer(CustomLoop):
@@ -122,7 +123,8 @@ class Trainer(CustomLoop):
         argv: Sequence[str] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> Trainer:
-        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`).
+        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`), and
+        from those that `ktrainer run` was given.
 
         `defaults` are the script's own, a nested dict; the file and the command line win.
 
@@ -130,7 +132,9 @@ class Trainer(CustomLoop):
         the rest. A `ConfigError` ends the program with its message and status 2.
         """
         try:
-            path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
+            path, overrides = parse_cli(
+                [*commandline.words, *(sys.argv[1:] if argv is None else argv)]
+            )
             return cls(load_config(path, overrides, defaults=defaults), callbacks)
         except ConfigError as error:
             # Past a script that catches every Exception, and as `ktrainer plan` itself says it.
@@ -458,11 +462,19 @@ class Trainer(CustomLoop):
         finally:
             feed.close()
 
-    def program_for(self, model: keras.Model) -> Steps:
-        """The compiled steps of `model`; those of the last call when it is the same model."""
-        from ktrainer.steps import StepOptions
+    def program_for(self, model: keras.Model, options: StepOptions | None = None) -> Steps:
+        """The compiled steps of `model`: those of an earlier call, unless it was compiled again.
 
-        if self._active is None or self._active.program.model is not model:
-            options = StepOptions(loss_scope=self.config.trainer.loss_scope)
-            return self.backend.prepare(model, options)
-        return self._active.program
+        Args:
+            options: how steps run; None for those of its last `fit`, or of the configuration.
+        """
+        from ktrainer.fit_settings import step_options
+        from ktrainer.steps.programs import program_of
+
+        return program_of(
+            model,
+            options or step_options(self.config),
+            [self.backend, self.world.rank, self.world.size],
+            self.backend.prepare,
+            any_options=options is None,
+        )

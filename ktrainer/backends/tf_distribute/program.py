@@ -55,7 +55,7 @@ class ReplicatedProgram(Steps):
         check_compiled(options, replicas.plane)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
-        self._generation = generation(model)
+        self._generation = generation()
         # Makes the variables, which then move into the strategy.
         self._maker = Program(model, options)
         self._specs: dict[str, Any] = {}
@@ -182,7 +182,7 @@ class ReplicatedProgram(Steps):
             move_out(self.model)
             build()
         move_in(self.model, strategy)
-        self._generation = generation(self.model)
+        self._generation = generation()
 
     def _check_traceable(self) -> None:
         """Refuse what a TPU cannot do, whose replicas are one program.
@@ -200,7 +200,7 @@ class ReplicatedProgram(Steps):
 
     def _renew(self) -> None:
         """Compile anew after somebody else, such as another Trainer, has moved the model."""
-        if self._generation != generation(self.model):
+        if self._generation != generation():
             self._functions.clear()
             self._accumulated = None
             self._place(True, lambda: None)
