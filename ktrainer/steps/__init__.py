@@ -19,6 +19,7 @@ The parts of this package:
     optimizers.py     the optimizers that a model holds
     placement.py      where a model's variables are
     elsewhere.py      a variable that another stage of a pipeline holds
+    ambient.py        the scopes that a call of the Trainer finds itself in, and leaves
 """
 
 from __future__ import annotations

@@ -250,3 +250,25 @@ def test_a_model_of_a_strategy_of_the_users_own_on_ranks(
     (truth,) = ranks(1, ONE_PROCESS).run(made_elsewhere, "local", "", *words)
     for ours in ranks(2).run(made_elsewhere, backend, "one device", *words):
         same((*ours[:2], ours[2] or truth[2]), truth)
+
+
+def without_a_strategy(backend: str) -> str:
+    """`scope()` does nothing where nothing is distributed; what needs a strategy says so."""
+    import tensorflow as tf
+
+    from ktrainer import ConfigError
+
+    with trainer(backend, 2) as it:
+        with it.scope():
+            assert not tf.distribute.has_strategy()
+            assert it.scope() is not None  # and may be entered as often as one likes
+        with pytest.raises(ConfigError) as caught:
+            it.strategy  # noqa: B018
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["data_parallel", "pipeline"])
+def test_a_scope_without_a_strategy(ranks: Callable[..., Any], backend: str) -> None:
+    for said in ranks(2).run(without_a_strategy, backend):
+        assert f"{backend} has no tf.distribute strategy" in said
+        assert "backend=tf_distribute" in said
