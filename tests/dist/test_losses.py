@@ -13,7 +13,7 @@ from tests.dist import losses
 from tests.dist.cases import Outcome, difference, train
 from tests.dist.losses import ACCUMULATED, COUPLED, LOSSES, SUMS
 from tests.dist.small import more
-from tests.tf_distribute.running import ONE_PROCESS
+from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
 
 _references: dict[str, Outcome] = {}
 
@@ -59,9 +59,6 @@ def test_data_parallel_through_horovod(ranks: Callable[..., Any]) -> None:
     compare(names, ours)
 
 
-MIRRORED = [name for name in LOSSES if not name.endswith("_xla")]
-
-
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
@@ -73,6 +70,15 @@ MIRRORED = [name for name in LOSSES if not name.endswith("_xla")]
 def test_replicas(ranks: Callable[..., Any], strategy: str, names: list[str]) -> None:
     settings = {"backend": "tf_distribute", "backend__strategy": strategy, "backend__devices": 2}
     ours = ranks(1, ONE_PROCESS).run(losses.outcomes, names, **settings, deadline=280)
+    compare(names, ours)
+
+
+def test_replicas_of_two_processes(ranks: Callable[..., Any]) -> None:
+    names = ["differentiated", "clip", "own_against_all"]
+    settings = {"backend": "tf_distribute", "backend__strategy": "multi_worker_mirrored"}
+    ours = ranks(2, f"{CLUSTER} 1").run(
+        losses.outcomes, names, **settings, backend__devices=1, deadline=250
+    )
     compare(names, ours)
 
 
