@@ -9,6 +9,7 @@ The parts of this package:
     captured.py       an update of several shares: accumulation, XLA with several ranks
     multi.py          several updates in one call
     context.py        what a traced step must know of the other shares
+    checks.py         conditions that are known only when a step runs
     sums.py           vectors over examples that a loss adds up
     gather.py         rows of all ranks in one tensor
     loss_scope.py     losses of the whole batch

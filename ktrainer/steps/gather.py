@@ -11,7 +11,8 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.context import Gathered, StepContext, checked, current
+from ktrainer.steps.checks import checked
+from ktrainer.steps.context import Gathered, StepContext, current
 from ktrainer.world import current as current_world
 
 _WHERE = (

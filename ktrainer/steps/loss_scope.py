@@ -19,7 +19,8 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.context import Gathered, StepContext, checked
+from ktrainer.steps.checks import checked
+from ktrainer.steps.context import Gathered, StepContext
 from ktrainer.steps.gather import count_rows, gather_rows
 from ktrainer.steps.options import StepOptions
 from ktrainer.world.plane import GradientPlane

@@ -20,7 +20,8 @@ import tensorflow as tf
 from ktrainer.logs import Path
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
-from ktrainer.steps.context import StepContext, alone, checks_explained
+from ktrainer.steps.checks import checks_explained
+from ktrainer.steps.context import StepContext, alone
 from ktrainer.steps.guard import Before, check_one_update
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import check_compiled, losses_of_all

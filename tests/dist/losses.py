@@ -14,7 +14,7 @@ from keras import ops
 
 import ktrainer
 from tests.dist.cases import Case, Outcome, train
-from tests.dist.harness import keras_state
+from tests.dist.harness import keras_state, leaks
 
 SMALL = {"data.batch_size": 16, "trainer.epochs": 2}
 WHOLE = {**SMALL, "trainer.loss_scope": "global"}
@@ -319,12 +319,14 @@ LOSSES = {**SUMS, **COUPLED, **ACCUMULATED}
 
 def outcomes(names: list[str], **settings: Any) -> list[Outcome]:
     """Train some of the cases above; `settings` as for `train`."""
+    from tests.tf_distribute.running import make_devices
+
     found = []
     for name in names:
-        if settings.get("backend") == "tf_distribute":
-            from tests.tf_distribute.running import make_devices
-
+        if settings["backend"] == "tf_distribute":
             make_devices()
         found.append(train(LOSSES[name](), **settings))
         keras_state.clear()
+    if settings.get("backend__strategy") == "multi_worker_mirrored":
+        leaks.expect_ports()
     return found

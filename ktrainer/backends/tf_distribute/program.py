@@ -20,7 +20,7 @@ from ktrainer.feed.specs import spec_of
 from ktrainer.logs import Path
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
-from ktrainer.steps.context import checks_explained
+from ktrainer.steps.checks import checks_explained
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import check_compiled
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
