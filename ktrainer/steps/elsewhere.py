@@ -79,7 +79,8 @@ def not_in_one_process(what: str) -> ModelError:
         "process. Instead of model.evaluate, model.predict or a call of the model, use "
         "trainer.evaluate(model, data) or trainer.predict(model, data); instead of model.save or "
         "reading weights, trainer.save(path), then keras.models.load_model(path) where all of the "
-        "model is needed. All processes make these calls together."
+        "model is needed; all processes make these calls together. compute_loss and metrics see "
+        "the model's outputs, and weights of no layer."
     )
     error._keras_call_info_injected = True  # type: ignore[attr-defined]  # blame no layer for it
     return error
