@@ -18,6 +18,7 @@ _WHERE = {
     "load_config": "ktrainer.config",
     "Callback": "ktrainer.callbacks",
     "rank_zero_only": "ktrainer.callbacks",
+    "barrier": "ktrainer.world",
     "partition": "ktrainer.backends.pipeline.manual",
     "register": "ktrainer.registry",
     "KtrainerError": "ktrainer.errors",
@@ -51,6 +52,7 @@ __all__ = [
     "Trainer",
     "WorldError",
     "__version__",
+    "barrier",
     "load_config",
     "partition",
     "rank_zero_only",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     )
     from ktrainer.registry import register
     from ktrainer.trainer import Trainer
+    from ktrainer.world import barrier
 
 quiet_tensorflow()
 
