@@ -15,10 +15,11 @@ NO_BATCHES = (
 )
 
 
-def skip_to_initial_epoch(trainer: Trainer) -> None:
-    """Go on where Keras' BackupAndRestore, which runs on rank 0, says."""
+def skip_to_initial_epoch(trainer: Trainer, initial_epoch: int) -> None:
+    """Begin with `initial_epoch`, or where Keras' BackupAndRestore, which runs on rank 0, says."""
     model: Any = trainer.model
-    epoch = trainer.world.broadcast(int(model._initial_epoch or 0), what="initial epoch")
+    said = int(model._initial_epoch or initial_epoch)
+    epoch = trainer.world.broadcast(said, what="initial epoch")
     progress = trainer.progress
     if epoch > progress.epoch:
         progress.epoch = epoch

@@ -12,7 +12,8 @@ from ktrainer.errors import KtrainerError, nearest
 
 # name -> (module with add_arguments(parser) and run(args) -> int, what it does)
 COMMANDS = {
-    "launch": ("ktrainer.launch.launch", "start a script in several processes, and watch them"),
+    "run": ("ktrainer.launch.launch", "run a Keras script, in one process or in several"),
+    "launch": ("ktrainer.launch.launch", "another name for run"),
     "plan": ("ktrainer.preview.command", "say what a run would do, or why it cannot"),
     "verify": ("ktrainer.launch.verify", "check that a script trains the same as in one process"),
     "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from ktrainer.arguments import Call
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.feed import Feed, make_feed, place_facts, take_place
+from ktrainer.feed import Feed, Order, make_feed, order_of, place_facts, require_end, take_place
 from ktrainer.fit_settings import (
     callbacks_config,
     check_model,
@@ -44,21 +44,12 @@ class Fit:
     """Everything that one run of `fit` needs, made in order and closed together.
 
     Args:
-        trainer: whose config, world and backend are used.
-        data, validation_data, class_weight: as in `Trainer.fit`.
-        callbacks: callbacks of this call only.
+        trainer: whose world and backend are used; its config is that of the call.
+        call: the arguments of `Trainer.fit`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        data: Any,
-        validation_data: Any,
-        class_weight: Mapping[int, float] | None,
-        callbacks: list[Any],
-    ) -> None:
-        self.trainer = trainer
-        self.given = data, validation_data, class_weight
+    def __init__(self, trainer: Trainer, call: Call) -> None:
+        self.trainer, self.call = trainer, call
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
@@ -67,11 +58,11 @@ class Fit:
         self.model = trainer.model
         check_model(self.model, config)
         # Before the feeds: which collectives follow depends on these.
-        given = {"validation data": "none" if validation_data is None else "given"}
-        check_agreement(trainer.world, data_facts=given)
+        given = {"validation data": "none" if call.validation_data is None else "given"}
+        check_agreement(trainer.world, config=call.facts(), data_facts=given)
         try:
-            self._open_feeds(config.seed, check=config.health.check_data)
-            self._prepare([*trainer.callbacks, *callbacks])
+            self._open_feeds(None, check=config.health.check_data)
+            self._prepare([*trainer.callbacks, *call.callbacks])
         except BaseException:
             self.close()
             raise
@@ -81,7 +72,11 @@ class Fit:
         if not (self.trainer.config.trainer.fast_dev_run or self.trainer.joining):
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(self.trainer.run_dir, self.trainer.world)
-        schedule = make_schedule(self.trainer.config)
+        schedule = replace(
+            make_schedule(self.trainer.config),
+            initial_epoch=self.call.initial_epoch,
+            validation_epochs=self.call.validation_epochs,
+        )
         interruption = Interruption(self.trainer.config.trainer.interrupt)
         loop = Loop(
             self.trainer,
@@ -106,19 +101,22 @@ class Fit:
         finally:
             loop.survival.close()
 
-    def follow(self, run_dir: str | None, seed: int | None) -> None:
+    def follow(self, run_dir: str | None, order: Order | None) -> None:
         """Feed and call back for the ranks of now, after some have died or joined.
 
         Args:
             run_dir: the run's folder, which newcomers do not know.
-            seed: of the data's order, as it was drawn at the start.
+            order: of the data, as it was drawn at the start.
         """
         trainer = self.trainer
+        lengths = [feed.source_batches for feed in self._feeds]
         known = [self.feed.spec, self.validation.spec if self.validation else None]
         for feed in self._feeds:
             feed.close()
         self._feeds = []
-        self._open_feeds(seed, check=trainer.config.health.check_data)
+        self._open_feeds(order, check=trainer.config.health.check_data)
+        for feed, length in zip(self._feeds, lengths, strict=False):
+            feed.source_batches = feed.source_batches or length  # which reading has shown
         for feed, spec in zip(self._feeds, known, strict=False):
             if feed.spec == spec:
                 feed.spec = spec  # the very one that the steps were compiled for
@@ -147,23 +145,38 @@ class Fit:
             for callback in new:
                 callback.on_train_begin()
 
-    def _open_feeds(self, seed: int | None, check: bool) -> None:
+    def _open_feeds(self, order: Order | None, check: bool) -> None:
         limits = self.trainer.config.trainer
-        data, validation_data, class_weight = self.given
+        call = self.call
+        if order is None and data_config(self.trainer.config).shuffle:
+            order = order_of(self.trainer.world, self.trainer.config)
+        fewer = limits.fast_dev_run or limits.overfit_batches
         self.feed = self._feed(
-            data,
+            call.data,
             training=True,
-            seed=seed,
+            order=order,
             check=check,
-            limit=limits.fast_dev_run or limits.overfit_batches or limits.limit_train_batches,
-            class_weight=class_weight,
+            limit=fewer or (None if call.steps else limits.limit_train_batches),
+            steps=None if fewer else call.steps,
+            class_weight=call.class_weight,
         )
+        self.feed.first_epoch = call.initial_epoch
+        if limits.max_steps is None and limits.max_time is None:
+            require_end(
+                self.feed,
+                "steps_per_epoch=..., trainer.limit_train_batches=... or trainer.max_steps=...",
+            )
         self.validation: Feed | None = None
         limit = limits.fast_dev_run or limits.limit_val_batches
-        if validation_data is not None and limit != 0:
+        if call.validation_data is not None and limit != 0:
             self.validation = self._feed(
-                validation_data, training=False, seed=seed, limit=limit, check=check
+                call.validation_data,
+                training=False,
+                limit=limit,
+                check=check,
+                batch_size=call.validation_batch_size,
             )
+            require_end(self.validation, "validation_steps=... or trainer.limit_val_batches=...")
 
     def resume(self) -> None:
         """Restore what `checkpoint.resume` asks for, on all ranks."""
@@ -258,7 +271,7 @@ class Fit:
         if self.recorded is not None and self.recorded.role == "whole":
             self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
         else:
-            self.program = trainer.backend.prepare(self.model, options)
+            self.program = trainer.program_for(self.model, options)
         cut = config.backend.name == "pipeline"
         if cut:
             self._check_first_step()  # while each process has all of the model

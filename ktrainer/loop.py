@@ -110,7 +110,7 @@ class Loop:
         self.trainer._resume()
         warn_if_stopped(self.model, self.world)
         self._start_clock()
-        skip_to_initial_epoch(self.trainer)
+        skip_to_initial_epoch(self.trainer, self.schedule.initial_epoch)
         progress = self.trainer.progress
         ended = self.steps_left == 0 or progress.batch == self.trainer.steps_per_epoch
         self._owed = progress.validation_due or (ended and progress.batch > 0)
@@ -204,7 +204,7 @@ class Loop:
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         epoch_logs = logs_so_far(self.trainer, self.program)
-        if self._due(self._validate, epoch_end=True):
+        if self._due(self._validate, epoch_end=True) and self.schedule.validates_after(epoch):
             epoch_logs |= self._validation_logs(keep=cut)
         else:
             epoch_logs |= progress.validated  # after the epoch's last update

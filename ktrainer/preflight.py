@@ -30,8 +30,8 @@ _REMEDIES = {
     "model": "Build the same model on every rank.",
     "data": (
         "With data.batch=global every rank must be given the same data in the same order: seed "
-        "every shuffle (`dataset.shuffle(n, seed=0)`). If each rank has data of its own, set "
-        "data.batch=per_worker."
+        "every shuffle (`dataset.shuffle(n, seed=0)`, `torch.manual_seed(0)`). If each rank has "
+        "data of its own, set data.batch=per_worker."
     ),
     "version": "Install the same library versions on every node.",
 }

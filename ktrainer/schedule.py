@@ -26,6 +26,9 @@ class Schedule:
         log: how often to gather the logs of all ranks.
         accumulate: shares an update.
         steps_per_call: updates in one compiled call.
+        initial_epoch: number of the first epoch.
+        validation_epochs: those, counted from 1, that are validated after; None for all that
+            `validate` says.
     """
 
     epochs: int = 1
@@ -35,6 +38,12 @@ class Schedule:
     log: Duration | None = None
     accumulate: int = 1
     steps_per_call: int = 1
+    initial_epoch: int = 0
+    validation_epochs: frozenset[int] | None = None
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 0, is one that may be validated after."""
+        return self.validation_epochs is None or epoch + 1 in self.validation_epochs
 
     def take(self, shares: Iterator[Share], left: int | None) -> list[list[Share]]:
         """The updates of the next call, each a list of shares; empty at the end of `shares`.

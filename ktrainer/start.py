@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import SetupError
 
@@ -13,6 +13,23 @@ REMEDY = (
     'in the checkout of ktrainer, pip install ".[cpu]" for CPUs, or pip install ".[gpu]" for '
     "NVIDIA GPUs"
 )
+
+
+_draws: Any = None  # TensorFlow makes new ones with each seed that is set
+
+
+def seed_is_scripts() -> bool:
+    """Whether the script has set TensorFlow's seed since the last Trainer was made."""
+    from tensorflow.python.eager import context
+
+    return context.global_seed() is not None and context.context()._rng is not _draws
+
+
+def _note_seed() -> None:
+    global _draws
+    from tensorflow.python.eager import context
+
+    _draws = context.context()._rng
 
 
 def start_tensorflow(config: Config) -> None:
@@ -39,6 +56,7 @@ def start_tensorflow(config: Config) -> None:
         )
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
+        _note_seed()
     if config.trainer.deterministic:
         tf.config.experimental.enable_op_determinism()
     if config.trainer.precision is not None:

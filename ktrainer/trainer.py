@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktrainer import commandline
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
@@ -29,9 +31,10 @@ from ktrainer.world import World, open_world
 if TYPE_CHECKING:
     import keras
 
+    from ktrainer.arguments import Call
     from ktrainer.config import DataConfig
     from ktrainer.feed import Feed
-    from ktrainer.steps import Steps
+    from ktrainer.steps import StepOptions, Steps
 
 
 class Trainer(CustomLoop):
@@ -56,7 +59,8 @@ class Trainer(CustomLoop):
         DivergenceError: ranks have different configurations.
 
     Attributes:
-        config: the resolved configuration.
+        config: the resolved configuration; inside `fit`, with the arguments of that call.
+        overruled: of the `fit` that runs, which of its arguments the configuration wins over.
         callbacks: those of every later call.
         plan: what the configuration means here.
         world: rank, size, and collectives for user code.
@@ -82,7 +86,7 @@ class Trainer(CustomLoop):
         callbacks: Iterable[keras.callbacks.Callback] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        self.config = as_verified(as_launched(load_config(config, overrides)))
+        self.config = self._config = as_verified(as_launched(load_config(config, overrides)))
         tell_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(
@@ -93,8 +97,8 @@ class Trainer(CustomLoop):
         )
         # Before any other collective: which ones follow depends on the configuration.
         check_agreement(self.world, config=self.config.to_dict(redacted=True))
-        facts = pretend(self.config, WorldFacts.detect(self.world))
-        self.plan: Plan = make_plan(self.config, facts)
+        self._facts = pretend(self.config, WorldFacts.detect(self.world))
+        self.plan: Plan = make_plan(self.config, self._facts)
         self.progress, self.counted = Progress(), Counted()
         self.timers: dict[str, float] = defaultdict(float)
         self.model: keras.Model | None = None
@@ -108,6 +112,7 @@ class Trainer(CustomLoop):
         self.healed: list[Any] = []
         self.joining = bool(getattr(self.world, "alone", False))
         self._active: Any = None
+        self.overruled: tuple[str, ...] = ()
         self._start_tensorflow()
 
     @classmethod
@@ -117,7 +122,8 @@ class Trainer(CustomLoop):
         argv: Sequence[str] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> Trainer:
-        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`).
+        """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`), and
+        from those that `ktrainer run` was given.
 
         `defaults` are the script's own, a nested dict; the file and the command line win.
 
@@ -125,7 +131,9 @@ class Trainer(CustomLoop):
         the rest. A `ConfigError` ends the program with its message and status 2.
         """
         try:
-            path, overrides = parse_cli(sys.argv[1:] if argv is None else argv)
+            path, overrides = parse_cli(
+                [*commandline.words, *(sys.argv[1:] if argv is None else argv)]
+            )
             return cls(load_config(path, overrides, defaults=defaults), callbacks)
         except ConfigError as error:
             # Past a script that catches every Exception, and as `ktrainer plan` itself says it.
@@ -136,26 +144,54 @@ class Trainer(CustomLoop):
     def fit(
         self,
         model: keras.Model | Callable[[], keras.Model],
-        data: Any,
-        *,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | str | None = None,
+        callbacks: Any = None,
+        validation_split: float = 0.0,
         validation_data: Any = None,
+        shuffle: bool | str | None = None,
         class_weight: Mapping[int, float] | None = None,
-        callbacks: Iterable[keras.callbacks.Callback] = (),
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] | None = None,
     ) -> keras.callbacks.History:
-        """Train `model` on `data`.
+        """Train `model`; takes what `Model.fit` takes.
+
+        An argument that is also a configuration key is the script's default for this call: a
+        config file and the command line win, and the first lines of the display say so.
 
         Args:
             model: a compiled model, or a function without arguments that returns one.
-            data: `tf.data.Dataset`, arrays `(x, y[, sample_weight])` or nested structures of
-                them, `keras.utils.PyDataset`, or a generator of batches.
-            validation_data: the same kinds; evaluated every `trainer.validate_every`.
+            x: inputs: an array, or a list, dict or nested structure of arrays; or all of the data:
+                a tuple `(x, y[, sample_weight])`, a `tf.data.Dataset`, a
+                `keras.utils.PyDataset`, a torch `DataLoader`, or a generator of batches.
+            y, sample_weight: targets and weights, for arrays.
+            batch_size: `data.batch_size`.
+            epochs: `trainer.epochs`; the index of the last epoch, as in Keras.
+            verbose: `logging.progress`: 0 is none, 1 and "auto" are auto, 2 is plain.
+            callbacks: one or several, after those of the Trainer.
+            validation_split: the fraction of arrays, from their end, to validate on.
+            validation_data: evaluated every `trainer.validate_every`.
+            shuffle: `data.shuffle`; "batch" shuffles within batches.
             class_weight: weight of each class in the loss, by label.
-            callbacks: callbacks of this call, after those of the Trainer.
+            initial_epoch: number of the first epoch.
+            steps_per_epoch: `trainer.limit_train_batches`; the next epoch continues with the next
+                batch, as in Keras.
+            validation_steps: `trainer.limit_val_batches`.
+            validation_batch_size: of arrays; default: `batch_size`.
+            validation_freq: `trainer.validate_every` in epochs, or a list of epochs (from 1).
 
         Returns:
             Keras' History, with the same values on every rank.
 
         Raises:
+            ConfigError: an argument has a value that it cannot have.
             DataError, ModelError: what was given cannot be trained on.
             DivergenceError: ranks have different data, models, configs or library versions.
             DeadlineExceeded, PeerLost: another rank did not answer.
@@ -164,37 +200,96 @@ class Trainer(CustomLoop):
             Interrupted: the process was asked to end (`trainer.interrupt`), on all ranks at the
                 same step; a SystemExit.
         """
+        from ktrainer.arguments import fit_call
         from ktrainer.fit import Fit
 
+        call = fit_call(
+            self._config,
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            epochs=epochs,
+            verbose=verbose,
+            callbacks=callbacks,
+            validation_split=validation_split,
+            validation_data=validation_data,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+        )
         self.model = self._resolve(model)
         if asked() is not None:
             from ktrainer.preview.report import show_model
 
-            show_model(self, data, callbacks)
+            with self._configured(call):
+                show_model(self, call.data, call.callbacks)
         self.progress, self.counted = Progress(), Counted()
         self.timers.clear()
         self.stop_reason = self.rollback = None
         self.unsound = False
-        with self.backend.watching():
-            self._active = Fit(self, data, validation_data, class_weight, [*callbacks])
+        with self.backend.watching(), self._configured(call):
+            self._active = Fit(self, call)
             self.fits += 1
             try:
                 return self._active.run()
             finally:
                 self._active.close()
 
-    def evaluate(self, model: Any, data: Any) -> dict[str, float]:
-        """Loss and metrics of `model` over all of `data`, the same on every rank.
+    def evaluate(
+        self,
+        model: Any,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: int | str | None = None,
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """Loss and metrics of `model` over all of the data, the same on every rank.
+
+        Args:
+            model, x, y, batch_size, sample_weight, callbacks: as in `fit`.
+            verbose: taken as in Keras; nothing is shown.
+            steps: batches to evaluate on; default: all.
+            return_dict: False for a list, as `Model.evaluate` returns it.
 
         Raises:
+            ConfigError: an argument has a value that it cannot have.
             DataError, ModelError: what was given cannot be evaluated.
             DivergenceError: ranks have different data.
         """
+        from ktrainer.arguments import pass_call
         from ktrainer.evaluation import evaluate
 
-        return self._over(model, data, evaluate, self.config.data)
+        call = pass_call(
+            self.config,
+            x,
+            y,
+            sample_weight,
+            batch_size=batch_size,
+            steps=steps,
+            callbacks=callbacks,
+        )
+        logs = self._over(model, call, evaluate, call.config.data)
+        assert self.model is not None
+        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
-    def predict(self, model: Any, x: Any) -> Any:
+    def predict(
+        self,
+        model: Any,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: int | str | None = None,
+        steps: int | None = None,
+        callbacks: Any = None,
+    ) -> Any:
         """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank.
 
         Args:
@@ -202,16 +297,19 @@ class Trainer(CustomLoop):
             x: inputs: an array, or a list or dict of arrays for several; or data as in `fit`,
                 such as `(x, y)` or a tf.data.Dataset, whose labels are not looked at. The same on
                 every rank, whatever `data.batch` is.
+            batch_size, verbose, steps, callbacks: as in `evaluate`.
 
         Raises:
             DivergenceError: ranks have different data.
         """
+        from ktrainer.arguments import pass_call
         from ktrainer.evaluation import predict
 
-        inputs = isinstance(x, (list, dict)) or (hasattr(x, "shape") and hasattr(x, "dtype"))
+        call = pass_call(self.config, x, batch_size=batch_size, steps=steps, callbacks=callbacks)
         # Dealt out, the rows would come back in another order.
-        config = replace(self.config.data, shard="batch", batch="global")
-        return self._over(model, (x,) if inputs else x, predict, config)
+        return self._over(
+            model, call, predict, replace(call.config.data, shard="batch", batch="global")
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
@@ -318,19 +416,38 @@ class Trainer(CustomLoop):
             )
         return model
 
-    def _over(self, model: Any, data: Any, run: Callable[..., Any], config: DataConfig) -> Any:
-        """Evaluate or predict over `data`, with the program of the last call if it fits."""
+    @contextmanager
+    def _configured(self, call: Call) -> Iterator[None]:
+        """Have the configuration of a call while it runs."""
+        plan = self.plan
+        self.config, self.overruled = call.config, call.overruled
+        try:
+            self.plan = make_plan(call.config, self._facts)
+            yield
+        finally:
+            self.config, self.overruled, self.plan = self._config, (), plan
+
+    def _over(self, model: Any, call: Call, run: Callable[..., Any], config: DataConfig) -> Any:
+        """Evaluate or predict over a call's data, with the program of the last one if it fits."""
         import keras
 
-        from ktrainer.feed import make_feed
+        from ktrainer.feed import make_feed, require_end
 
         self.model = self._resolve(model)
         program = self.program_for(self.model)
         check = self.config.health.check_data
         feed = make_feed(
-            data, world=self.world, config=config, training=False, seed=None, check=check
+            call.data,
+            world=self.world,
+            config=config,
+            training=False,
+            check=check,
+            limit=call.steps,
         )
-        callbacks = keras.callbacks.CallbackList([], model=self.model, add_history=False)
+        require_end(feed, "steps=...")
+        callbacks = keras.callbacks.CallbackList(
+            list(call.callbacks), model=self.model, add_history=False
+        )
         try:
             if check and self.world.size > 1:
                 check_agreement(self.world, data_facts=data_facts(feed, "given"))
@@ -339,11 +456,19 @@ class Trainer(CustomLoop):
         finally:
             feed.close()
 
-    def program_for(self, model: keras.Model) -> Steps:
-        """The compiled steps of `model`; those of the last call when it is the same model."""
-        from ktrainer.steps import StepOptions
+    def program_for(self, model: keras.Model, options: StepOptions | None = None) -> Steps:
+        """The compiled steps of `model`: those of an earlier call, unless it was compiled again.
 
-        if self._active is None or self._active.program.model is not model:
-            options = StepOptions(loss_scope=self.config.trainer.loss_scope)
-            return self.backend.prepare(model, options)
-        return self._active.program
+        Args:
+            options: how steps run; None for those of its last `fit`, or of the configuration.
+        """
+        from ktrainer.fit_settings import step_options
+        from ktrainer.steps.programs import program_of
+
+        return program_of(
+            model,
+            options or step_options(self.config),
+            [self.backend, self.world.rank, self.world.size],
+            self.backend.prepare,
+            any_options=options is None,
+        )

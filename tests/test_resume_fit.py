@@ -12,6 +12,7 @@ import pytest
 from keras import layers
 
 from ktrainer import Callback, Trainer
+from ktrainer.errors import CheckpointError
 
 ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
 
@@ -182,3 +183,63 @@ def test_each_fit_of_a_script_has_checkpoints_of_its_own(tmp_path: Path) -> None
     assert first[0][1] != first[1][1], "the second fit trains on"
     assert {"checkpoints", "checkpoints-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
     assert script() == first, "both are restored, each from its own"
+
+
+def called(words: list[str]) -> tuple[dict[str, list[float]], list[int], list[bytes]]:
+    """History, its epochs and the bits of all weights after a `fit` with arguments of Keras."""
+    keras.utils.clear_session()
+    with Trainer(overrides=words) as trainer:
+        keras.utils.set_random_seed(5)
+        x, y = data()
+        history = trainer.fit(
+            model(),
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=7,
+            initial_epoch=1,
+            steps_per_epoch=4,
+            validation_split=0.1,
+        )
+        bits = [v.numpy().tobytes() for v in trainer.model.variables]
+        return history.history, history.epoch, bits
+
+
+def calls_in_parts(directory: str, backend: str, *ends: int) -> list[Any]:
+    """As `in_parts`; nine batches a pass are epochs of 4, 4 and 1."""
+    plain = {"backend": backend, "trainer__accumulate": 1}
+
+    def words(name: str, **more: Any) -> list[str]:
+        given = settings(Path(directory) / name, **plain, **more)
+        return [w for w in given if not w.startswith(("data.batch_size", "trainer.epochs"))]
+
+    whole = called(words("whole"))
+    for end in ends:
+        called(words("parts", trainer__max_steps=end))
+    return [whole, called(words("parts"))]
+
+
+def test_epochs_that_continue_one_another_go_on_to_the_bit(
+    tmp_path: Path, ranks: Callable[..., Any]
+) -> None:
+    # Steps are counted from epoch 1 on: stopped inside an epoch, and where a pass has ended.
+    whole, parts = calls_in_parts(str(tmp_path / "one"), "local", 6, 10, 13, 15)
+    assert parts == whole
+    assert whole[1] == [1, 2, 3, 4, 5, 6]
+    for whole, parts in ranks(2).run(
+        calls_in_parts, str(tmp_path / "two"), "data_parallel", 7, 14, deadline=200
+    ):
+        assert parts == whole
+
+
+def test_another_seed_of_the_order_is_refused_inside_an_epoch(tmp_path: Path) -> None:
+    def run(seed: int | None, **more: Any) -> Any:
+        keras.utils.clear_session()
+        with Trainer(overrides=settings(tmp_path, **more)) as trainer:
+            if seed is not None:
+                keras.utils.set_random_seed(seed)
+            return trainer.fit(model(), data()).history
+
+    run(3, trainer__max_steps=2)
+    with pytest.raises(CheckpointError, match=r"seed: 3 then, 4 now"):
+        run(4)

@@ -42,7 +42,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -214,6 +216,24 @@ class Callback(keras.callbacks.Callback):
             self.progress.finish_epoch()
 
 
+_alone: ContextVar[bool] = ContextVar("ktrainer_alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Code of one rank alone: what it calls must not wait for the others."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def is_alone() -> bool:
+    """Whether the code that runs is one rank's alone."""
+    return _alone.get()
+
+
 def rank_zero_only(function: F) -> F:
     """Make `function` do nothing, and return None, on every rank but 0.
 
@@ -225,14 +245,19 @@ def rank_zero_only(function: F) -> F:
 
     @functools.wraps(function)
     def on_root(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if current().is_root else None
+        if not current().is_root:
+            return None
+        with alone():
+            return function(*args, **kwargs)
 
     return on_root  # type: ignore[return-value]
 
 
 def is_writer(callback: Any) -> bool:
     """Whether `callback` is one of Keras' that write files or to the network: ranks other than
-    0 leave it out."""
+    0 leave it out. With an attribute `on_every_rank` it writes in another way."""
+    if getattr(callback, "on_every_rank", False):
+        return False
     writers = (
         keras.callbacks.ModelCheckpoint,
         keras.callbacks.CSVLogger,

@@ -92,12 +92,13 @@ def metrics_text(logs: Mapping[str, Any]) -> str:
 
 
 def headline(model: Any, world: World, trainer: Any) -> str:
-    """What runs, and on what."""
+    """What runs, and on what; which arguments of `fit` the configuration wins over."""
     parameters = count_text(sum(math.prod(v.shape) for v in model.trainable_variables))
     backend = getattr(getattr(getattr(trainer, "config", None), "backend", None), "name", None)
     ranks = "1 process" if world.size == 1 else f"{world.size} processes"
     parts = [f"training {model.name}", f"{parameters} parameters", ranks]
-    return ", ".join([*parts, f"backend {backend}"] if backend else parts)
+    first = ", ".join([*parts, f"backend {backend}"] if backend else parts)
+    return "\n".join([first, *(f"  {line}" for line in getattr(trainer, "overruled", ()))])
 
 
 def summary(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.callbacks.base import alone
 from ktrainer.callbacks.variables import all_variables
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.errors import CheckpointError
@@ -87,7 +88,8 @@ def write_file(model: Any, path: Path) -> str | None:
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{ending}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        (model.save if ending == ".keras" else model.save_weights)(temporary)
+        with alone():
+            (model.save if ending == ".keras" else model.save_weights)(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

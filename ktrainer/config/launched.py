@@ -33,8 +33,8 @@ def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Conf
     world = json.loads(told)
     if (grace := world.pop(_GRACE, None)) is not None:
         interrupt = replace(config.trainer.interrupt, grace=grace)
-        config = replace(config, trainer=replace(config.trainer, interrupt=interrupt))
-    config = replace(config, world=replace(config.world, **world))
+        config = config.having(trainer=replace(config.trainer, interrupt=interrupt))
+    config = config.having(world=replace(config.world, **world))
     check_healing(config)
     return config
 

@@ -12,15 +12,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from os import PathLike, fspath
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktrainer.config.backends import ALIASES, BACKENDS
+from ktrainer.config.called import named_keys
 from ktrainer.config.check import check
 from ktrainer.config.redact import is_secret_name, redact
-from ktrainer.config.schema import Config
+from ktrainer.config.schema import SCRIPT, Config
 from ktrainer.config.schematree import alternatives, choices, lookup
 from ktrainer.config.sources import read_overrides, read_source
 from ktrainer.config.strategies import with_sharding
@@ -65,10 +67,24 @@ def load_config(
     try:
         config = with_sharding(_make(layers))
         object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
+        object.__setattr__(config, "_origins", _origins(source, *layers))
         check(config, on_unknown_callback)
     except ConfigError as error:
         raise _without_secrets(error, secrets) from None
     return config
+
+
+def _origins(
+    source: Any, defaults: dict[str, Any], layer: dict[str, Any], words: dict[str, Any]
+) -> dict[str, str]:
+    """Where each key was set; a dict in code is the script's."""
+    known = named_keys(defaults, SCRIPT)
+    if isinstance(source, Config):
+        known |= source._origins
+    else:
+        file = isinstance(source, (str, PathLike))
+        known |= named_keys(layer, fspath(source) if file else SCRIPT)
+    return known | named_keys(words, "command line")
 
 
 def _without_secrets(error: ConfigError, secrets: Sequence[str]) -> ConfigError:

@@ -7,7 +7,10 @@ given beside the default and checked by `ktrainer.config.check`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
 from omegaconf import MISSING
@@ -15,6 +18,8 @@ from omegaconf import MISSING
 from ktrainer.config.backends import BackendConfig, LocalConfig
 from ktrainer.config.bounds import duration, number
 from ktrainer.config.redact import redact
+
+SCRIPT = "the script"
 
 
 @dataclass(frozen=True)
@@ -334,6 +339,25 @@ class Config:
 
     # Values that came from secret environment variables; set by load_config, never printed.
     _secrets: ClassVar[tuple[str, ...]] = ()
+    # Where keys were set; set by load_config. What the script sets, its calls may change.
+    _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    def origin(self, key: str) -> str | None:
+        """Which file set a dotted key, or "command line"; None where neither did."""
+        origin = self._origins.get(key)
+        return None if origin == SCRIPT else origin
+
+    def sets(self, key: str) -> bool:
+        """Whether anyone has set a dotted key: the script, a file or the command line."""
+        value = attrgetter(key)
+        return key in self._origins or value(self) != value(Config())
+
+    def having(self, **changes: Any) -> Config:
+        """`dataclasses.replace` that keeps what is known of secrets and origins."""
+        changed = replace(self, **changes)
+        object.__setattr__(changed, "_secrets", self._secrets)
+        object.__setattr__(changed, "_origins", self._origins)
+        return changed
 
     def to_dict(self, redacted: bool = False) -> dict[str, Any]:
         """The configuration as nested plain dicts and lists.

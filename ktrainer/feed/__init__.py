@@ -4,6 +4,8 @@ The parts of this package:
 
     make.py         chooses the feed that fits the data
     share.py        one rank's part of a batch, and the interface of a feed
+    kinds.py        kinds of data, and what goes with each
+    order.py        the order in which arrays are drawn
     arrays.py       a feed over arrays: each replica gathers its own rows
     classweight.py  arrays taken apart as `Model.fit` does it
     streams.py      a feed over a source that every rank runs in full
@@ -26,7 +28,18 @@ The parts of this package:
 from __future__ import annotations
 
 from ktrainer.feed.make import make_feed
+from ktrainer.feed.order import Order, order_of
 from ktrainer.feed.place import place_facts, take_place
-from ktrainer.feed.share import Feed, Share, bounds
+from ktrainer.feed.share import Feed, Share, bounds, require_end
 
-__all__ = ["Feed", "Share", "bounds", "make_feed", "place_facts", "take_place"]
+__all__ = [
+    "Feed",
+    "Order",
+    "Share",
+    "bounds",
+    "make_feed",
+    "order_of",
+    "place_facts",
+    "require_end",
+    "take_place",
+]

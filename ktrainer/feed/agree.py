@@ -12,7 +12,7 @@ from ktrainer.feed.specs import widen
 from ktrainer.world.base import World
 
 HAS_BATCH, ENDED, FAILED = 1, 0, -1
-KINDS = ("arrays", "tf.data.Dataset", "PyDataset", "generator")
+KINDS = ("arrays", "tf.data.Dataset", "PyDataset", "generator", "torch DataLoader")
 
 T = TypeVar("T")
 

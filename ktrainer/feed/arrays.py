@@ -13,6 +13,7 @@ from keras.src.trainers.data_adapters import array_slicing
 from ktrainer.errors import DataError
 from ktrainer.feed.digest import array_digest
 from ktrainer.feed.iterate import packer
+from ktrainer.feed.order import Order
 from ktrainer.feed.prefetch import Prefetcher
 from ktrainer.feed.share import Feed, Share, bounds, leaf_names, limited
 from ktrainer.world.base import World
@@ -26,15 +27,15 @@ Take = Callable[[Any], Any]
 class ArrayFeed(Feed):
     """Shares of arrays that every rank holds in full.
 
-    The order is a pure function of `(seed, epoch)`. `global_batch` rows make a step; the last
+    The order is a pure function of `(order, epoch)`. `global_batch` rows make a step; the last
     step of an epoch may have fewer.
 
     Args:
         inputs: structure of arrays with equally many rows.
         world: who shares the rows.
         global_batch: rows a step, over all replicas.
-        shuffle: whether to reorder the rows in every epoch.
-        seed: of the order; the same on all ranks.
+        shuffle: whether to reorder the rows; "batch": those of each batch only.
+        order: which order they are drawn in; the same on all ranks.
         limit: batches an epoch, or a fraction of them.
         drop_remainder: leave out a last, smaller batch.
         prefetch: batches gathered ahead when they are large; 0 never does.
@@ -46,8 +47,8 @@ class ArrayFeed(Feed):
         *,
         world: World,
         global_batch: int,
-        shuffle: bool = False,
-        seed: int = 0,
+        shuffle: bool | str = False,
+        order: Order | None = None,
         limit: int | float | None = None,
         drop_remainder: bool = False,
         prefetch: int = 2,
@@ -55,14 +56,16 @@ class ArrayFeed(Feed):
         leaves = [_convert(leaf) for leaf in tf.nest.flatten(inputs)]
         self.rows = _rows(inputs, leaves)
         self.replica, self.replicas = world.replica, world.replicas
-        self.global_batch, self.shuffle, self.seed = global_batch, shuffle, seed
+        self.global_batch, self.shuffle = global_batch, shuffle
+        self.drawn = order or Order()
         self._structure, self._leaves = inputs, leaves
         self._pack = packer(inputs)
         self._takes = [_taker(leaf) for leaf in leaves]
         self._plain = all(leaf is None or isinstance(leaf, np.ndarray) for leaf in leaves)
         self.spec = tf.nest.pack_sequence_as(inputs, [_spec(leaf) for leaf in leaves])
         steps = self.rows / global_batch
-        self.num_batches = limited(math.floor(steps) if drop_remainder else math.ceil(steps), limit)
+        self.source_batches = math.floor(steps) if drop_remainder else math.ceil(steps)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
         largest = math.ceil(min(global_batch, self.rows) / self.replicas)
         heavy = largest * _row_bytes(leaves, self.rows) > _PREFETCH_BYTES
         self._ahead = prefetch if heavy else 0
@@ -72,25 +75,25 @@ class ArrayFeed(Feed):
         """Indices of the rows in the order of `epoch`; None for the arrays' own order."""
         if not self.shuffle:
             return None
-        key = np.array([self.seed % 2**64, epoch], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).permutation(self.rows)
+        within = self.shuffle == "batch"
+        return self.drawn.rows(epoch, self.rows, self.global_batch, within)
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         shares = self._shares(self.order(epoch), skip)
         if not self._ahead:
             yield from shares
             return
-        self.close()
+        self._stop()
         self._prefetcher = Prefetcher(shares, self._ahead, "arrays")
         try:
             yield from self._prefetcher
         finally:
-            self.close()
+            self._stop()
 
     def _shares(self, order: np.ndarray | None, skip: int) -> Iterator[Share]:
         gather, pack, takes = self._gather, self._pack, self._takes
-        assert self.num_batches is not None
-        for index in range(skip, self.num_batches):
+        assert self.pass_batches is not None
+        for index in range(skip, self.pass_batches):
             first = index * self.global_batch
             total = min(self.global_batch, self.rows - first)
             start, stop = bounds(total, self.replica, self.replicas)
@@ -115,10 +118,14 @@ class ArrayFeed(Feed):
             name: array_digest(leaf)
             for name, leaf in zip(leaf_names(self._structure), self._leaves, strict=True)
         }
-        order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
+        order = str(self.drawn) if self.shuffle else "in order"
         return facts | {"length": f"{self.rows} rows", "order": order}
 
     def close(self) -> None:
+        super().close()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None

@@ -17,18 +17,19 @@ def unpack_arrays(data: Any, class_weight: Mapping[int, float] | None = None) ->
 
     Args:
         data: `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; each an array or a structure of
-            arrays. A list counts as a tuple.
+            arrays. A list is several inputs.
         class_weight: class -> weight; not together with sample weights or several targets.
 
     Returns:
         `x`, `(x, y)` or `(x, y, sample_weight)`, lists in it turned into tuples.
     """
     try:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        parts = data if isinstance(data, tuple) else (data,)
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(parts)
     except ValueError as error:
         raise DataError(
             "arrays must be given as x, (x,), (x, y) or (x, y, sample_weight), got a sequence of "
-            f"{len(data)}; wrap several inputs in a dict or an inner list"
+            f"{len(data)}; give several inputs as a dict or a list"
         ) from error
     if weight is not None:
         if class_weight is not None:

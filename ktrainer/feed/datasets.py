@@ -12,7 +12,8 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from ktrainer.errors import CheckpointError, DataError
 from ktrainer.feed.digest import tensor_digest
 from ktrainer.feed.iterate import elements, set_state, state_of
-from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing
+from ktrainer.feed.share import leaf_names
+from ktrainer.feed.source import Piece, Source, compared, count_rows, not_examples, slicing
 from ktrainer.world.base import World
 
 _DRAWS = b"num_random_samples"  # what a shuffle calls the seeds drawn, in a state
@@ -50,6 +51,7 @@ class DatasetSource(Source):
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
+        self.openings = 1 if self.num_batches is None else 2
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
         self._shuffles = shuffles(dataset)
@@ -87,14 +89,14 @@ class DatasetSource(Source):
         # To set a state draws a seed from a shuffle, like opening, which its state takes back. Once
         # all of an epoch is prefetched there is none of the shuffle any more: that counts as opened
         # then, if two iterators an epoch leave room for it.
-        if state is None or (_DRAWS not in state and self._shuffles and self.num_batches is None):
+        if state is None or (_DRAWS not in state and self._shuffles and self.openings == 1):
             return None
         return _SKIPPED.pack(self._skipped) + state
 
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
-        # Every iterator draws a seed from the pipeline's shuffles. Model.fit makes two an epoch
-        # when it knows the length: the same epochs must see the same orders here.
-        wanted = 2 * epoch if self.num_batches is not None else epoch
+        # Every iterator draws a seed from the pipeline's shuffles: the same epochs must see the
+        # same orders as in Model.fit.
+        wanted = self.openings * epoch
         while self._opened < wanted and not self.endless:
             iter(self._dataset)
             self._opened += 1
@@ -118,19 +120,27 @@ class DatasetSource(Source):
         # tf.data spreads tuples over the arguments, and nothing else.
         batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
         leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-        rows = rows_in_graph(leaves[0])
-        facts = tf.stack([rows, *(tensor_digest(leaf) for leaf in leaves)])
-        share = tf.nest.map_structure(lambda leaf: self._own_rows(leaf, rows), batch)
+        rows = [rows_in_graph(leaf) for leaf in leaves]
+        facts = tf.stack([*rows, *(tensor_digest(leaf) for leaf in leaves)])
+        share = tf.nest.map_structure(self._own_rows, batch)
         return share, facts
 
-    def _own_rows(self, leaf: Any, rows: tf.Tensor) -> Any:
-        return leaf if leaf is None else graph_slice(leaf, rows, self._replica, self._replicas)
+    def _own_rows(self, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return graph_slice(leaf, rows_in_graph(leaf), self._replica, self._replicas)
 
     def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
         for batch, facts in iterator:
-            rows, *digests = facts.numpy().tolist()
-            if rows:
-                yield Piece(batch, rows, tuple(digests))
+            values = facts.numpy().tolist()
+            counts = values[: len(values) // 2]
+            if self._replicas > 1 and len(set(counts)) > 1:
+                leaves = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
+                names = [name for name, leaf in leaves if leaf is not None]
+                named = dict(zip(names, counts, strict=True))
+                raise not_examples(named, self._replica, self._replicas)
+            if counts[0]:
+                yield Piece(batch, counts[0], tuple(values[len(counts) :]))
 
     def _whole_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
         for batch in iterator:

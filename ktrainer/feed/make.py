@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from ktrainer.errors import ConfigError, DataError
@@ -15,8 +13,10 @@ from ktrainer.feed.agree import together
 from ktrainer.feed.arrays import ArrayFeed
 from ktrainer.feed.classweight import unpack_arrays
 from ktrainer.feed.datasets import DatasetSource
+from ktrainer.feed.kinds import kind_of
+from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
-from ktrainer.feed.python_data import GeneratorSource, PyDatasetSource
+from ktrainer.feed.python_data import GeneratorSource, LoaderSource, PyDatasetSource
 from ktrainer.feed.shards import deal, first_batch_facts, hinted
 from ktrainer.feed.share import Feed
 from ktrainer.feed.source import Source
@@ -33,9 +33,10 @@ def make_feed(
     world: World,
     config: DataConfig,
     training: bool,
-    seed: int | None,
+    order: Order | None = None,
     class_weight: Mapping[int, float] | None = None,
     limit: int | float | None = None,
+    steps: int | None = None,
     batch_size: int | None = None,
     check: bool = True,
 ) -> Feed:
@@ -55,16 +56,17 @@ def make_feed(
 
     Args:
         data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
-            array or a nested structure of them (a top-level list counts as a tuple: wrap the
-            inputs of `predict` as `(inputs,)`); keras.utils.PyDataset; a generator, another
-            iterable, or a function that returns one (or a Dataset).
+            array or a nested structure of them (a list is several inputs);
+            keras.utils.PyDataset; a torch DataLoader; a generator, another iterable, or a
+            function that returns one (or a Dataset).
         world: the ranks that share the data.
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams go on from epoch to epoch, honour
             `data.drop_remainder`.
-        seed: of the order of arrays; None takes a random one, the same on all ranks.
+        order: of arrays and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
+        steps: batches an epoch, after which the next epoch continues; instead of `limit`.
         batch_size: instead of `config.batch_size`; arrays only.
         check: compare what ranks see in every epoch, where they must see the same.
 
@@ -72,10 +74,17 @@ def make_feed(
         DataError: data that cannot be trained on.
         ConfigError: `data.shard` asks for what this kind of data cannot do.
     """
-    if training and config.shuffle and seed is None:
-        seed = world.broadcast(secrets.randbits(63), what="agree on the seed of the data's order")
-    settings = _Settings(world, config, training, seed or 0, class_weight, limit, batch_size, check)
-    return together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind).make()
+    settings = _Settings(
+        world, config, training, order or Order(), class_weight, limit, steps, batch_size, check
+    )
+    ready = together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind)
+    feed = ready.make()
+    source = getattr(feed, "source", None)
+    if steps is not None and not (source is not None and source.endless):
+        if source is not None:
+            source.openings = 1
+        feed.continue_epochs(steps)
+    return feed
 
 
 class _Ready(NamedTuple):
@@ -89,9 +98,10 @@ class _Settings(NamedTuple):
     world: World
     config: DataConfig
     training: bool
-    seed: int
+    order: Order
     class_weight: Mapping[int, float] | None
     limit: int | float | None
+    steps: int | None
     batch_size: int | None
     check: bool
 
@@ -102,42 +112,39 @@ class _Settings(NamedTuple):
 
     def own(self, source: Source, facts: dict[str, str] | None = None) -> Callable[[], Feed]:
         """Makes the feed of a source that is this replica's own."""
+        limit = self.steps if source.endless and self.steps else self.limit
         return lambda: OwnFeed(
-            source, world=self.world, limit=self.limit, training=self.training, facts=facts
+            source, world=self.world, limit=limit, training=self.training, facts=facts
         )
 
     def same(self, source: Source) -> Callable[[], Feed]:
         """Makes the feed of a source that all ranks run."""
+        limit = self.steps if source.endless and self.steps else self.limit
         return lambda: StreamFeed(
-            source, world=self.world, limit=self.limit, training=self.training, check=self.check
+            source, world=self.world, limit=limit, training=self.training, check=self.check
         )
 
 
 def _prepare(data: Any, settings: _Settings) -> _Ready:
     """Open the data: runs the user's code, exchanges nothing."""
-    make = _called(data)
+    kind = kind_of(data)
+    make = _called(data, kind)
     if make is not None:
         made = make()
         data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
     if isinstance(data, tf.data.Dataset):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
-    if make is not None or isinstance(data, keras.utils.PyDataset) or hasattr(data, "__next__"):
-        kind = "PyDataset" if isinstance(data, keras.utils.PyDataset) else "generator"
-        return _Ready(kind, _from_python(data, settings))
-    feed = _from_arrays(data, settings)
-    return _Ready("arrays", lambda: feed)
+    if kind == "arrays":
+        feed = _from_arrays(data, settings)
+        return _Ready(kind, lambda: feed)
+    return _Ready(kind, _from_python(data, settings))
 
 
-def _called(data: Any) -> Callable[[], Any] | None:
+def _called(data: Any, kind: str) -> Callable[[], Any] | None:
     """The function that gives the data anew for each epoch, if there is one."""
-    if isinstance(data, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(data, "__next__"):
+    if kind != "generator" or hasattr(data, "__next__"):
         return None
-    if callable(data):
-        return data
-    arrays = isinstance(data, (tuple, list, dict)) or hasattr(data, "__array__")
-    if not arrays and hasattr(data, "__iter__") and not hasattr(data, "shape"):
-        return lambda: iter(data)  # a data loader, say: as good as a function
-    return None
+    return data if callable(data) else lambda: iter(data)  # an iterable is as good as a function
 
 
 def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
@@ -167,6 +174,13 @@ def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[],
     return settings.own(source, facts) if own else settings.same(source)
 
 
+_SOURCES: dict[str, Callable[..., Source]] = {
+    "PyDataset": PyDatasetSource,
+    "torch DataLoader": LoaderSource,
+    "generator": GeneratorSource,
+}
+
+
 def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
     config = settings.config
     if config.shard != "batch" and settings.several:
@@ -178,14 +192,15 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
             value=config.shard,
         )
     own = settings.several and config.batch == "per_worker"
-    kind = PyDatasetSource if isinstance(data, keras.utils.PyDataset) else GeneratorSource
-    source = kind(
+    source = _SOURCES[kind_of(data)](
         data,
         world=settings.world,
         sliced=not own,
         class_weight=settings.class_weight,
         prefetch=max(1, config.prefetch),
     )
+    if isinstance(source, PyDatasetSource) and settings.training and config.shuffle:
+        source.shuffle(settings.order)
     return settings.own(source) if own else settings.same(source)
 
 
@@ -199,8 +214,8 @@ def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
         unpack_arrays(data, settings.class_weight),
         world=settings.world,
         global_batch=batch_size * (settings.world.replicas if per_worker else 1),
-        shuffle=training and config.shuffle,
-        seed=settings.seed,
+        shuffle=config.shuffle if training else False,
+        order=settings.order,
         limit=settings.limit,
         drop_remainder=training and config.drop_remainder,
         prefetch=config.prefetch,

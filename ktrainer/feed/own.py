@@ -54,15 +54,15 @@ class OwnFeed(Feed):
     ) -> None:
         self.source, self.world, self._facts = source, world, facts or {}
         self.spec = agreed_spec(world, source.spec)
-        self.source_batches, self._replica_of = _lengths(world, source)
-        self.num_batches = limited(self.source_batches, limit)
+        self.source_batches, self.infinite, self._replica_of = _lengths(world, source)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._blank: Any = None
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
-        if self.num_batches is not None and skip >= self.num_batches:
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+        if self.pass_batches is not None and skip >= self.pass_batches:
             return
-        left = -1 if self.num_batches is None else self.num_batches - skip
+        left = -1 if self.pass_batches is None else self.pass_batches - skip
         failure, pieces = self._open(epoch, skip)
         with closing(cast(Any, pieces)):
             while left:
@@ -124,8 +124,8 @@ class OwnFeed(Feed):
         piece = self._cursor.peek()
         return None if piece is None else piece.batch
 
-    def state(self, inside_epoch: bool) -> bytes | None:
-        return self._cursor.state(inside_epoch)
+    def read_state(self, inside_pass: bool) -> bytes | None:
+        return self._cursor.state(inside_pass)
 
     def go_on_from(self, state: bytes) -> None:
         self._cursor.go_on_from(state)
@@ -134,6 +134,7 @@ class OwnFeed(Feed):
         return {"structure": describe(self.spec), **self._facts}
 
     def close(self) -> None:
+        super().close()
         self._cursor.close()
 
 
@@ -141,10 +142,12 @@ def _nothing() -> Iterator[Piece]:
     yield from ()
 
 
-def _lengths(world: World, source: Source) -> tuple[int | None, np.ndarray]:
-    """Batches an epoch of the rank that has most (None if one does not know), and the replica of
-    each rank."""
+def _lengths(world: World, source: Source) -> tuple[int | None, bool, np.ndarray]:
+    """Batches an epoch of the rank that has most (None if one does not know), whether any never
+    runs out, and the replica of each rank."""
     known = -1 if source.num_batches is None else source.num_batches
+    known = -2 if source.infinite else known
     table = exchange(world, [known, world.replica], "agree on the number of batches")
     lengths, replica_of = table.T
-    return (None if (lengths < 0).any() else int(lengths.max())), replica_of
+    longest = None if (lengths < 0).any() else int(lengths.max())
+    return longest, bool((lengths == -2).any()), replica_of

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import CheckpointError
 from ktrainer.feed.arrays import ArrayFeed
+from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
 from ktrainer.feed.share import Feed
 
@@ -22,12 +23,18 @@ def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
     Not the number of processes, unless each has data of its own: they share a global batch.
     """
     facts: dict[str, Any] = {"trainer.accumulate": config.trainer.accumulate}
+    if feed.steps is not None:
+        facts["steps_per_epoch"] = feed.steps
+    if feed.first_epoch:
+        facts["initial_epoch"] = feed.first_epoch
     if feed.source_batches is not None:
         facts[_BATCHES] = feed.source_batches
     if isinstance(feed, ArrayFeed):
         facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
         facts |= {"data.shuffle": feed.shuffle}
-        return {**facts, "seed": feed.seed} if feed.shuffle else facts
+        if feed.shuffle:
+            facts |= {"seed": feed.drawn.seed, "order of Model.fit": feed.drawn.keras}
+        return facts
     if isinstance(feed, OwnFeed):
         facts |= {"data.batch": config.data.batch, "data.shard": config.data.shard}
         facts |= {"processes with data of their own": feed.world.replicas}
@@ -37,7 +44,7 @@ def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
 def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     """Before a run goes on from the `state` of a checkpoint: have its data in the same order.
 
-    Without a `seed` in the configuration, the order is that of the seed that was drawn then.
+    Where no seed is set, the order is the one of then.
 
     Raises:
         CheckpointError: it stands inside an epoch, of which other examples would be left now.
@@ -45,8 +52,11 @@ def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     saved, progress = state.get("data"), state["progress"]
     if saved is None:
         return  # nobody counted, or an older version did not say
-    if config.seed is None and isinstance(feed, ArrayFeed) and "seed" in saved:
-        feed.seed = int(saved["seed"])
+    chosen = config.seed is not None or (isinstance(feed, ArrayFeed) and feed.drawn.keras)
+    if isinstance(feed, ArrayFeed) and not chosen and "seed" in saved:
+        feed.drawn = Order(int(saved["seed"]), bool(saved.get("order of Model.fit")))
+    if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
+        feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it
     now = place_facts(feed, config)
     changed = [
         f"{name}: {saved.get(name, 'not used')} then, {now.get(name, 'not used')} now"

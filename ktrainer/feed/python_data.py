@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import tensorflow as tf
 from ktrainer.errors import DataError
 from ktrainer.feed.classweight import class_weights, lists_to_tuples
 from ktrainer.feed.digest import batch_digest
+from ktrainer.feed.order import Order
 from ktrainer.feed.prefetch import Prefetcher
 from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing, take_slice
 from ktrainer.feed.specs import require_same_structure, spec_of, widen
@@ -107,7 +109,7 @@ class PythonSource(Source):
 
 
 class PyDatasetSource(PythonSource):
-    """The batches of a `keras.utils.PyDataset`, in its own order.
+    """The batches of a `keras.utils.PyDataset`.
 
     `workers`, `use_multiprocessing` and `max_queue_size` are honoured; `on_epoch_begin` and
     `on_epoch_end` are called as `Model.fit` calls them (which calls `on_epoch_end` once more
@@ -126,6 +128,27 @@ class PyDatasetSource(PythonSource):
         self._learn(dataset[i] for i in range(count))
         self._epochs_begun = 0
         self._reset = False
+        self._order: Order | None = None
+        self._drawn: list[int] = []  # the order of the newest epoch
+        self._draws = 0
+
+    def shuffle(self, order: Order) -> None:
+        """Draw the batches of a dataset of known length in another order each epoch, as
+        `Model.fit` does by default, which draws from Python's `random`."""
+        if self.num_batches is not None:
+            self._order = order
+
+    def _indices(self, epoch: int) -> Sequence[int]:
+        """Which batches to draw, in which order."""
+        stop = self.dataset.num_batches
+        if self._order is None or not self._order.keras:
+            order = None if self._order is None else self._order.rows(epoch, stop, 1, False)
+            return range(stop) if order is None else order.tolist()
+        while self._draws <= epoch:  # those of skipped epochs too: the next ones follow them
+            self._drawn = list(range(stop))
+            random.shuffle(self._drawn)
+            self._draws += 1
+        return self._drawn
 
     def _tuple(self, batch: Any) -> Any:
         if isinstance(batch, dict):
@@ -145,8 +168,8 @@ class PyDatasetSource(PythonSource):
             return
         self._begin(epoch)
         try:
-            stop = self.dataset.num_batches
-            indices = itertools.count(skip) if stop is None else iter(range(skip, stop))
+            endless = self.dataset.num_batches is None
+            indices = itertools.count(skip) if endless else iter(self._indices(epoch)[skip:])
             with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
                 yield from pieces
         finally:
@@ -207,6 +230,47 @@ class GeneratorSource(PythonSource):
         if self._begun is not None:
             cast(Any, self._begun).close()
             self._begun = None
+
+
+class LoaderSource(GeneratorSource):
+    """The batches of a torch `DataLoader`, which shuffles, and starts workers, by itself.
+
+    It is opened as often as by `Model.fit`: once to look at its first batches, which are read
+    again in the first epoch, and once an epoch. What it draws from torch's seed is then the same;
+    a resumed run opens it for the epochs that it skips, too.
+    """
+
+    def __init__(self, data: Any, **options: Any) -> None:
+        self._loader, self._opened = data, 0
+        if options.get("class_weight") is not None:
+            raise DataError(
+                "class_weight does not go with a torch DataLoader: let it yield sample weights, "
+                "(x, y, sample_weight)"
+            )
+        PythonSource.__init__(self, **options)
+        self.endless, self.reopens, self._begun = False, True, None
+        if hasattr(data.dataset, "__len__"):
+            self.num_batches = len(data)
+        self._learn(itertools.islice(data, _SAMPLES))
+
+    def _tuple(self, batch: Any) -> Any:
+        batch = keras.tree.map_structure(_from_torch, batch)
+        return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
+
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        while self._opened < epoch:
+            next(iter(self._loader), None)
+            self._opened += 1
+        self._opened += 1
+        with closing(self._ahead(_chained([], iter(self._loader)), "torch")) as pieces:
+            yield from itertools.islice(pieces, skip, None)
+
+
+def _from_torch(leaf: Any) -> Any:
+    """A tensor of torch as a NumPy array; anything else as it is."""
+    if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):
+        return np.asarray(leaf.detach().cpu())
+    return leaf
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.errors import DataError
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -37,24 +39,34 @@ class Feed(ABC):
     Attributes:
         num_batches: global batches an epoch, after `limit`; None when unknown. The same on all
             ranks.
+        pass_batches: the same of one pass over the data.
         source_batches: the same before `limit`, of batches that the data brings with it.
         spec: nested `tf.TensorSpec` of a share, the batch dimension None. The same on all ranks.
             It can become wider during an epoch (a sequence of a new length, say): compare it by
             identity before each step, all ranks see it change at the same step.
         exhausted: a one-shot source has nothing more to give, in this or any later epoch.
+        infinite: never runs out.
+        steps: batches an epoch, after which the next epoch continues with the next batch; None
+            for epochs that are passes over the data, or parts of them.
+        first_epoch: number of the epoch with which the data begins.
     """
 
     num_batches: int | None = None
+    pass_batches: int | None = None
     source_batches: int | None = None
     spec: Any = None
     exhausted: bool = False
+    infinite: bool = False
+    steps: int | None = None
+    first_epoch: int = 0
+    _live: Iterator[Share] | None = None  # a pass that the next epoch continues
+    _place: tuple[int, int] = (0, 0)  # its number, and batches taken of it
 
     @property
     def uniform(self) -> bool:
         """Whether every dimension but the batch dimension is known."""
         return all(_static(leaf) for leaf in tf.nest.flatten(self.spec))
 
-    @abstractmethod
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         """This rank's shares of one epoch.
 
@@ -64,8 +76,60 @@ class Feed(ABC):
             epoch: 0-based; arrays are shuffled by it, endless streams go on from where they were.
             skip: global batches of that epoch already consumed, as after a restore.
         """
+        epoch -= self.first_epoch
+        return self.read(epoch, skip) if self.steps is None else self._continued(epoch, skip)
 
     @abstractmethod
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+        """This rank's shares of one pass over the data; see `epoch`."""
+
+    def continue_epochs(self, steps: int) -> None:
+        """Let each epoch be `steps` batches and continue where the one before ended, as with
+        `steps_per_epoch` in Keras. The last epoch of a pass is shorter where they do not divide."""
+        self.steps, known = steps, self.source_batches
+        self.num_batches = steps if known is None else min(steps, known)
+
+    def _continued(self, epoch: int, skip: int) -> Iterator[Share]:
+        """The batches of an epoch of `steps`; the next pass begins where one has ended."""
+        assert self.steps is not None
+        place = self._locate(epoch, skip)
+        if self._live is None or place != self._place:
+            self._begin(*place)
+        for index in range(skip, self.steps):
+            share = next(self._live or iter(()), None)
+            if share is None:
+                self.source_batches = self._place[1]  # now it is known
+                if index or not self._place[1]:
+                    return
+                self._begin(self._place[0] + 1, 0)  # the epoch before had taken the last batch
+                share = next(self._live or iter(()), None)
+                if share is None:
+                    return
+            number, taken = self._place
+            self._place = (number, taken + 1)
+            yield share
+            if taken + 1 == self.source_batches:
+                self._begin(number + 1, 0)
+                return
+
+    def _locate(self, epoch: int, skip: int) -> tuple[int, int]:
+        """Number of the pass, and batches taken of it, at a place in an epoch."""
+        assert self.steps is not None
+        if self.source_batches is None:  # still in the first pass, else it would be known
+            return 0, epoch * self.steps + skip
+        epochs = max(1, -(-self.source_batches // self.steps))
+        return epoch // epochs, epoch % epochs * self.steps + skip
+
+    def _begin(self, number: int, taken: int) -> None:
+        self._drop()
+        self._live, self._place = self.read(number, taken), (number, taken)
+
+    def _drop(self) -> None:
+        close = getattr(self._live, "close", None)
+        if close is not None:
+            close()
+        self._live = None
+
     def peek(self, rows: int) -> Any:
         """Some examples of this rank's, as a batch, which are read in their turn all the same;
         None if there are none. Call it on all ranks together, and before the first epoch.
@@ -73,6 +137,7 @@ class Feed(ABC):
         Args:
             rows: how many are enough; there may be more.
         """
+        return None
 
     def state(self, inside_epoch: bool) -> bytes | None:
         """Where this rank's batches stand, if that says more than how many were taken: with what
@@ -81,6 +146,10 @@ class Feed(ABC):
         Args:
             inside_epoch: whether an epoch is under way.
         """
+        return self.read_state(inside_epoch or bool(self._live and self._place[1]))
+
+    def read_state(self, inside_pass: bool) -> bytes | None:
+        """`state`, of a pass over the data."""
         return None
 
     def go_on_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need no more than `skip`
@@ -90,8 +159,22 @@ class Feed(ABC):
     def fingerprint(self) -> dict[str, str]:
         """Facts about the data that must be the same on every rank, by name."""
 
-    def close(self) -> None:  # noqa: B027 - most feeds hold nothing that needs closing
+    def close(self) -> None:
         """Stop background work. May be called twice."""
+        self._drop()
+
+
+def require_end(feed: Feed, remedy: str) -> None:
+    """Refuse data that never runs out without a limit on the batches of an epoch.
+
+    Raises:
+        DataError: saying what to give.
+    """
+    if feed.infinite and feed.num_batches is None:
+        raise DataError(
+            "the data never ends, so neither would an epoch: say how many batches make one, with "
+            + remedy
+        )
 
 
 def bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
@@ -138,8 +221,6 @@ def limited(num_batches: int | None, limit: int | float | None) -> int | None:
     Raises:
         DataError: a fraction of an unknown length.
     """
-    from ktrainer.errors import DataError
-
     if limit is None:
         return num_batches
     if isinstance(limit, float):

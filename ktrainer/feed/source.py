@@ -40,6 +40,8 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: each time that it is opened its order may be another.
+        openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
+            length, but for passes that go over several epochs.
     """
 
     spec: Any = None
@@ -50,6 +52,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    openings: int = 1
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
@@ -106,8 +109,39 @@ def count_rows(batch: Any) -> int:
     raise DataError("a batch holds no tensors at all")
 
 
+def require_examples(batch: Any, rank: int, size: int) -> None:
+    """Refuse to cut a batch whose parts have different first axes, such as nodes and edges.
+
+    Args:
+        batch: of concrete tensors or arrays.
+        rank, size: which slice is to be cut, and of how many.
+
+    Raises:
+        DataError: naming the first axis of each part.
+    """
+    counts = [None if leaf is None else tuple(leaf.shape)[:1] for leaf in tf.nest.flatten(batch)]
+    if len({count for count in counts if count is not None}) > 1:
+        named = zip(leaf_names(batch), counts, strict=True)
+        raise not_examples({n: c[0] if c else None for n, c in named if c is not None}, rank, size)
+
+
+def not_examples(counts: dict[str, int | None], rank: int, size: int) -> DataError:
+    """The error for a batch that is no list of examples, by the first axis of each part."""
+    rows = next(count for count in counts.values())
+    start, stop = bounds(rows or 0, rank, size)
+    axes = ", ".join(f"{name}: {'no axis' if n is None else n}" for name, n in counts.items())
+    return DataError(
+        f"a batch cannot be cut into {size} parts by its first axis, which is not examples, as it "
+        f"has another length in each array ({axes}): this part, number {rank}, would be "
+        f"{stop - start} rows of the first. Set data.batch=per_worker, so that each rank trains "
+        "on whole batches of its own, or backend=local"
+    )
+
+
 def take_slice(batch: Any, rows: int, rank: int, size: int) -> Any:
     """This rank's rows of a batch of arrays; its first row if there are none for this rank."""
+    if size > 1:
+        require_examples(batch, rank, size)
     start, stop = bounds(rows, rank, size)
     if start == stop:
         start, stop = 0, 1

@@ -51,19 +51,20 @@ class StreamFeed(Feed):
         self.source, self.world, self._check = source, world, check
         self.spec = agreed_spec(world, source.spec)
         self.source_batches = source.num_batches
-        self.num_batches = limited(self.source_batches, limit)
+        self.num_batches = self.pass_batches = limited(self.source_batches, limit)
+        self.infinite = source.infinite
         self._cursor = Cursor(source, limit=self.num_batches, fresh=not training)
         self._fingerprinted = False
 
-    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Share]:
-        if self.num_batches is not None and skip >= self.num_batches:
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
+        if self.pass_batches is not None and skip >= self.pass_batches:
             return
         pieces = self._cursor.start(epoch, skip)
         with closing(cast(Any, pieces)):
             if self.world.size > 1:
                 pieces = self._watched(pieces, epoch, skip)
             replica, replicas = self.world.replica, self.world.replicas
-            left = -1 if self.num_batches is None else self.num_batches - skip
+            left = -1 if self.pass_batches is None else self.pass_batches - skip
             for piece in pieces:
                 if not self.source.checked and not fits(piece.batch, self.spec):
                     self.spec = widen(self.spec, spec_of(piece.batch))
@@ -118,8 +119,8 @@ class StreamFeed(Feed):
         piece = together(self.world, self._cursor.peek)
         return None if piece is None else piece.batch
 
-    def state(self, inside_epoch: bool) -> bytes | None:
-        return self._cursor.state(inside_epoch)
+    def read_state(self, inside_pass: bool) -> bytes | None:
+        return self._cursor.state(inside_pass)
 
     def go_on_from(self, state: bytes) -> None:
         self._cursor.go_on_from(state)
@@ -141,4 +142,5 @@ class StreamFeed(Feed):
         return facts
 
     def close(self) -> None:
+        super().close()
         self._cursor.close()

@@ -19,7 +19,8 @@ def check_data(fit: Fit) -> None:
     Raises:
         DataError: saying what to pass instead.
     """
-    for data, feed in zip(fit.given[:2], (fit.feed, fit.validation), strict=True):
+    given = (fit.call.data, fit.call.validation_data)
+    for data, feed in zip(given, (fit.feed, fit.validation), strict=True):
         source = getattr(feed, "source", None)
         if isinstance(data, tf.data.Dataset):
             raise DataError(

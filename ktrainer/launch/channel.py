@@ -28,11 +28,18 @@ class Options:
         cpus: for each local rank the processor numbers that it may use; empty: all.
         terminal_out, terminal_err: path of the terminal that rank 0 writes to directly, so that
             live displays work; None: it goes through its pipe like the others.
+        words: those of the command line that belong to ktrainer: `key=value`, `--config FILE`.
+        arguments: the script's own.
+        seed: of all random numbers, for scripts that set none; None: there is one rank, or the
+            configuration has a seed.
     """
 
     cpus: list[list[int]] = field(default_factory=list)
     terminal_out: str | None = None
     terminal_err: str | None = None
+    words: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

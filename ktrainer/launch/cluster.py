@@ -147,7 +147,7 @@ class Cluster:
                 os.close(opened)
 
     def _say(self, task: Task, text: str) -> None:
-        os.write(self._held[task.rank, "err"], f"ktrainer launch: {text}\n".encode())
+        os.write(self._held[task.rank, "err"], f"ktrainer run: {text}\n".encode())
 
     def _fail(self, task: Task, code: int) -> None:
         """Report on behalf of a task that could not."""

@@ -104,4 +104,4 @@ def _tell(end: End, failure: Failure, ranks: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"ktrainer launch: {text}", file=sys.stderr, flush=True)
+    print(f"ktrainer run: {text}", file=sys.stderr, flush=True)

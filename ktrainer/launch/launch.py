@@ -1,13 +1,17 @@
-"""`ktrainer launch -n 2 script.py key=value ...`: run a script in several processes."""
+"""`ktrainer run -n 2 script.py key=value ...`: run a script in one process or in several.
+
+`ktrainer launch` is another name for it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
@@ -34,13 +38,17 @@ _THREADS = "KTRAINER_THREADS"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `ktrainer launch`."""
-    parser.description = (
-        "Start a script in several processes on this host, print what they print with the rank in "
-        "front, and end them all when one fails. Words key=value and --config FILE after the "
-        "script are checked before anything is started."
+    """Declare the options of `ktrainer run`."""
+    parser.usage = (
+        f"{parser.prog} [options] SCRIPT [key=value ...] [--config FILE] [-- ARGUMENTS ...]"
     )
-    parser.add_argument("-n", "--ranks", type=_positive(int), help="processes")
+    parser.description = (
+        "Run a Keras script, unmodified or with a Trainer of its own, in one process or in several "
+        "on this host, and end them all when one fails. Words key=value and --config FILE are "
+        "ktrainer's, and checked before anything is started; all others, and whatever comes after "
+        "--, are the script's."
+    )
+    parser.add_argument("-n", "--ranks", type=_positive(int), help="processes (default: 1)")
     parser.add_argument(
         "--workers",
         type=_positive(int),
@@ -60,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="put [rank] before each line (default: with more than one process)",
+    )
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="show the standard output of all ranks (default: of rank 0, and of a rank that fails)",
     )
     parser.add_argument(
         "--bind",
@@ -100,12 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="check key=value and --config before the start; --no-check for scripts that give "
-        "them another meaning",
+        help="check key=value and --config before the start; --no-check hands all words to the "
+        "script, which may give them another meaning",
     )
     healing.add_healing_arguments(parser, _positive(int))
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, help="key=value, --config FILE, the script's own words"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,19 +142,22 @@ def run(args: argparse.Namespace) -> int:
         )
     _count(args)
     told = to_environment(healing.asked(args))
-    config = _check(args.args, args.ranks, args.workers, told) if args.check else None
+    config = None
+    if args.check:
+        with _naming_the_separator(args.args):
+            config = _check(args.args, args.ranks, args.workers, told)
     heal = healing.settings(args, config)
     line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
-    env = rank_environment(environment(), threads, args.network, config)
+    env = rank_environment(environment(), threads, args.network, config, args.ranks > 1)
     env |= to_environment(heal, args.grace) | healing.mpi_settings(heal, args.network == "loopback")
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
-    options = _options(slices if slices and threads <= len(slices[0]) else [])
+    options = _options(slices if slices and threads <= len(slices[0]) else [], args, config)
     spare = SPARE if heal else 0
-    out, err = _mergers(args.ranks, args.prefix, options, spare)
+    out, err = _mergers(args, options, spare)
     grace = args.grace or (config or Config()).trainer.interrupt.grace
     until = time.monotonic() + args.timeout if args.timeout else None
     with private_folder() as memory, noted() as signals:
@@ -171,7 +189,7 @@ def _count(args: argparse.Namespace) -> None:
     """Hold `-n`, or `--workers` and `--servers`, against one another; sets `args.ranks`.
 
     Raises:
-        ConfigError: neither was given, or both.
+        ConfigError: both were given.
     """
     cluster = args.workers is not None or args.servers is not None
     if cluster and args.ranks is not None:
@@ -179,16 +197,15 @@ def _count(args: argparse.Namespace) -> None:
             "-n counts equal processes, --workers and --servers those of a cluster with parameter "
             "servers: give one or the other"
         )
-    if not cluster and args.ranks is None:
-        raise ConfigError("how many processes? Give -n, or --workers and --servers")
     if cluster:
         args.workers, args.servers = args.workers or 1, args.servers or 1
         args.ranks = 1 + args.workers + args.servers  # one coordinates
+    args.ranks = args.ranks or 1
 
 
 def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
     """What starts the ranks: mpirun, or our own starter of a cluster."""
-    worker = [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script, *args.args]
+    worker = [sys.executable, "-m", "ktrainer.launch.worker", "{folder}", args.script]
     if args.workers is not None:
         counts = [str(args.workers), str(args.servers)]
         return [sys.executable, "-m", "ktrainer.launch.cluster", "{folder}", *counts, *worker]
@@ -202,7 +219,11 @@ def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
 
 
 def rank_environment(
-    given: Mapping[str, str], threads: int, network: command.Network, config: Config | None
+    given: Mapping[str, str],
+    threads: int,
+    network: command.Network,
+    config: Config | None,
+    several: bool = False,
 ) -> dict[str, str]:
     """The environment of the ranks: `given`, then MPI's and the libraries' where it is silent."""
     defaults = {
@@ -211,6 +232,8 @@ def rank_environment(
         "KERAS_BACKEND": "tensorflow",
         "PYTHONPATH": _python_path(given),
     }
+    if several:
+        defaults["PYTHONHASHSEED"] = "0"  # sets of strings iterate alike on all ranks
     # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
     loud = config is not None and config.logging.tensorflow
     defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"
@@ -249,6 +272,17 @@ def _check(
     return config
 
 
+@contextlib.contextmanager
+def _naming_the_separator(words: Sequence[str]) -> Iterator[None]:
+    """A key that is not known may be a word of the script's."""
+    try:
+        yield
+    except ConfigError as error:
+        if "unknown key" in str(error) and "--" not in words:
+            error.args = (f"{error} Arguments of the script's own that hold a = go after --.",)
+        raise
+
+
 def _check_cluster(config: Config, workers: int | None) -> None:
     """`--workers` makes a cluster that only one strategy has a use for."""
     strategy = getattr(config.backend, "strategy", None)
@@ -276,8 +310,18 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
     return int(value)
 
 
-def _options(slices: list[list[int]]) -> Options:
-    return Options(slices, *(_terminal(stream) for stream in (sys.stdout, sys.stderr)))
+def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
+    words, own = _split(args.args) if args.check else ([], args.args)
+    unseeded = args.ranks > 1 and (config is None or config.seed is None)
+    out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
+    seed = secrets.randbits(31) if unseeded else None
+    return Options(slices, out, err, words, own, seed)
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that belong to ktrainer, and those of the script."""
+    path, overrides, own = parse_known_cli(words)
+    return [*overrides, *([] if path is None else [f"--config={path}"])], own
 
 
 def _terminal(stream: object) -> str | None:
@@ -289,16 +333,17 @@ def _terminal(stream: object) -> str | None:
 
 
 def _mergers(
-    ranks: int, prefix: bool | None, options: Options, spare: int = 0
+    args: argparse.Namespace, options: Options, spare: int = 0
 ) -> tuple[LineMerger, LineMerger]:
-    shown = ranks > 1 if prefix is None else prefix
+    prefix = args.ranks > 1 if args.prefix is None else args.prefix
     sys.stdout.flush()
     sys.stderr.flush()
     out, err = (
         LineMerger(
             stream.buffer,
-            ranks + spare,
-            prefix=shown,
+            args.ranks + spare,
+            prefix=prefix,
+            only=0 if stream is sys.stdout and not args.all_ranks else None,
             beside_display=terminal is not None,
             drop=healing.NOISE if spare else (),
         )

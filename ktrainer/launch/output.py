@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import BinaryIO
 
 _LONGEST = 1 << 16  # bytes of one line; a longer one is cut, so that memory stays bounded
+_KEPT = 1 << 16  # bytes kept back of one rank, the last ones
 _CLEAR_LINE = b"\r\x1b[2K"
 
 
@@ -18,6 +20,8 @@ class LineMerger:
         beside_display: rank 0 draws on the same terminal. A line of another rank then first wipes
             the line that the cursor is in, and rank 0 draws its display anew below.
         drop: beginnings of lines that are left out, with the empty lines after them.
+        only: the rank that is shown; the last lines of the others are kept back, for `release`.
+            None shows all.
     """
 
     def __init__(
@@ -28,6 +32,7 @@ class LineMerger:
         prefix: bool = True,
         beside_display: bool = False,
         drop: tuple[bytes, ...] = (),
+        only: int | None = None,
     ) -> None:
         self._stream = stream
         width = len(str(ranks - 1))
@@ -35,6 +40,8 @@ class LineMerger:
         self._partial = [b""] * ranks
         self._drop, self._dropping = drop, [False] * ranks
         self._lead = _CLEAR_LINE if beside_display else b""
+        self.only = only
+        self._kept: dict[int, bytes] = {}
 
     def feed(self, rank: int, data: bytes) -> None:
         """Take bytes of a rank, and write the lines that they complete."""
@@ -44,6 +51,13 @@ class LineMerger:
             rest = rest[_LONGEST:]
         self._partial[rank] = rest
         self._write(rank, lines)
+
+    def release(self, ranks: Iterable[int]) -> None:
+        """Write what was kept back of `ranks`: how they came to fail."""
+        for rank in ranks:
+            kept = self._kept.pop(rank, b"")
+            whole = kept if len(kept) < _KEPT else b"[...]" + kept[kept.find(b"\n") :]
+            self._show(rank, whole.splitlines())
 
     def tell(self, line: str) -> None:
         """Write a line of the launcher's own."""
@@ -65,6 +79,13 @@ class LineMerger:
     def _write(self, rank: int, lines: list[bytes]) -> None:
         if self._drop:
             lines = [line for line in lines if not self._is_dropped(rank, line)]
+        if self.only in (None, rank):
+            self._show(rank, lines)
+        else:
+            more = b"".join(line + b"\n" for line in lines)
+            self._kept[rank] = (self._kept.get(rank, b"") + more)[-_KEPT:]
+
+    def _show(self, rank: int, lines: list[bytes]) -> None:
         if lines:
             prefix = self._lead + self._prefixes[rank]
             self._stream.write(b"".join(prefix + line + b"\n" for line in lines))

@@ -151,7 +151,7 @@ class Group:
     def _is_late(self) -> bool:
         """Whether ranks have waited too long for others at the start."""
         if (text := self._start_of_all.notice()) is not None:
-            self._mergers["err"].tell(f"ktrainer launch: {text}")
+            self._mergers["err"].tell(f"ktrainer run: {text}")
         text = self._start_of_all.late(self.end.ended)
         if text is None or self._kill_at is not None:
             return False
@@ -169,8 +169,16 @@ class Group:
         self._miss()
 
     def _note_gone(self, rank: int) -> None:
-        if rank not in self.end.ended | set(self.end.failures) | set(self.end.gone):
+        if rank not in self._over:
             self.end.gone.append(rank)
+        out = self._mergers["out"]
+        if self._parts is not None and rank == out.only:  # the next one is now the first
+            out.only = min(set(self._started) - self._over, default=rank)
+
+    @property
+    def _over(self) -> set[int]:
+        """Ranks that have come to an end, whichever."""
+        return self.end.ended | set(self.end.failures) | set(self.end.gone)
 
     def _miss(self) -> None:
         """Note the first rank that has gone and is waited for, unless all are to end anyway."""
@@ -216,7 +224,7 @@ class Group:
             elif note.event == "failed" and self._may_fail(rank):
                 last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
                 text = f"a process that was to join, or had joined, failed: {last[0]}"
-                self._mergers["err"].tell(f"ktrainer launch: {text}")
+                self._mergers["err"].tell(f"ktrainer run: {text}")
             elif note.event == "failed":
                 self.end.failures[rank] = note
             elif note.event == "interrupted":
@@ -244,7 +252,7 @@ class Group:
         except OSError as error:
             self._loopback = False
             text = f"mpirun listens on all interfaces; cannot keep it on loopback: {error}"
-            self._mergers["err"].tell(f"ktrainer launch: {text}")
+            self._mergers["err"].tell(f"ktrainer run: {text}")
 
     def _pass_on(self, number: int) -> None:
         """A signal for this process is for the ranks; a second one ends them at once."""
@@ -278,6 +286,8 @@ class Group:
             self._close(key)
         for merger in self._mergers.values():
             merger.finish()
+        if self._process.returncode != 0:
+            self._mergers["out"].release(sorted(self.end.failures) or range(self._ranks))
         self.end.code = self._process.returncode
         self.end.said = self._said.decode(errors="replace")
         for rank in range(self._ranks):

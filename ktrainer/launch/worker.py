@@ -1,7 +1,7 @@
 """One rank: runs the user's script, and tells the launcher how that went.
 
 Started by mpirun, or by `ktrainer.launch.cluster`, as
-`python -m ktrainer.launch.worker FOLDER SCRIPT ARGS...`. Imports only the standard library, so the
+`python -m ktrainer.launch.worker FOLDER SCRIPT`. Imports only the standard library, so the
 script finds an interpreter as fresh as `python SCRIPT` would give it.
 """
 
@@ -21,11 +21,13 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ktrainer import telling
+from ktrainer import commandline, telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
-from ktrainer.verify.mode import seed_everything
+from ktrainer.script import detection
+from ktrainer.script import start as script_start
+from ktrainer.verify.mode import seed_everything, seed_of_script
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -53,10 +55,19 @@ _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
 _FOLLOWER_WAITS = 1.0  # seconds
 
+# (class, words of its message) -> what to do about it, when there are several ranks.
+_REMEDIES = {
+    ("builtins.BlockingIOError", "unable to lock file"): "every rank writes this HDF5 file. Save "
+    "with trainer.save(path), or on one rank: `if trainer.world.is_root:`, or a function under "
+    "@ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no change.",
+    ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
+    "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
+}
+
 
 def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
-    folder, script, *args = argv
+    folder, script = argv
     end_with_parent()
     rank, local_rank = _place(os.environ)
     options = read_options(Path(folder))
@@ -76,8 +87,7 @@ def main(argv: list[str]) -> None:
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
     sys.excepthook = lambda kind, error, trace: _fail(say, error, 1)
     try:
-        seed_everything()
-        _run(script, args)
+        _run(script, rank, options)
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
@@ -124,15 +134,22 @@ def _redirect(folder: Path, rank: int, options: Options) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(script: str, args: list[str]) -> None:
-    """Execute a file as `python script args...` does."""
+def _run(script: str, rank: int, options: Options) -> None:
+    """Execute a file as `python script arguments...` does; a plain one through a Trainer."""
+    commandline.words[:] = options.words
+    source = Path(script).read_bytes()
+    if detection.is_plain(source):
+        seed = seed_of_script(options.seed)
+        script_start.prepare(rank, seed, detection.imports(source, "horovod"))
+    else:
+        seed_everything()
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
-    sys.argv = [script, *args]
+    sys.argv = [script, *options.arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    exec(compile(Path(script).read_bytes(), script, "exec"), module.__dict__)
+    exec(compile(source, script, "exec"), module.__dict__)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -180,7 +197,18 @@ def _tell(say: int, event: str, **fields: Any) -> None:
 def _format(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"{error.code}\n" if isinstance(error.code, str) else ""
-    return "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+    text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
+    return text + _remedy(error)
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error that comes of several ranks doing the same."""
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
+        return ""
+    for (kind, words), remedy in _REMEDIES.items():
+        if _name(type(error)) == kind and words in str(error):
+            return f"With several ranks: {remedy}\n"
+    return ""
 
 
 def _users_frames(error: BaseException) -> TracebackType | None:

@@ -227,7 +227,7 @@ def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
     """Specs of the model's inputs, and the rows of a batch where the data says."""
     import keras
 
-    from ktrainer.feed import make_feed
+    from ktrainer.feed import Order, make_feed
     from ktrainer.fit_settings import data_config
 
     config = trainer.config
@@ -237,7 +237,7 @@ def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
         world=trainer.world,
         config=data_config(config),
         training=True,
-        seed=config.seed or 0,
+        order=Order(),
         check=False,
     )
     try:

@@ -55,6 +55,9 @@ class Steps(ABC):
         """The model's outputs for one share's true examples, as NumPy arrays; None in a process
         that computes no outputs."""
 
+    def check_unchanged(self) -> None:  # noqa: B027 - most steps serve until the next compile
+        """Refuse to go on with a model that has changed since these steps were made."""
+
     def sources(self, kind: Literal["train", "test"]) -> Mapping[str, Source | None]:
         """Where logs come from that are no metrics' of their names; see `steps.logged`."""
         return {}

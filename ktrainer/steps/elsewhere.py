@@ -86,6 +86,13 @@ def take_away(variable: Any, partition: int) -> None:
             break
 
 
+def bring_back(variable: Any, value: np.ndarray) -> None:
+    """Undo `take_away`: the variable has `value` from now on."""
+    del variable._direct_assign
+    variable._initialize(value)
+    variable._initializer = None
+
+
 def elsewhere(variable: Any) -> Elsewhere | None:
     """What stands in for the value of `variable`; None: the value is here."""
     away = getattr(variable, "_initializer", None)

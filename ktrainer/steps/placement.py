@@ -64,3 +64,8 @@ def place(model: Any, placement: Placement) -> None:
 def placement_of(model: Any) -> Placement | None:
     """Where the variables of `model` are; None: all of them are in every process."""
     return _placements.get(model)
+
+
+def forget(model: Any) -> None:
+    """Note that all variables of `model` are in every process again."""
+    _placements.pop(model, None)

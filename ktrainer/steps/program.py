@@ -75,7 +75,9 @@ class Program(Steps):
         kind = "train" if training else "test"
         if self._specs.get(kind) is spec:
             return
-        self._specs[kind] = spec
+        known, self._specs[kind] = self._specs.get(kind), spec
+        if known == spec:  # of another feed
+            return
         self._functions = {k: f for k, f in self._functions.items() if k[0] not in (kind, "many")}
         if training:
             self._captured = None

@@ -104,6 +104,11 @@ def refuse_own_batches(config: Config) -> None:
         )
 
 
+def seed_of_script(seed: int | None) -> int | None:
+    """The seed of a script that makes no Trainer: the same in both runs."""
+    return seed if asked() is None else SEED
+
+
 def seed_everything() -> None:
     """Seed what a script may draw from before it makes its Trainer."""
     if asked() is None:

@@ -22,7 +22,7 @@ SCRIPT = Path(healing_script.__file__)
 
 
 def launch(tmp_path: Path, *words: str, settings: str = "") -> subprocess.CompletedProcess[str]:
-    head = [sys.executable, "-m", "ktrainer.cli", "launch", "--timeout", "240"]
+    head = [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", "--timeout", "240"]
     return subprocess.run(
         [*head, *words],
         cwd=ROOT,

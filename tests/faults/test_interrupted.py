@@ -134,7 +134,7 @@ def test_row_08_before_the_first_step_where_ranks_may_die(
     out, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 143, errors
     assert sorted(line[-8:] for line in out.splitlines()) == ["0] ended", "1] ended"]
-    said = "ktrainer launch: interrupted by SIGTERM at step 0, and there is no checkpoint"
+    said = "ktrainer run: interrupted by SIGTERM at step 0, and there is no checkpoint"
     assert errors.splitlines()[-1] == said
 
 
@@ -323,7 +323,7 @@ def test_row_08_under_the_launcher(
     assert launcher.returncode == 75, errors
     last = errors.splitlines()[-1]
     found = re.match(
-        r"ktrainer launch: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last
+        r"ktrainer run: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last
     )
     assert found, errors
     assert Path(found[2]).name == f"step-{int(found[1]):08d}"

@@ -66,7 +66,7 @@ def test_a_rank_that_dies_after_fit_is_a_failure(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[ 0] trained", "[ 1] trained"]
     healed, last = done.stderr.splitlines()
     assert "rank 2 died; 2 ranks go on after step" in healed
-    assert "ktrainer launch: rank 0 was killed" in last
+    assert "ktrainer run: rank 0 was killed" in last
 
 
 NAMES = """

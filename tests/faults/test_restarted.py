@@ -158,11 +158,11 @@ def test_a_signal_or_the_timeout_before_the_next_start(
     launcher.send_signal(signal.SIGTERM)
     out, errors = launcher.communicate(timeout=20)
     assert (launcher.returncode, out) == (143, "start\n")
-    assert errors == "ktrainer launch: ended by SIGTERM\n"
+    assert errors == "ktrainer run: ended by SIGTERM\n"
     assert [path.name for path in tmp_path.iterdir()] == ["fails.py"]
     done = launch("-n", 1, "--timeout", 3, "--max-restarts", 3, "--backoff", 60, *words)
     assert (done.returncode, done.stdout) == (124, "start\n")
-    assert done.stderr.splitlines()[-1] == "ktrainer launch: ended after 3 seconds (--timeout)"
+    assert done.stderr.splitlines()[-1] == "ktrainer run: ended after 3 seconds (--timeout)"
 
 
 def saved(folder: Path, name: str, step: int) -> None:

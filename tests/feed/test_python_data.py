@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.errors import ConfigError, DataError
+from ktrainer.feed import Order
 from tests.feed.recorder import Recorder
 from tests.feed.worlds import feed, flat, numbered, rows
 
@@ -50,13 +51,39 @@ def test_a_pydataset_gives_what_fit_would_see(options: dict[str, Any]) -> None:
     model = Recorder()
     model.compile("sgd", "mse", run_eagerly=True)
     model.fit(theirs, epochs=3, verbose=0, shuffle=False)
-    made = feed(ours)
+    made = feed(ours, shuffle=False)
     assert made.num_batches == 7
     assert flat(rows(made.epoch(epoch)) for epoch in range(3)) == model.seen
     assert ours.log == theirs.log
     resumed = feed(Numbers(**options))
     assert rows(resumed.epoch(2, skip=2)) == model.seen[16:]
     resumed.close()
+
+
+def test_a_pydataset_is_shuffled_as_fit_would() -> None:
+    model = Recorder()
+    model.compile("sgd", "mse", run_eagerly=True)
+    keras.utils.set_random_seed(3)
+    model.fit(Numbers(), epochs=3, verbose=0)
+    assert model.seen[:7] != sorted(model.seen[:7])
+    keras.utils.set_random_seed(3)
+    made = feed(Numbers(), order=Order(3, keras=True))
+    assert flat(rows(made.epoch(epoch)) for epoch in range(3)) == model.seen
+    keras.utils.set_random_seed(3)
+    resumed = feed(Numbers(), order=Order(3, keras=True))
+    assert rows(resumed.epoch(2, skip=3)) == model.seen[17:]
+
+
+def test_without_a_seed_the_batches_of_a_pydataset_depend_on_the_epoch() -> None:
+    class InOrder(Numbers):
+        def on_epoch_end(self) -> None:
+            pass
+
+    made = feed(InOrder(), order=Order(5))
+    first, second = rows(made.epoch(0)), rows(made.epoch(1))
+    assert first != second
+    assert sorted(first) == sorted(second) == rows(feed(InOrder(), shuffle=False).epoch(0))
+    assert rows(feed(InOrder(), order=Order(5)).epoch(1)) == second
 
 
 def test_a_pydataset_is_sliced() -> None:

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import world
-from ktrainer.config import DataConfig
+from ktrainer.config import Config, DataConfig
 from ktrainer.errors import DataError, DivergenceError, PeerLost
-from ktrainer.feed import make_feed
+from ktrainer.feed import Order, make_feed, order_of
 from tests.dist.harness import Ranks
 from tests.feed.test_python_data import Numbers
 from tests.feed.worlds import flat, numbered, rows
@@ -89,7 +89,12 @@ def watch(make: Any, args: tuple[Any, ...] = (), **config: Any) -> dict[str, Any
     if make in (generator, sentences, shorter_by_rank, fails_on_the_last_rank):
         data = make  # a function: called for every epoch
     made = make_feed(
-        data, world=world.current(), config=DataConfig(**config), training=True, seed=0, limit=limit
+        data,
+        world=world.current(),
+        config=DataConfig(**config),
+        training=True,
+        order=Order(),
+        limit=limit,
     )
     try:
         facts = made.fingerprint()
@@ -134,7 +139,9 @@ def test_global_batches(ranks: Group, size: int) -> None:
 def _seed_of_the_order() -> list[int]:
     config, here = DataConfig(), world.current()
     data = numbered(20)
-    made = make_feed(data, world=here, config=config, training=True, seed=None)
+    made = make_feed(
+        data, world=here, config=config, training=True, order=order_of(here, Config(seed=None))
+    )
     return made.order(0).tolist()  # type: ignore[attr-defined]
 
 
@@ -187,7 +194,7 @@ def test_an_unseeded_shuffle_is_found(ranks: Group) -> None:
 
 def _facts(make: Any, **config: Any) -> dict[str, Any]:
     here = world.current()
-    made = make_feed(make(), world=here, config=DataConfig(**config), training=True, seed=0)
+    made = make_feed(make(), world=here, config=DataConfig(**config), training=True, order=Order())
     try:
         return {"facts": made.fingerprint()}
     finally:
@@ -196,7 +203,7 @@ def _facts(make: Any, **config: Any) -> dict[str, Any]:
 
 def _without_fingerprint(make: Any) -> None:
     here = world.current()
-    made = make_feed(make(), world=here, config=DataConfig(), training=True, seed=0)
+    made = make_feed(make(), world=here, config=DataConfig(), training=True, order=Order())
     try:
         list(made.epoch(0))
     finally:
@@ -234,7 +241,9 @@ def test_no_data_at_all(ranks: Group) -> None:
 
 def _empty(**config: Any) -> None:
     here = world.current()
-    make_feed(lambda: iter(()), world=here, config=DataConfig(**config), training=True, seed=0)
+    make_feed(
+        lambda: iter(()), world=here, config=DataConfig(**config), training=True, order=Order()
+    )
 
 
 def test_too_few_files(ranks: Group, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def launch_command(*words: object) -> list[str]:
-    """The command line of `ktrainer launch`."""
-    return [sys.executable, "-m", "ktrainer.cli", "launch", *map(str, words)]
+    """The command line of `ktrainer launch`, all ranks shown."""
+    return [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", *map(str, words)]
 
 
 @pytest.fixture

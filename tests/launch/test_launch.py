@@ -64,7 +64,7 @@ def test_output_is_merged_line_by_line_with_the_rank_in_front(
     )
     done = launch("-n", 3, path, "trainer.epochs=2", "own")
     assert done.returncode == 0, done.stderr
-    arguments = "['trainer.epochs=2', 'own']"
+    arguments = "['own']"  # key=value is ktrainer's
     expected = [f"[{r}] out {r} of 3 {arguments}" for r in range(3)]
     assert sorted(done.stdout.splitlines()) == sorted(
         expected + [f"[{r}] no newline" for r in range(3)]
@@ -140,7 +140,7 @@ def test_failing_rank_ends_all_and_its_traceback_is_last(launch: Launch, script:
     lines = done.stderr.splitlines()
     assert lines[-1] == "ValueError: rank 2 has had enough"
     start = lines.index("Traceback (most recent call last):")
-    assert lines[start - 1] == ("ktrainer launch: rank 2 raised ValueError; all others were ended:")
+    assert lines[start - 1] == ("ktrainer run: rank 2 raised ValueError; all others were ended:")
     assert lines[start + 1] == f'  File "{path}", line 8, in <module>'
     assert "prterun" not in done.stderr + done.stdout
 
@@ -156,7 +156,7 @@ def test_ranks_that_only_lost_a_peer_come_before(launch: Launch, script: Script)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1] == "RuntimeError: the cause"
-    before = "ktrainer launch: rank 0 then failed too: ktrainer.errors.PeerLost: rank 0 lost a peer"
+    before = "ktrainer run: rank 0 then failed too: ktrainer.errors.PeerLost: rank 0 lost a peer"
     assert lines[0] == before
 
 
@@ -274,7 +274,7 @@ def test_a_failure_after_a_signal_is_shown(script: Script, tmp_path: Path, withi
         launcher.send_signal(signal.SIGTERM)
         output = launcher.stdout.read()
         assert launcher.wait(20) == 143, output
-    assert "ktrainer launch: ended by SIGTERM" in output
+    assert "ktrainer run: ended by SIGTERM" in output
     assert output.splitlines()[-1] == "OSError: the disk is full"
 
 

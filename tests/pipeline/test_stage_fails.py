@@ -48,7 +48,7 @@ WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
 QUIET = ("logging.progress=none", "logging.csv=false", "data.batch_size=16")
 
 
-LAUNCH = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2"]
+LAUNCH = [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", "-n", "2"]
 
 
 def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:

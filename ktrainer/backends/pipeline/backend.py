@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ktrainer.world.plane import GradientPlane
 
 
-_PLANNED = "_ktrainer_planned"
+PLANNED = "_ktrainer_planned"
 
 
 class Pipeline(Backend):
@@ -60,7 +60,7 @@ class Pipeline(Backend):
             ModelError: see `refuse_model`; or it was cut by another Trainer.
         """
         refuse_model(model, self.layout.replicas)
-        planned = vars(model).get(_PLANNED)
+        planned = vars(model).get(PLANNED)
         if planned is None:
             batch = max(self.plan.rank_batches)
             planned = PlannedModel(
@@ -73,7 +73,7 @@ class Pipeline(Backend):
                 self.groups,
             )
             # With the model, past Keras' tracking: it lives as long as that does.
-            vars(model)[_PLANNED] = planned
+            vars(model)[PLANNED] = planned
         elif planned.groups is not self.groups:
             raise ModelError(
                 f"model {model.name!r} was cut into stages by another Trainer; train it on with "

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ktrainer.errors import DataError
 from ktrainer.feed.share import bounds
+from ktrainer.feed.source import require_examples
 from ktrainer.steps.model_step import ShareLike
 
 
@@ -52,6 +53,8 @@ def cut_batches(shares: Sequence[ShareLike], count: int) -> list[Microbatch]:
     for share in shares:
         rows = _rows(share.batch)
         parts = min(count, rows)
+        if count > 1:
+            require_examples(share.batch, 0, count)
         batch = keras.tree.map_structure(_sliceable, share.batch)
         for part in range(parts):
             start, stop = bounds(rows, part, parts)

@@ -67,6 +67,9 @@ class PipelineProgram(Steps):
         """Whether this is the last partition."""
         return self.planned.partition == self.config.partitions - 1
 
+    def check_unchanged(self) -> None:
+        self.planned.check_unchanged()
+
     def build(self, spec: Any, training: bool = True) -> None:
         if self._seen.get(training) is not spec:
             self._seen[training] = spec

@@ -50,7 +50,8 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
     kinds = tuple(getattr(every, name) for name in _WHOLE_MODEL if hasattr(every, name))
     for callback in callbacks:
         histograms = bool(getattr(callback, "histogram_freq", 0))
-        if isinstance(callback, kinds) or histograms:
+        routed = getattr(callback, "on_every_rank", False)
+        if (isinstance(callback, kinds) and not routed) or histograms:
             what = type(callback).__name__ + ("(histogram_freq=...)" if histograms else "")
             raise ConfigError(
                 f"{what} needs the weights of the whole model, which no process of a pipeline "

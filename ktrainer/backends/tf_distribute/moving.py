@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
@@ -19,7 +18,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 
 from ktrainer.steps import optimizers_of
 
-_generations: WeakKeyDictionary[keras.Model, int] = WeakKeyDictionary()
+_moves = 0  # of all models: they may share variables
 
 Synchronization, Aggregation = tf.VariableSynchronization, tf.VariableAggregation
 
@@ -83,9 +82,9 @@ def move_out(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
         _forget_functions(model)
 
 
-def generation(model: keras.Model) -> int:
-    """How often variables of `model` have been moved: what was compiled before holds old ones."""
-    return _generations.get(model, 0)
+def generation() -> int:
+    """How often variables have been moved: what was compiled before may hold old ones."""
+    return _moves
 
 
 def variables_of(model: keras.Model) -> list[Any]:
@@ -102,13 +101,19 @@ def is_inside(variable: Any, strategy: tf.distribute.Strategy) -> bool:
 
 def _renew(variables: Sequence[Any], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
+        # Of a weight that is frozen just now, too, a tape must see the reads when it no longer is.
+        now, variable._trainable = variable._trainable, variable._value.trainable
         variable._value = None  # two of them at once may not fit on a device
-        variable._initialize(value)
+        try:
+            variable._initialize(value)
+        finally:
+            variable._trainable = now
 
 
 def _forget_functions(model: keras.Model) -> None:
     """Have Keras compile its own `fit`, `evaluate` and `predict` anew."""
-    _generations[model] = generation(model) + 1
+    global _moves
+    _moves += 1
     for each in model._flatten_layers(include_self=True, recursive=True):
         if isinstance(each, keras.Model):
             each.train_function = each.test_function = each.predict_function = None

@@ -15,6 +15,7 @@ from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
 from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
+from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Logs, Steps
@@ -52,7 +53,7 @@ class ReplicatedProgram(Steps):
         check_compiled(options, replicas.plane)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
-        self._generation = generation(model)
+        self._generation = generation()
         # Makes the variables, which then move into the strategy.
         self._maker = Program(model, options)
         self._specs: dict[str, Any] = {}
@@ -72,8 +73,13 @@ class ReplicatedProgram(Steps):
         if self.replicas.one_trace:
             self._check_traceable()
 
-    def train(self, shares: Sequence[ShareLike]) -> Logs:
+    def _renew_for(self, share: ShareLike) -> None:
         self._renew()
+        if self.replicas.count > 1:
+            require_examples(share.batch, 0, self.replicas.count)
+
+    def train(self, shares: Sequence[ShareLike]) -> Logs:
+        self._renew_for(shares[0])
         if self.options.accumulate == 1 and not self.options.xla:
             with self.guard():
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
@@ -105,12 +111,12 @@ class ReplicatedProgram(Steps):
             return self._functions["many"](*stacked)
 
     def test(self, share: ShareLike) -> Logs:
-        self._renew()
+        self._renew_for(share)
         with self.guard():
             return self._function("test")(share.batch, *facts_of([share]))
 
     def predict(self, share: ShareLike) -> Any:
-        self._renew()
+        self._renew_for(share)
         self._place_for_prediction(share)
         with self.guard():
             outputs = self._function("predict")(share.batch, *facts_of([share]))
@@ -174,7 +180,7 @@ class ReplicatedProgram(Steps):
             move_out(self.model, strategy)
             build()
         move_in(self.model, strategy)
-        self._generation = generation(self.model)
+        self._generation = generation()
 
     def _check_traceable(self) -> None:
         """Refuse what a TPU cannot do, whose replicas are one program.
@@ -192,7 +198,7 @@ class ReplicatedProgram(Steps):
 
     def _renew(self) -> None:
         """Compile anew after somebody else, such as another Trainer, has moved the model."""
-        if self._generation != generation(self.model):
+        if self._generation != generation():
             self._functions.clear()
             self._accumulated = None
             self._place(True, lambda: None)

@@ -1,0 +1,86 @@
+"""The order in which arrays, and the batches of a PyDataset, are drawn.
+
+Where a seed was chosen (`keras.utils.set_random_seed`, or `seed` in the configuration), it is the
+order that `Model.fit` draws with it. TensorFlow draws from that seed at the start of each pass, so
+that all epochs have the same order. Where none was, each epoch has another order: of the default
+`seed`, or without it of one that is drawn once for all ranks.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from tensorflow.python.eager import context
+
+from ktrainer.config import Config
+from ktrainer.start import seed_is_scripts
+from ktrainer.world.base import World
+
+_SEEDS = 2**31 - 1  # TensorFlow takes seeds modulo this
+
+
+class Order(NamedTuple):
+    """Which order examples are drawn in.
+
+    Attributes:
+        seed: of the order.
+        keras: whether it is the order of `Model.fit` under this seed.
+    """
+
+    seed: int = 0
+    keras: bool = False
+
+    def __str__(self) -> str:
+        return f"shuffled by seed {self.seed}" + (" as in Model.fit" if self.keras else "")
+
+    def rows(self, epoch: int, rows: int, batch: int, within_batches: bool) -> np.ndarray:
+        """Indices of the rows in the order of `epoch`.
+
+        Args:
+            epoch: 0-based.
+            rows: how many there are.
+            batch: rows in a batch.
+            within_batches: reorder the rows of each batch only.
+        """
+        if self.keras:
+            return _keras_rows(self.seed, rows, batch, "batch" if within_batches else True)
+        key = np.array([self.seed % 2**64, epoch], np.uint64)
+        random = np.random.Generator(np.random.Philox(key=key))
+        if not within_batches:
+            return random.permutation(rows)
+        starts = range(0, rows, batch)
+        return np.concatenate([s + random.permutation(min(batch, rows - s)) for s in starts])
+
+
+def order_of(world: World, config: Config) -> Order:
+    """The order of a call, as rank 0 has it."""
+    seed = context.global_seed()
+    if seed is not None and (config.sets("seed") or seed_is_scripts()):
+        mine = Order(seed % _SEEDS, True)
+    else:
+        mine = Order(secrets.randbits(63) if config.seed is None else config.seed)
+    return Order(*world.broadcast(tuple(mine), what="agree on the order of the data"))
+
+
+def _keras_rows(seed: int, rows: int, batch: int, shuffle: bool | str) -> np.ndarray:
+    """The indices that Keras' own adapter draws for a pass over arrays."""
+    adapter = ArrayDataAdapter(np.arange(rows), batch_size=batch, shuffle=shuffle)
+    with _global_seed(seed):
+        batches = adapter.get_tf_dataset()
+    return np.concatenate([part.numpy() for part in batches])
+
+
+@contextmanager
+def _global_seed(seed: int) -> Iterator[None]:
+    """Have TensorFlow's seed for a while; `tf.random.set_seed` would begin its draws again."""
+    eager = context.context()
+    present, eager._seed = eager._seed, seed
+    try:
+        yield
+    finally:
+        eager._seed = present

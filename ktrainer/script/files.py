@@ -1,0 +1,124 @@
+"""Files of Keras that are written once: by rank 0, while the others wait."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ktrainer.callbacks.base import alone, is_alone
+from ktrainer.checkpoint.export import whole_on_root
+from ktrainer.errors import CheckpointError
+from ktrainer.steps.elsewhere import elsewhere
+from ktrainer.steps.optimizers import optimizers_of
+
+if TYPE_CHECKING:
+    from ktrainer.script.replace import Replacements
+    from ktrainer.trainer import Trainer
+    from ktrainer.world import World
+
+_METHODS = ("save", "save_weights", "export")
+_OF_A_MODEL = ("save_model", "save_weights")  # of keras.saving
+
+
+def route_files(trainer: Trainer, replaced: Replacements) -> None:
+    """Write files of Keras once, and download once."""
+    world = trainer.world
+    if world.size == 1:
+        return
+    for name in _METHODS:
+        replaced.replace(keras.Model, name, functools.partial(_write_once, world))
+    for name in _OF_A_MODEL:
+        function = getattr(keras.saving, name, None)
+        if function is not None:
+            replaced.replace_function(function, functools.partial(_write_once, world))
+    for function in (keras.utils.save_img, keras.utils.plot_model):
+        replaced.replace_function(function, functools.partial(_write_once, world))
+    replaced.replace_function(keras.utils.get_file, functools.partial(_root_first, world))
+    replaced.replace(keras.Model, "load_weights", _load_held)
+
+
+def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` by rank 0; the others return when it is done, or raise what it came to."""
+
+    @functools.wraps(original)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        paths = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike))]
+        if is_alone() or (not paths and original.__name__ != "plot_model"):
+            return original(*args, **kwargs)  # into memory, each rank for itself
+        model = args[0] if args and isinstance(args[0], keras.Model) else kwargs.get("model")
+        error: Exception | None = None
+        result = None
+        with ExitStack() as stack:
+            missing = [] if model is None else stack.enter_context(whole_on_root(model))
+            if missing:
+                error = CheckpointError(f"cannot save the model: no stage has {missing}")
+            elif world.is_root:
+                try:
+                    with alone():
+                        result = original(*args, **kwargs)
+                except Exception as caught:
+                    error = caught
+        what = f"{original.__name__} {paths[0] if paths else ''}".strip()
+        told = world.broadcast(error and f"{type(error).__name__}: {error}", 0, what)
+        if error is not None:
+            raise error
+        if told is not None:
+            raise CheckpointError(f"rank 0 failed in {what}: {told}")
+        return result
+
+    return write
+
+
+def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` by rank 0, then by the others, who find its file."""
+
+    @functools.wraps(original)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        if is_alone():
+            return original(*args, **kwargs)
+        result, error = None, None
+        if world.is_root:
+            try:
+                result = original(*args, **kwargs)
+            except Exception as caught:
+                error = caught
+        told = world.broadcast(
+            error and f"{type(error).__name__}: {error}", 0, "download by rank 0"
+        )
+        if error is not None:
+            raise error
+        if told is not None:
+            raise OSError(f"rank 0 could not download: {told}")
+        return result if world.is_root else original(*args, **kwargs)
+
+    return get
+
+
+def _load_held(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Model.load_weights` of a model in stages: each process takes what it holds."""
+
+    @functools.wraps(original)
+    def load_weights(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        with _remote_ignored(model):
+            return original(model, *args, **kwargs)
+
+    return load_weights
+
+
+@contextmanager
+def _remote_ignored(model: keras.Model) -> Iterator[None]:
+    """While it lasts, assigning a variable of another stage does nothing."""
+    every = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
+    remote = [(v, vars(v)["_direct_assign"]) for v in every if elsewhere(v) is not None]
+    for variable, _ in remote:
+        variable._direct_assign = lambda value: None
+    try:
+        yield
+    finally:
+        for variable, refuse in remote:
+            variable._direct_assign = refuse

@@ -1,0 +1,181 @@
+"""`Model.fit` and its like go through a Trainer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.trainers.trainer import Trainer as BaseTrainer
+
+from ktrainer.arguments import callback_list
+from ktrainer.callbacks.base import alone, is_alone, is_writer
+from ktrainer.script.batches import Batches
+from ktrainer.script.files import route_files
+from ktrainer.script.loops import refuse_loops
+from ktrainer.script.opened import watch_files
+from ktrainer.script.replace import Replacements
+from ktrainer.script.stages import join_stages
+from ktrainer.script.strategies import route_strategies
+from ktrainer.trainer import Trainer
+
+_EVENTS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
+_PASSES = ("fit", "evaluate", "predict")
+_BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+class Routing:
+    """Keras' methods go through `trainer` from now on, until `close`.
+
+    A Trainer that the script makes itself ends it.
+
+    Attributes:
+        trainer: made from the command line.
+        busy: how many routed calls are under way, one inside another.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.busy = 0
+        self._replaced = Replacements()
+        replace = self._replaced.replace
+        for name in _PASSES:
+            replace(TensorFlowTrainer, name, functools.partial(self._pass, name))
+        batches = Batches(trainer)
+        for name in _BATCHES:
+            make = functools.partial(self._batch, getattr(batches, name))
+            replace(TensorFlowTrainer, name, make)
+        route_files(trainer, self._replaced)
+        route_strategies(trainer, self._replaced)
+        self._cut: dict[int, keras.Model] = {}
+        if trainer.backend.name == "pipeline":
+            # Where it is defined: Keras tells by that whether a model has its own.
+            replace(BaseTrainer, "compile", self._compile)
+        if splits(trainer):
+            refuse_loops(trainer, self._replaced, lambda: self.busy > 0)
+        if trainer.world.size > 1:
+            watch_files(trainer.world.rank)
+        replace(Trainer, "__init__", self._own_trainer)
+
+    def close(self) -> None:
+        """Put Keras back as it was, and let go of the Trainer."""
+        self._replaced.close()
+        self.trainer.close()
+
+    def _own_trainer(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(made: Trainer, *args: Any, **kwargs: Any) -> None:
+            self.close()
+            original(made, *args, **kwargs)
+
+        return init
+
+    def _pass(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`Model.fit`, `evaluate` or `predict` by the method of the Trainer of that name."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            if is_alone():
+                return original(model, *args, **kwargs)
+            if name != "predict":
+                model._assert_compile_called(name)
+            given = dict(signature.bind(model, *args, **kwargs).arguments)
+            given = {k: v for k, v in given.items() if k not in ("self", "kwargs")}
+            given = _as_trainer(name, given, self.trainer.world.size > 1)
+            self._join_others(model)
+            with self._routed():
+                return getattr(self.trainer, name)(model, **given)
+
+        return routed
+
+    def _batch(self, run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """`Model.train_on_batch` and its like by `run`."""
+
+        @functools.wraps(original)
+        def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            if is_alone():
+                return original(model, *args, **kwargs)
+            self._join_others(model)
+            with self._routed():
+                return run(model, *args, **kwargs)
+
+        return routed
+
+    def _compile(self, original: Callable[..., None]) -> Callable[..., None]:
+        """A model that is cut into stages is cut anew when it is compiled again."""
+
+        @functools.wraps(original)
+        def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:
+            self._join(model)
+            original(model, *args, **kwargs)
+
+        return compile
+
+    def _join_others(self, model: keras.Model) -> None:
+        """Have the stages of models together with which `model` shares variables: its own cut is
+        another one."""
+        if self.trainer.backend.name != "pipeline":
+            return
+        mine = {id(v) for v in model.variables}
+        for other in list(self._cut.values()):
+            if other is not model and mine & {id(v) for v in other.variables}:
+                self._join(other)
+        self._cut[id(model)] = model
+
+    def _join(self, model: keras.Model) -> None:
+        if self._cut.pop(id(model), None) is not None:
+            join_stages(model)
+
+    @contextmanager
+    def _routed(self) -> Iterator[None]:
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+
+def splits(trainer: Trainer) -> bool:
+    """Whether a batch is shared by several ranks, replicas or stages."""
+    strategy = getattr(trainer.backend, "strategy", None)
+    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    return trainer.world.size > 1 or replicas > 1 or trainer.backend.name == "pipeline"
+
+
+def _as_trainer(name: str, given: dict[str, Any], several: bool) -> dict[str, Any]:
+    """Arguments of a method of Keras for the Trainer's."""
+    x = given.get("x")
+    if isinstance(x, tuple) and given.get("y") is None and given.get("sample_weight") is None:
+        given["x"] = (x,)  # for Keras it is inputs alone
+    if name == "fit":
+        given.setdefault("epochs", 1)
+    if name == "evaluate":
+        given.setdefault("return_dict", False)
+    if several and given.get("callbacks") is not None:
+        given["callbacks"] = [_on_ranks(each) for each in callback_list(given["callbacks"])]
+    return given
+
+
+def _on_ranks(callback: Any) -> Any:
+    """A callback of Keras that writes: with collectives on every rank, or on rank 0 without."""
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        callback.on_every_rank = True  # it saves through `Model.save`, which is routed
+    elif is_writer(callback) and not hasattr(callback, "_ktrainer_alone"):
+        callback._ktrainer_alone = True
+        for name in _EVENTS:
+            setattr(callback, name, _alone(getattr(callback, name)))
+    return callback
+
+
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with alone():
+            return method(*args, **kwargs)
+
+    return called

@@ -1,0 +1,75 @@
+"""The programs of a model, kept for as long as they would be compiled alike.
+
+As in Keras, what was compiled stays until `compile` is called again: several models in turn, or
+`fit` in a loop, compile each step once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from ktrainer.steps.base import Steps
+from ktrainer.steps.options import StepOptions
+
+_ATTRIBUTE = "_ktrainer_programs"
+_KEPT = 2  # of one model, with different options
+
+
+@dataclass(eq=False)
+class _Programs:
+    """Programs of one model, the last one used last; no container, which Keras would track."""
+
+    known: list[tuple[list[Any], StepOptions, Steps]] = field(default_factory=list)
+
+
+def program_of(
+    model: keras.Model,
+    options: StepOptions,
+    owner: list[Any],
+    prepare: Callable[[keras.Model, StepOptions], Steps],
+    any_options: bool = False,
+) -> Steps:
+    """The program of `model`: one that is known, or a new one.
+
+    Args:
+        options: how its steps run.
+        owner: what it is compiled for besides: backend and ranks.
+        prepare: makes a new one.
+        any_options: take the one used last, whatever its options: only the model's own steps are
+            to be run, not an update.
+    """
+    # With the model, past Keras' tracking: they live as long as it does.
+    programs = vars(model).setdefault(_ATTRIBUTE, _Programs())
+    state = [*owner, *_compiled(model)]
+    known = [entry for entry in programs.known if _same(entry[0], state)]
+    fitting = [e for e in known if any_options or e[1] == options]
+    if fitting:
+        entry = fitting[-1]
+        entry[2].check_unchanged()
+        known.remove(entry)
+    else:
+        entry = (state, options, prepare(model, options))
+    programs.known = [*known, entry][-_KEPT:]
+    return entry[2]
+
+
+def _compiled(model: keras.Model) -> list[Any]:
+    """Objects that are others once the model was compiled again, or has another schedule."""
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    names = ("_compile_config", "_compile_loss", "_compile_metrics")
+    return [
+        *(getattr(model, name, None) for name in names),
+        optimizer,
+        getattr(inner, "_learning_rate", None),
+    ]
+
+
+def _same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, two, strict=True)
+    )

@@ -1,0 +1,149 @@
+"""`ktrainer run`: whose words are whose, what is shown, and how scripts may end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness.group import ROOT
+from tests.launch.conftest import SECONDS
+
+Script = Callable[[str], Path]
+RANK = "import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+
+
+def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ktrainer.cli", "run", *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
+    path = script(
+        "import sys\nfrom ktrainer import commandline\n"
+        "print(sys.argv[1:], commandline.words, __name__)"
+    )
+    words = ["--lr", "0.1", "seed=3", "--config=configs/local.yaml", "own"]
+    done = run(path, *words, "--", "--out=x", "a=b", "--", "c")
+    assert done.returncode == 0, done.stderr
+    own = "['--lr', '0.1', 'own', '--out=x', 'a=b', '--', 'c']"
+    assert done.stdout == f"{own} ['seed=3', '--config=configs/local.yaml'] __main__\n"
+    untouched = run("--no-check", path, "seed=3", "a=b").stdout
+    assert untouched == "['seed=3', 'a=b'] [] __main__\n"
+
+
+def test_the_words_are_not_inherited_by_children(script: Script) -> None:
+    path = script(
+        "import subprocess, sys\n"
+        "print(subprocess.check_output([sys.executable, '-c', "
+        "'from ktrainer import commandline; print(commandline.words)'], text=True))"
+    )
+    assert run(path, "seed=3").stdout.strip() == "[]"
+
+
+def test_an_unknown_key_may_be_a_word_of_the_script(script: Script) -> None:
+    done = run(script("print(1)"), "lerning=2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "lerning: unknown key" in done.stderr
+    assert "go after --" in done.stderr
+
+
+def test_other_ranks_are_kept_back_unless_all_are_asked_for(script: Script) -> None:
+    path = script(RANK + "print('here', rank)\nprint('aside', rank, file=sys.stderr)")
+    done = run("-n", 3, path)
+    assert done.stdout == "[0] here 0\n"
+    assert len(done.stderr.splitlines()) == 3
+    assert len(run("-n", 3, "--all-ranks", path).stdout.splitlines()) == 3
+
+
+def test_what_a_rank_printed_before_it_failed_is_shown(script: Script) -> None:
+    path = script(
+        RANK + "print('here', rank)\n"
+        "if rank == 2:\n    for line in range(30000): print('line', line)\n    raise OSError('x')\n"
+        "import time; time.sleep(30)"
+    )
+    done = run("-n", 3, path)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "[0] here 0"
+    assert lines[1:3] != ["[2] here 2", "[2] line 0"]  # the last lines only, in bounded memory
+    assert lines[-1] == "[2] line 29999"
+    assert 1000 < len(lines) < 20000
+    assert not any(line.startswith("[1]") for line in lines)
+
+
+def test_a_rank_that_is_killed_shows_what_it_printed(script: Script) -> None:
+    path = script(
+        RANK + "import signal, time\nprint('here', rank, flush=True)\n"
+        "if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(30)"
+    )
+    done = run("-n", 2, path)
+    assert done.returncode == 137
+    assert sorted(done.stdout.splitlines()) == ["[0] here 0", "[1] here 1"]
+
+
+ENDS = {
+    "exit": ("import sys; sys.exit(3)", 3, ""),
+    "caught": ("import sys\ntry: sys.exit(3)\nexcept SystemExit: print('caught')", 0, "caught\n"),
+    "children": (
+        "import multiprocessing\n"
+        "class Own:\n    def __init__(self, n): self.n = n\n"
+        "def double(own): return Own(2 * own.n)\n"
+        "if __name__ == '__main__':\n"
+        "    for way in ('spawn', 'fork'):\n"
+        "        with multiprocessing.get_context(way).Pool(2) as pool:\n"
+        "            print([own.n for own in pool.map(double, [Own(1), Own(2)])])",
+        0,
+        "[2, 4]\n[2, 4]\n",
+    ),
+    "syntax": ("x = (", 1, ""),
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_scripts_end_as_under_python(way: str, script: Script) -> None:
+    text, code, said = ENDS[way]
+    done = run(script(text))
+    assert (done.returncode, done.stdout) == (code, said), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
+    path = script(
+        RANK + "import random\nimport numpy as np\n"
+        "print(random.random(), np.random.rand(), np.random.default_rng().random(),"
+        " np.random.RandomState().rand(), list({'a', 'b', 'c', 'd', 'e'}))"
+    )
+    lines = run("-n", 2, "--no-prefix", "--all-ranks", path).stdout.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == lines[1]
+    assert lines[0] not in run("-n", 2, "--no-prefix", path).stdout
+    seeded = "import random\nrandom.seed(1)\nprint(random.random())"
+    assert run("-n", 2, "--no-prefix", script(seeded)).stdout == "0.13436424411240122\n"
+
+
+def test_an_hdf5_file_of_all_ranks_is_named_with_the_remedy(script: Script, tmp_path: Path) -> None:
+    path = script(
+        RANK + "import ktrainer.world, time\nhere = ktrainer.world.current()\nimport h5py\n"
+        f"path = {str(tmp_path / 'all.h5')!r}\n"
+        "if rank == 0: file = h5py.File(path, 'w')\n"
+        "here.barrier()\n"
+        "if rank == 1: file = h5py.File(path, 'w')\n"
+        "time.sleep(20)"
+    )
+    done = run("-n", 2, path)
+    assert done.returncode == 1
+    assert "BlockingIOError" in done.stderr
+    assert "trainer.save(path)" in done.stderr.splitlines()[-1]

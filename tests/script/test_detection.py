@@ -1,0 +1,43 @@
+"""Which scripts are plain."""
+
+from __future__ import annotations
+
+import pytest
+
+from ktrainer.script.detection import imports, is_plain
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import keras",
+        "",
+        "from ktrainer import rank_zero_only, Callback\nimport keras",
+        "import ktrainer\n@ktrainer.rank_zero_only\ndef save(): ...",
+        "# from ktrainer import Trainer",
+        "from my import Trainer\nTrainer()",
+    ],
+)
+def test_plain(source: str) -> None:
+    assert is_plain(source.encode())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from ktrainer import Trainer",
+        "import ktrainer as kt\nkt.Trainer()",
+        "from ktrainer.trainer import Trainer",
+        "import ktrainer.world",
+        "def main():\n    import ktrainer\n    return ktrainer.Trainer",
+        "x = (",
+    ],
+)
+def test_not_plain(source: str) -> None:
+    assert not is_plain(source.encode())
+
+
+def test_imports() -> None:
+    assert imports(b"import os\nimport horovod.tensorflow.keras as hvd", "horovod")
+    assert imports(b"from horovod.keras import callbacks", "horovod")
+    assert not imports(b"import keras", "horovod")

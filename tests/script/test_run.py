@@ -1,0 +1,110 @@
+"""Scripts that have never heard of ktrainer, under `ktrainer run`: the numbers of plain Keras."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.dist.harness.group import ROOT
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SECONDS = 240.0
+ONE: list[str] = []
+LOCAL = ["backend=local"]
+TWO = ["backend=data_parallel"]
+STAGES = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=2"]
+MIRRORED = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=[CPU:0,CPU:1]"]
+WAYS = {"local": (1, LOCAL), "ranks": (2, TWO), "stages": (2, STAGES), "mirrored": (1, MIRRORED)}
+
+Done = subprocess.CompletedProcess[str]
+
+
+def start(folder: Path, *command: object) -> Done:
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+def run(folder: Path, *words: object) -> Done:
+    return start(folder, "-m", "ktrainer.cli", "run", "--no-prefix", *words)
+
+
+def result(done: Done) -> dict[str, Any]:
+    """What a script printed, once."""
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0, done.stderr
+    assert len(found) == 1, done.stdout
+    told: dict[str, Any] = json.loads(found[0].removeprefix("RESULT "))
+    return told
+
+
+@functools.cache
+def plain(script: str) -> dict[str, Any]:
+    """The result of `python script`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return result(start(Path(folder), SCRIPTS / script))
+
+
+def assert_same(told: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert told.keys() == expected.keys()
+    for name, value in expected.items():
+        keras.tree.assert_same_structure(told[name], value)
+        pairs = zip(keras.tree.flatten(told[name]), keras.tree.flatten(value), strict=True)
+        for mine, theirs in pairs:
+            np.testing.assert_allclose(mine, theirs, rtol=1e-11, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_saving_and_single_batches(way: str, tmp_path: Path) -> None:
+    ranks, words = WAYS[way]
+    done = run(tmp_path, "-n", ranks, SCRIPTS / "classify.py", *words, "--", "--epochs=2")
+    assert_same(result(done), plain("classify.py"))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"best.keras", "log.csv", "model.keras", "model.weights.h5", "runs"}
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 3
+    assert "every rank writes" not in done.stderr
+
+
+@pytest.mark.parametrize("way", ["local", "ranks", "mirrored"])
+def test_models_in_turn_in_a_strategy_of_the_script(way: str, tmp_path: Path) -> None:
+    ranks, words = WAYS[way]
+    done = run(tmp_path, "-n", ranks, SCRIPTS / "gan.py", *words)
+    assert_same(result(done), plain("gan.py"))
+    said = done.stderr.count("MirroredStrategy has no effect")
+    assert said == (0 if way == "mirrored" else 1)
+    assert done.stderr.count("every rank writes") == ranks - 1
+    assert ("told.txt" in done.stderr) == (ranks > 1)
+    assert "fake.png" not in done.stderr
+
+
+def test_command_line_wins_over_arguments(tmp_path: Path) -> None:
+    told = result(run(tmp_path, SCRIPTS / "classify.py", "trainer.epochs=1", "--epochs", 3))
+    expected = plain("classify.py")
+    assert len(told["history"]["loss"]) == 1
+    assert told["history"]["loss"] == pytest.approx(expected["history"]["loss"][:1], rel=1e-12)
+
+
+def test_loop_of_its_own_is_refused_by_several_and_runs_in_one(tmp_path: Path) -> None:
+    refused = run(tmp_path, "-n", 2, SCRIPTS / "loop.py", *TWO)
+    assert refused.returncode == 1
+    assert "loop.py, line 14, in train_step" in refused.stderr
+    assert "`train_step`" in refused.stderr
+    assert "before" not in refused.stdout
+    assert run(tmp_path, SCRIPTS / "loop.py").stdout == "before True\n"
