@@ -18,6 +18,7 @@ _WHERE = {
     "load_config": "ktrainer.config",
     "Callback": "ktrainer.callbacks",
     "rank_zero_only": "ktrainer.callbacks",
+    "barrier": "ktrainer.world",
     "partition": "ktrainer.backends.pipeline.manual",
     "all_gather": "ktrainer.steps.gather",
     "register": "ktrainer.registry",
@@ -53,6 +54,7 @@ __all__ = [
     "WorldError",
     "__version__",
     "all_gather",
+    "barrier",
     "load_config",
     "partition",
     "rank_zero_only",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
     from ktrainer.registry import register
     from ktrainer.steps.gather import all_gather
     from ktrainer.trainer import Trainer
+    from ktrainer.world import barrier
 
 quiet_tensorflow()
 

@@ -245,7 +245,8 @@ class Fit:
         self.every = assemble(callbacks_config(config), trainer.world, users)
         self.recorded = asked()
         if self.recorded is not None:
-            self.every = recorded_callbacks(self.every, self.recorded)
+            remote = getattr(config.backend, "strategy", None) == "parameter_server"
+            self.every = recorded_callbacks(self.every, self.recorded, remote)
         trainer.backend.check_callbacks(self.every)
         mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step

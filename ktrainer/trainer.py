@@ -86,8 +86,7 @@ class Trainer(CustomLoop):
         callbacks: Iterable[keras.callbacks.Callback] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        config = as_verified(as_launched(load_config(config, overrides)))
-        self.config = self._config = config
+        self.config = self._config = as_verified(as_launched(load_config(config, overrides)))
         tell_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(

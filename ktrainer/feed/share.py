@@ -137,7 +137,6 @@ class Feed(ABC):
             close()
         self._live = None
 
-    @abstractmethod
     def peek(self, rows: int) -> Any:
         """Some examples of this rank's, as a batch, which are read in their turn all the same;
         None if there are none. Call it on all ranks together, and before the first epoch.
@@ -145,6 +144,7 @@ class Feed(ABC):
         Args:
             rows: how many are enough; there may be more.
         """
+        return None
 
     def state(self, inside_epoch: bool) -> bytes | None:
         """Where this rank's batches stand, if that says more than how many were taken: with what

@@ -27,6 +27,7 @@ from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
 from ktrainer.script import detection
 from ktrainer.script import start as script_start
+from ktrainer.verify.mode import seed_everything, seed_of_script
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -138,13 +139,15 @@ def _run(script: str, rank: int, options: Options) -> None:
     """Execute a file as `python script arguments...` does; a plain one through a Trainer."""
     commandline.words[:] = options.words
     source, seed = Path(script).read_bytes(), options.seed
-    if _VERIFY in os.environ:
-        from ktrainer.verify.mode import seed_everything
+    verifies = _VERIFY in os.environ
+    if verifies:
+        from ktrainer.verify.mode import SEED, seed_everything
 
-        seed_everything()
-        seed = None
+        seed = SEED
     if detection.is_plain(source):
         script_start.prepare(rank, seed, detection.imports(source, "horovod"))
+    elif verifies:
+        seed_everything()
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins

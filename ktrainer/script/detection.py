@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 # What a plain script may import of ktrainer and still be routed.
-_HELPERS = {"Callback", "all_gather", "rank_zero_only", "register"}
+_HELPERS = {"Callback", "all_gather", "barrier", "rank_zero_only", "register"}
 
 
 def is_plain(source: bytes) -> bool:

@@ -29,7 +29,9 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _opened(path: str) -> None:
-    if path in _told or path.startswith(("/dev/", "/proc/", *_made)) or f"{os.getpid()}" in path:
+    if path in _told or path.startswith(("/dev/", "/proc/", *_made)) or str(os.getpid()) in path:
+        return
+    if os.path.isdir(path):  # a temporary file without a name
         return
     frame = users_frame(sys._getframe(2))
     if frame is None or not _by_the_script(frame.f_code.co_filename):

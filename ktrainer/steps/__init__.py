@@ -5,6 +5,7 @@ The parts of this package:
     base.py           what a backend makes of a model: the interface
     options.py        how steps run, from the configuration
     program.py        a model's steps, compiled
+    programs.py       a model's programs, kept until it is compiled again
     model_step.py     the model's own step, and what several ranks must do after it
     captured.py       an update of several shares: accumulation, XLA with several ranks
     multi.py          several updates in one call

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +115,11 @@ def _norm(gradient: Any) -> float:
     return float(tf.norm(tf.cast(gradient, tf.float64)))
 
 
-def explain(found: Difference, describe: Callable[[int], str], full_check: str) -> str:
+def explain(found: Difference, split: str, full_check: str) -> str:
     """What a warning says of a difference: what, why, what to do.
 
     Args:
-        describe: the parts in words.
+        split: into what an update is split.
         full_check: how to run the full check.
     """
     losses = ""
@@ -129,8 +129,8 @@ def explain(found: Difference, describe: Callable[[int], str], full_check: str) 
     what = "" if found.variable == "the loss" else "the gradient of "
     return (
         f"the loss of this model is not what one process computes: {what}{found.variable} {by} "
-        f"between a few examples at once and the same in {found.parts} parts, as "
-        f"{describe(found.parts)}{losses}. {_cause(found)} {full_check}"
+        f"between a few examples at once and the same in {found.parts} parts{losses}; an update is "
+        f"split into {split}. {_cause(found)} {full_check}"
     )
 
 
@@ -147,14 +147,15 @@ def _cause(found: Difference) -> str:
             "something that is counted in the batch. Return the mean, or one number an example, "
             "or set trainer.loss_scope=global."
         )
-    if found.changed:
-        return (
-            f"The step changes {', '.join(found.changed[:3])} in Python, which the parts of a "
-            "batch see one after another: keep such state out of train_step, or in a variable that "
-            "is assigned once an update."
-        )
-    return (
-        "The loss couples examples (pairs within the batch, statistics of the batch), or a part of "
-        "it is a sum over examples. Set trainer.loss_scope=global; in a train_step of your own use "
-        "ktrainer.all_gather, means instead of sums, and BatchNormalization(synchronized=True)."
+    text = (
+        "The loss couples examples (pairs within the batch, statistics of the batch, gradients "
+        "clipped by hand), or a part of it is a sum over examples. Set trainer.loss_scope=global; "
+        "in a train_step of your own use ktrainer.all_gather, means instead of sums, and "
+        "BatchNormalization(synchronized=True)."
     )
+    if found.changed:
+        text += (
+            f" Or it is a side effect: the step changes {', '.join(found.changed[:3])} in Python, "
+            "once for each part."
+        )
+    return text

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import keras
 import numpy as np
@@ -28,7 +29,7 @@ from ktrainer.verify.neutral import Draws
 from ktrainer.verify.passes import LeftOut, Passes, eager_passes, outside_strategies
 from ktrainer.world import World
 
-SECONDS = 3.0  # after which no pass of the check begins
+SECONDS = 5.0  # after which the check ends
 _PARTS, _ROWS_A_PART = 4, 3
 _MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
 _MOST_ROW_BYTES = 16 * 2**20
@@ -56,15 +57,13 @@ class Split:
     def parts(self) -> int:
         return self.replicas * self.microbatches * self.accumulate
 
-    def __call__(self, parts: int) -> str:
-        """In words."""
+    def __str__(self) -> str:
         of = {
             "ranks or replicas": self.replicas,
             "microbatches": self.microbatches,
             "accumulated batches": self.accumulate,
         }
-        names = " and ".join(f"{n} {name}" for name, n in of.items() if n > 1)
-        return f"{names} split it"
+        return " and ".join(f"{n} {name}" for name, n in of.items() if n > 1)
 
 
 def split_of(config: Config, plan: Plan) -> Split:
@@ -103,15 +102,24 @@ def check_first_step(
         _say_left_out(error, config)
         return
     if found is not None:
-        warnings.warn(explain(found, split, _FULL_CHECK), stacklevel=2)
+        warnings.warn(explain(found, str(split), _FULL_CHECK), stacklevel=2)
 
 
 def _is_checked(model: keras.Model, split: Split) -> bool:
     """Whether the model was checked as it is compiled now; from now on it is."""
-    now = getattr(model, "_compile_loss", None), getattr(model, "optimizer", None), split
+    now = [getattr(model, name, None) for name in ("_compile_loss", "optimizer")]
     before = _checked.get(model)
-    _checked[model] = now
-    return before is not None and all(a is b or a == b for a, b in zip(before, now, strict=True))
+    # Weakly, as they may know the model, which would then never go.
+    _checked[model] = split, [_reference(each) for each in now]
+    return (
+        before is not None
+        and before[0] == split
+        and all(old() is new for old, new in zip(before[1], now, strict=True))
+    )
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    return (lambda: None) if thing is None else ref(thing)
 
 
 def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:

@@ -106,8 +106,6 @@ def refuse_own_batches(config: Config) -> None:
 
 def seed_everything() -> None:
     """Seed what a script may draw from before it makes its Trainer."""
-    if asked() is None:
-        return
     import keras
 
     keras.utils.set_random_seed(SEED)

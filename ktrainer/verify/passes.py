@@ -65,7 +65,7 @@ class Passes:
         model: compiled, and all of it in this process.
         uniform: whether all examples have the same shape; see `StepContext`.
         draws: what random functions give.
-        seconds: passes of parts are not begun once so many have gone by.
+        seconds: no layer is called once so many have gone by.
     """
 
     def __init__(
@@ -91,8 +91,6 @@ class Passes:
         return combined(parts, weights)
 
     def _part(self, batch: Any, weight: float, denominators: list[tf.Tensor] | None) -> Pass:
-        if time.monotonic() > self._until:
-            raise LeftOut("it would take too long")
         record = denominators is None
         context = StepContext(
             _float(weight),
@@ -109,7 +107,11 @@ class Passes:
 
     def _run(self, batch: Any, context: StepContext) -> Pass:
         self._draws.restart()
-        with _Untouched(self.model) as untouched, seams(context, optimizers_of(self.model)):
+        with (
+            _Untouched(self.model) as untouched,
+            seams(context, optimizers_of(self.model)),
+            _until(self._until),
+        ):
             for metric_variable in self.model.metrics_variables:
                 metric_variable.assign(tf.zeros_like(metric_variable.value))
             loss = LossOfStep(self.model)
@@ -179,6 +181,20 @@ def outside_strategies(function: Callable[[], T]) -> T:
         return function()
     with ThreadPoolExecutor(1) as thread:  # scopes are those of a thread
         return thread.submit(function).result()
+
+
+@contextmanager
+def _until(end: float) -> Iterator[None]:
+    """Let calls of layers fail once it is later than `end`: eagerly, a long sequence takes long."""
+    original = keras.layers.Layer.__call__
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if time.monotonic() > end:
+            raise LeftOut("it would take too long")
+        return original(self, *args, **named)
+
+    with patch.object(keras.layers.Layer, "__call__", call):
+        yield
 
 
 class _NoRanks:

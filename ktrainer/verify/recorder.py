@@ -114,6 +114,12 @@ class Recorder(Callback):
                 variable.assign(initial[name])
 
 
+class RecorderWithoutGradients(Recorder):
+    """The same where steps run in other processes, as with parameter servers."""
+
+    on_gradients = Callback.on_gradients
+
+
 class WholeUpdates(Program):
     """Updates of all their batches at once."""
 
@@ -121,10 +127,16 @@ class WholeUpdates(Program):
         return super().train([_joined(shares)] if len(shares) > 1 else shares)
 
 
-def recorded_callbacks(users: Sequence[Any], asked: Asked) -> list[Any]:
-    """The callbacks of a run of `ktrainer verify`, which leaves no files."""
-    kept = [c for c in users if not (is_writer(c) or getattr(c, "rank_zero_only", False))]
-    return [*kept, Recorder(asked)]
+def recorded_callbacks(callbacks: Sequence[Any], asked: Asked, remote: bool) -> list[Any]:
+    """The callbacks of a run of `ktrainer verify`, which leaves no files.
+
+    Args:
+        callbacks: of the run as it is.
+        asked: which run this is.
+        remote: whether steps run in other processes.
+    """
+    kept = [c for c in callbacks if not (is_writer(c) or getattr(c, "rank_zero_only", False))]
+    return [*kept, RecorderWithoutGradients(asked) if remote else Recorder(asked)]
 
 
 @contextmanager

@@ -103,6 +103,8 @@ def compare(whole: Arrays, split: Arrays, parts: int | None = None) -> Compariso
     close, closer_weights, rounding = _TOLERANCES[precision]
     items = {key for key in whole if key.count("/") >= 2}
     others = {key for key in split if key.count("/") >= 2}
+    if not any("/gradient/" in key for key in others):  # parameter servers
+        items = {key for key in items if "/gradient/" not in key}
     largest = _largest_gradients(whole)
     silent = _without_gradient(whole, rounding, largest)
     found: dict[tuple[str, str], Row] = {}

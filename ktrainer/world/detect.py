@@ -145,6 +145,11 @@ def check_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
     )
 
 
+def barrier() -> None:
+    """Wait until all ranks have come here; at once in one process."""
+    current().barrier()
+
+
 def current() -> World:
     """The world already open, else the one that `open_world` opens."""
     return _current if _current is not None else open_world()

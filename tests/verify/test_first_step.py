@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -93,7 +93,13 @@ def test_sound_models_in_a_pipeline(ranks: Ranks, names: list[str]) -> None:
 
 
 @pytest.fixture
-def left_out(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def unhurried() -> Iterator[None]:
+    with models.unhurried():
+        yield
+
+
+@pytest.fixture
+def left_out(unhurried: None, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Trains with two batches an update; what it says of the check, which must not warn."""
 
     def train(model: keras.Model, data: Any, **settings: Any) -> str:
@@ -205,12 +211,12 @@ def test_an_error_within_is_none_of_the_run(left_out: Callable[..., str]) -> Non
 def test_what_takes_too_long_is_left_out(
     left_out: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_step, "SECONDS", 1e-6)
     model, data = models.make_planted("sum_loss")
+    monkeypatch.setattr(first_step, "SECONDS", 1e-6)
     assert "would take too long" in left_out(model, data)
 
 
-def test_off_and_one_part_and_a_second_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_and_one_part_and_a_second_fit(unhurried: None) -> None:
     model, data = models.make_planted("contrastive")
     config = models.config(name="local")
     with Trainer(config) as trainer:
