@@ -27,7 +27,6 @@ from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
 from ktrainer.script import detection
 from ktrainer.script import start as script_start
-from ktrainer.verify.mode import seed_everything, seed_of_script
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
