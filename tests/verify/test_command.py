@@ -80,3 +80,31 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     (tmp_path / "empty.py").write_text("print('hello')\n")
     assert cli.main(["verify", str(tmp_path / "empty.py")]) == 2
     assert "nothing to verify" in capfd.readouterr().err
+
+
+PLAIN = """
+import numpy as np
+import keras
+from keras import layers
+
+random = np.random.default_rng()
+x, y = random.normal(size=(32, 6)), random.normal(size=(32, 3))
+inputs = keras.Input((6,))
+hidden = layers.Dropout(0.4)(layers.Dense(7, activation="tanh", name="hidden")(inputs))
+model = keras.Model(inputs, layers.Dense(3, name="head")(hidden))
+model.compile("adam", "mse", metrics=["mae"])
+model.fit(x, y, batch_size=8, epochs=2, validation_split=0.25)
+print("not reached")
+"""
+
+
+def test_a_script_that_has_never_heard_of_ktrainer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text(PLAIN)
+    words = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2"]
+    assert cli.main(["verify", str(path), *words]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^weight +head/kernel .* equal to rounding$", out, re.M), out
+    assert "reached" not in out
