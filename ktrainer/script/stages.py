@@ -13,6 +13,7 @@ from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.steps.elsewhere import bring_back, elsewhere
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.placement import Placement, forget, placement_of
+from ktrainer.steps.programs import forget_programs
 from ktrainer.world.arrays import broadcast_arrays
 
 
@@ -28,6 +29,7 @@ def join_stages(model: Any) -> None:
         for optimizer in optimizers_of(model):
             know_by_value(getattr(optimizer, "inner_optimizer", optimizer))
     vars(model).pop(PLANNED, None)
+    forget_programs(model)
 
 
 def _exchange(variables: list[Any], placement: Placement) -> None:
