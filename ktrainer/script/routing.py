@@ -19,7 +19,7 @@ from ktrainer.script.files import route_files
 from ktrainer.script.loops import refuse_loops
 from ktrainer.script.opened import watch_files
 from ktrainer.script.replace import Replacements
-from ktrainer.script.stages import join_stages
+from ktrainer.script.stages import join_stages, know_variables
 from ktrainer.script.strategies import route_strategies
 from ktrainer.trainer import Trainer
 
@@ -125,7 +125,9 @@ class Routing:
         for other in list(self._cut.values()):
             if other is not model and mine & {id(v) for v in other.variables}:
                 self._join(other)
-        self._cut[id(model)] = model
+        if id(model) not in self._cut:
+            know_variables(model)
+            self._cut[id(model)] = model
 
     def _join(self, model: keras.Model) -> None:
         if self._cut.pop(id(model), None) is not None:
