@@ -19,6 +19,7 @@ from ktrainer.feed.agree import (
     raise_other_replica,
 )
 from ktrainer.feed.cursor import Cursor
+from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, leaf_names, limited
 from ktrainer.feed.source import Piece, Source, describe, take_slice
 from ktrainer.feed.specs import fits, spec_of, stand_in, widen
@@ -119,6 +120,10 @@ class OwnFeed(Feed):
         if self._blank is None:
             return stand_in(self.spec)
         return take_slice(self._blank, 1, 0, 1)
+
+    def draw(self, order: Order) -> None:
+        if self.source.shuffle(order):
+            self.drawn = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

@@ -18,6 +18,7 @@ from ktrainer.feed.agree import (
     together,
 )
 from ktrainer.feed.cursor import Cursor
+from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, bounds, leaf_names, limited
 from ktrainer.feed.source import Piece, Source
 from ktrainer.feed.specs import fits, spec_of, widen
@@ -114,6 +115,10 @@ class StreamFeed(Feed):
                 row = [FAILED] + [0] * (1 + len(leaf_names(self.spec)))
                 exchange(self.world, row, "agree on the next batch")
             raise
+
+    def draw(self, order: Order) -> None:
+        if self.source.shuffle(order):
+            self.drawn = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)
