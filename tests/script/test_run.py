@@ -85,7 +85,7 @@ def test_training_saving_and_single_batches(way: str, tmp_path: Path) -> None:
     assert "every rank writes" not in done.stderr
 
 
-@pytest.mark.parametrize("way", ["local", "ranks", "mirrored"])
+@pytest.mark.parametrize("way", WAYS)
 def test_models_in_turn_in_a_strategy_of_the_script(way: str, tmp_path: Path) -> None:
     ranks, words = WAYS[way]
     done = run(tmp_path, "-n", ranks, SCRIPTS / "gan.py", *words)
