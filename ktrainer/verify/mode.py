@@ -76,9 +76,8 @@ def as_verified(config: Config) -> Config:
     )
     if told.role == "whole":
         trainer = replace(trainer, xla=False)
-        config = replace(config, backend=LocalConfig(), world=replace(config.world, heal=False))
-    return replace(
-        config,
+        config = config.having(backend=LocalConfig(), world=replace(config.world, heal=False))
+    return config.having(
         trainer=trainer,
         seed=SEED if config.seed is None else config.seed,
         # Rates that depend on the number of processes are another training, on purpose.
