@@ -322,9 +322,7 @@ def test_row_08_under_the_launcher(
     _, errors = launcher.communicate(timeout=25)
     assert launcher.returncode == 75, errors
     last = errors.splitlines()[-1]
-    found = re.match(
-        r"ktrainer run: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last
-    )
+    found = re.match(r"ktrainer run: interrupted by SIGTERM at step (\d+), checkpoint (\S+);", last)
     assert found, errors
     assert Path(found[2]).name == f"step-{int(found[1]):08d}"
     assert Path(found[2]).is_dir()
