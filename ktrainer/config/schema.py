@@ -129,7 +129,9 @@ class DataConfig:
             every rank takes `batch_size` of its own, as under Horovod; see lr.scale.
         batch_size: examples in a batch, for arrays. A tf.data.Dataset, PyDataset or generator
             brings its own batches.
-        shuffle: draw arrays in a new order every epoch. Other data comes in its own order.
+        shuffle: reorder arrays, and the batches of a PyDataset, as `Model.fit` does with the same
+            seed: the same order in every epoch where a seed was chosen, else a new one. batch: of
+            arrays, the rows within each batch. Other data comes in its own order.
         shard: how ranks share the data. batch: all read the same batches and take their slice.
             element, file: each rank reads only its own elements or files, for input pipelines
             too heavy to run in full on every rank.
@@ -140,7 +142,7 @@ class DataConfig:
 
     batch: Literal["global", "per_worker"] = "global"
     batch_size: int = number(32, at_least=1)
-    shuffle: bool = True
+    shuffle: bool | Literal["batch"] = True
     shard: Literal["batch", "element", "file"] = "batch"
     drop_remainder: bool = False
     prefetch: int = number(2, at_least=0)

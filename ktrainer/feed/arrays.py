@@ -57,7 +57,7 @@ class ArrayFeed(Feed):
         self.rows = _rows(inputs, leaves)
         self.replica, self.replicas = world.replica, world.replicas
         self.global_batch, self.shuffle = global_batch, shuffle
-        self.drawn = order or Order()
+        self.drawn = (order or Order()) if shuffle else None
         self._structure, self._leaves = inputs, leaves
         self._pack = packer(inputs)
         self._takes = [_taker(leaf) for leaf in leaves]
@@ -73,7 +73,7 @@ class ArrayFeed(Feed):
 
     def order(self, epoch: int) -> np.ndarray | None:
         """Indices of the rows in the order of `epoch`; None for the arrays' own order."""
-        if not self.shuffle:
+        if self.drawn is None:
             return None
         within = self.shuffle == "batch"
         return self.drawn.rows(epoch, self.rows, self.global_batch, within)
@@ -118,7 +118,7 @@ class ArrayFeed(Feed):
             name: array_digest(leaf)
             for name, leaf in zip(leaf_names(self._structure), self._leaves, strict=True)
         }
-        order = str(self.drawn) if self.shuffle else "in order"
+        order = "in order" if self.drawn is None else str(self.drawn)
         return facts | {"length": f"{self.rows} rows", "order": order}
 
     def close(self) -> None:

@@ -199,9 +199,15 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
         class_weight=settings.class_weight,
         prefetch=max(1, config.prefetch),
     )
-    if isinstance(source, PyDatasetSource) and settings.training and config.shuffle:
-        source.shuffle(settings.order)
-    return settings.own(source) if own else settings.same(source)
+    make = settings.own(source) if own else settings.same(source)
+    if not (settings.training and config.shuffle and isinstance(source, PyDatasetSource)):
+        return make
+    return lambda: _drawn(make(), settings.order)
+
+
+def _drawn(feed: Feed, order: Order) -> Feed:
+    feed.draw(order)
+    return feed
 
 
 def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:

@@ -19,6 +19,7 @@ from ktrainer.feed.agree import (
     raise_other_replica,
 )
 from ktrainer.feed.cursor import Cursor
+from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, leaf_names, limited
 from ktrainer.feed.source import Piece, Source, describe, take_slice
 from ktrainer.feed.specs import fits, spec_of, stand_in, widen
@@ -123,6 +124,11 @@ class OwnFeed(Feed):
     def peek(self, rows: int) -> Any:
         piece = self._cursor.peek()
         return None if piece is None else piece.batch
+
+    def draw(self, order: Order) -> None:
+        if self.source.shuffle(order):
+            self._cursor.drop_peeked()
+            self.drawn = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

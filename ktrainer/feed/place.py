@@ -27,13 +27,13 @@ def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
         facts["steps_per_epoch"] = feed.steps
     if feed.first_epoch:
         facts["initial_epoch"] = feed.first_epoch
-    if feed.source_batches is not None:
+    if feed.source_batches is not None and not isinstance(feed, ArrayFeed):
         facts[_BATCHES] = feed.source_batches
+    if feed.drawn is not None:
+        facts |= {"seed": feed.drawn.seed, "order of Model.fit": feed.drawn.keras}
     if isinstance(feed, ArrayFeed):
         facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
         facts |= {"data.shuffle": feed.shuffle}
-        if feed.shuffle:
-            facts |= {"seed": feed.drawn.seed, "order of Model.fit": feed.drawn.keras}
         return facts
     if isinstance(feed, OwnFeed):
         facts |= {"data.batch": config.data.batch, "data.shard": config.data.shard}
@@ -52,9 +52,9 @@ def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     saved, progress = state.get("data"), state["progress"]
     if saved is None:
         return  # nobody counted, or an older version did not say
-    chosen = config.seed is not None or (isinstance(feed, ArrayFeed) and feed.drawn.keras)
-    if isinstance(feed, ArrayFeed) and not chosen and "seed" in saved:
-        feed.drawn = Order(int(saved["seed"]), bool(saved.get("order of Model.fit")))
+    chosen = config.seed is not None or (feed.drawn is not None and feed.drawn.keras)
+    if feed.drawn is not None and not chosen and "seed" in saved:
+        feed.draw(Order(int(saved["seed"]), bool(saved.get("order of Model.fit"))))
     if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
         feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it
     now = place_facts(feed, config)

@@ -132,11 +132,12 @@ class PyDatasetSource(PythonSource):
         self._drawn: list[int] = []  # the order of the newest epoch
         self._draws = 0
 
-    def shuffle(self, order: Order) -> None:
-        """Draw the batches of a dataset of known length in another order each epoch, as
-        `Model.fit` does by default, which draws from Python's `random`."""
-        if self.num_batches is not None:
-            self._order = order
+    def shuffle(self, order: Order) -> bool:
+        # As Model.fit does, which draws from Python's `random`.
+        if not self.num_batches:
+            return False
+        self._order = order
+        return True
 
     def _indices(self, epoch: int) -> Sequence[int]:
         """Which batches to draw, in which order."""

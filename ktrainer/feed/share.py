@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.errors import DataError
+from ktrainer.feed.order import Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Feed(ABC):
             identity before each step, all ranks see it change at the same step.
         exhausted: a one-shot source has nothing more to give, in this or any later epoch.
         infinite: never runs out.
+        drawn: the order that examples or batches are shuffled in; None where they are not.
         steps: batches an epoch, after which the next epoch continues with the next batch; None
             for epochs that are passes over the data, or parts of them.
         first_epoch: number of the epoch with which the data begins.
@@ -57,6 +59,7 @@ class Feed(ABC):
     spec: Any = None
     exhausted: bool = False
     infinite: bool = False
+    drawn: Order | None = None
     steps: int | None = None
     first_epoch: int = 0
     _live: Iterator[Share] | None = None  # a pass that the next epoch continues
@@ -82,6 +85,10 @@ class Feed(ABC):
     @abstractmethod
     def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         """This rank's shares of one pass over the data; see `epoch`."""
+
+    def draw(self, order: Order) -> None:
+        """Shuffle in this order from here on."""
+        self.drawn = order
 
     def continue_epochs(self, steps: int) -> None:
         """Let each epoch be `steps` batches and continue where the one before ended, as with

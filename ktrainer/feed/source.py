@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import DataError
+from ktrainer.feed.order import Order
 from ktrainer.feed.share import bounds, leaf_names
 from ktrainer.world.base import World
 
@@ -65,6 +66,10 @@ class Source(ABC):
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         """Like `open`, in no time: where an iterator stood when `state` told its state."""
         return self.open(epoch, skip)
+
+    def shuffle(self, order: Order) -> bool:
+        """Draw batches in this order from here on; whether they can be."""
+        return False
 
     def structure(self) -> str:
         """The names, dtypes and shapes of a batch."""

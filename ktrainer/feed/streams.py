@@ -18,6 +18,7 @@ from ktrainer.feed.agree import (
     together,
 )
 from ktrainer.feed.cursor import Cursor
+from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, bounds, leaf_names, limited
 from ktrainer.feed.source import Piece, Source
 from ktrainer.feed.specs import fits, spec_of, widen
@@ -118,6 +119,11 @@ class StreamFeed(Feed):
     def peek(self, rows: int) -> Any:
         piece = together(self.world, self._cursor.peek)
         return None if piece is None else piece.batch
+
+    def draw(self, order: Order) -> None:
+        if self.source.shuffle(order):
+            self._cursor.drop_peeked()
+            self.drawn = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

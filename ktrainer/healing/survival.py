@@ -148,7 +148,7 @@ class Survival:
             unsound=trainer.unsound,
             started=self._recruiting.started,
             run_dir=None if trainer.config.trainer.fast_dev_run else str(trainer.run_dir),
-            drawn=getattr(self.fit.feed, "drawn", None),
+            drawn=self.fit.feed.drawn,
         )
         self._mine = np.concatenate([[float(trainer.counted.examples)], self._counts.row()])
         self._rollback.keep()

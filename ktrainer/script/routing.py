@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
@@ -19,7 +20,7 @@ from ktrainer.script.files import route_files
 from ktrainer.script.loops import refuse_loops
 from ktrainer.script.opened import watch_files
 from ktrainer.script.replace import Replacements
-from ktrainer.script.stages import join_stages
+from ktrainer.script.stages import join_stages, know_variables
 from ktrainer.script.strategies import route_strategies
 from ktrainer.trainer import Trainer
 
@@ -52,6 +53,8 @@ class Routing:
         route_files(trainer, self._replaced)
         route_strategies(trainer, self._replaced)
         self._cut: dict[int, keras.Model] = {}
+        self._joins = 0
+        self._traced_at: WeakKeyDictionary[keras.Model, int] = WeakKeyDictionary()
         if trainer.backend.name == "pipeline":
             # Where it is defined: Keras tells by that whether a model has its own.
             replace(BaseTrainer, "compile", self._compile)
@@ -80,7 +83,7 @@ class Routing:
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if is_alone():
+            if is_alone() or (name != "fit" and self._runs_whole(model)):
                 return original(model, *args, **kwargs)
             if name != "predict":
                 model._assert_compile_called(name)
@@ -98,7 +101,8 @@ class Routing:
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if is_alone():
+            trains = original.__name__ == "train_on_batch"
+            if is_alone() or (not trains and self._runs_whole(model)):
                 return original(model, *args, **kwargs)
             self._join_others(model)
             with self._routed():
@@ -121,15 +125,33 @@ class Routing:
         another one."""
         if self.trainer.backend.name != "pipeline":
             return
+        self._join_sharing(model)
+        if id(model) not in self._cut:
+            know_variables(model)
+            self._cut[id(model)] = model
+
+    def _runs_whole(self, model: keras.Model) -> bool:
+        """Whether this is a pipeline, and a model that it has not cut, of which every process has
+        all: Keras itself evaluates it, and predicts, on every rank alike."""
+        if self.trainer.backend.name != "pipeline" or id(model) in self._cut:
+            return False
+        self._join_sharing(model)
+        if self._traced_at.get(model) != self._joins:  # variables have other values inside
+            model.test_function = model.predict_function = None
+            self._traced_at[model] = self._joins
+        return True
+
+    def _join_sharing(self, model: keras.Model) -> None:
+        """Put together the stages of other models that share variables with `model`."""
         mine = {id(v) for v in model.variables}
         for other in list(self._cut.values()):
             if other is not model and mine & {id(v) for v in other.variables}:
                 self._join(other)
-        self._cut[id(model)] = model
 
     def _join(self, model: keras.Model) -> None:
         if self._cut.pop(id(model), None) is not None:
             join_stages(model)
+            self._joins += 1
 
     @contextmanager
     def _routed(self) -> Iterator[None]:

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from ktrainer.backends.pipeline.backend import PLANNED
-from ktrainer.backends.pipeline.deferred import know_by_value
 from ktrainer.callbacks.variables import all_variables, view_of
 from ktrainer.checkpoint.encoding import dtype_named
+from ktrainer.errors import ModelError
 from ktrainer.steps.elsewhere import bring_back, elsewhere
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.placement import Placement, forget, placement_of
+from ktrainer.steps.programs import forget_programs
 from ktrainer.world.arrays import broadcast_arrays
 
 
@@ -25,9 +26,30 @@ def join_stages(model: Any) -> None:
         forget(model)
         for name in ("get_weights", "set_weights"):
             vars(model).pop(name, None)  # as the cut has set them
-        for optimizer in optimizers_of(model):
-            know_by_value(getattr(optimizer, "inner_optimizer", optimizer))
     vars(model).pop(PLANNED, None)
+    forget_programs(model)
+
+
+def know_variables(model: Any) -> None:
+    """Let the optimizers of `model`, which is not cut, know its variables by the values that they
+    have now: cuts of models that share them have made others.
+
+    Raises:
+        ModelError: an optimizer has excluded some of them from weight decay, by their old values.
+    """
+    for each in optimizers_of(model):
+        optimizer = getattr(each, "inner_optimizer", each)
+        known = optimizer._trainable_variables if optimizer.built else []
+        places = {optimizer._var_key(v): i for i, v in enumerate(known)}
+        if places == getattr(optimizer, "_trainable_variables_indices", places):
+            continue
+        if getattr(optimizer, "_exclude_from_weight_decay", None):
+            raise ModelError(
+                f"models that share layers take turns in a pipeline, and one of them excludes "
+                f"weights from the weight decay of {type(optimizer).__name__}, which would forget "
+                "them: train with backend=data_parallel"
+            )
+        optimizer._trainable_variables_indices = places
 
 
 def _exchange(variables: list[Any], placement: Placement) -> None:

@@ -57,6 +57,11 @@ def program_of(
     return entry[2]
 
 
+def forget_programs(model: keras.Model) -> None:
+    """Let the next call make a new program: the variables of `model` are placed otherwise."""
+    vars(model).pop(_ATTRIBUTE, None)
+
+
 def _compiled(model: keras.Model) -> list[Any]:
     """Objects that are others once the model was compiled again, or has another schedule."""
     optimizer = getattr(model, "optimizer", None)

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 from ktrainer.checkpoint.data_state import data_states, replicas_of, restore_data
+from ktrainer.config import Config
 from ktrainer.errors import CheckpointError
+from ktrainer.feed import place_facts, take_place
 from ktrainer.progress import Progress
 from ktrainer.world import SingleWorld
 from tests.feed.worlds import feed, flat, numbered, rows
@@ -175,3 +179,24 @@ def test_what_has_no_state_is_read_again(make: Callable[[], Any]) -> None:
     shares = data.epoch(0)
     list(islice(shares, 2))
     assert data.state(inside_epoch=True) is None
+
+
+class Seven(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        return numbered(4)[0] + index, np.full(4, index)
+
+
+def test_a_drawn_order_is_taken_from_the_checkpoint() -> None:
+    config = Config(seed=None)
+    for make in (Seven, lambda: numbered(40)):
+        first, second = feed(make(), seed=5), feed(make(), seed=6)
+        expected = rows(first.epoch(1))
+        assert rows(second.epoch(1)) != expected
+        state = {"data": place_facts(first, config), "progress": {"epoch": 1, "batch": 2}}
+        take_place(second, config, state)
+        assert rows(second.epoch(1, skip=1)) == expected[1:]
+        with pytest.raises(CheckpointError, match="seed: 5 then, 6 now"):
+            take_place(feed(make(), seed=6), Config(seed=6), state)
