@@ -79,7 +79,7 @@ class Cursor:
         return _put_back(first, rest)
 
     def _reopen(self, epoch: int, skip: int, state: bytes | None = None) -> Iterator[Piece]:
-        self._drop_peeked()
+        self.drop_peeked()
         if state is not None:
             return self.source.open_at(epoch, skip, state)
         return self.source.open(epoch, skip)
@@ -104,14 +104,15 @@ class Cursor:
             if not keep_open:
                 _close(pieces)
 
-    def _drop_peeked(self) -> None:
+    def drop_peeked(self) -> None:
+        """Open the source again, as after its order has changed."""
         if self._peeked is not None:
             _close(self._peeked[1])
             self._peeked = None
 
     def close(self) -> None:
         """Let go of the source."""
-        self._drop_peeked()
+        self.drop_peeked()
         _close(self._live)
         self._live = None
         self.source.close()

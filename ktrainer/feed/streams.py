@@ -122,6 +122,7 @@ class StreamFeed(Feed):
 
     def draw(self, order: Order) -> None:
         if self.source.shuffle(order):
+            self._cursor.drop_peeked()
             self.drawn = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
