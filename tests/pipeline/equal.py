@@ -168,6 +168,7 @@ def words_of(case: Case, backend: tuple[str, ...]) -> list[str]:
         "logging.progress=none",
         "logging.csv=false",
         "world.deadline=60",
+        "data.shuffle=false",  # one process has the microbatches as batches of their own
         *case.settings,
     ]
 
