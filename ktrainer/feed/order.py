@@ -60,7 +60,8 @@ class Order(NamedTuple):
 def order_of(world: World, config: Config) -> Order:
     """The order of a call, as rank 0 has it."""
     seed = context.global_seed()
-    if seed is not None and (config.sets("seed") or seed_is_scripts()):
+    chosen = config.seed is not None and config.sets("seed")
+    if seed is not None and (chosen or seed_is_scripts()):
         mine = Order(seed % _SEEDS, True)
     else:
         mine = Order(secrets.randbits(63) if config.seed is None else config.seed)

@@ -19,7 +19,7 @@ from ktrainer.launch.folders import private_folder
 from ktrainer.verify.mode import Asked, refuse_own_batches
 from ktrainer.verify.table import Comparison, compare, load
 
-_POSITIVE = launch._positive(int)
+_POSITIVE = launch.positive(int)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _check(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
     launch.add_arguments(parser)
     args = parser.parse_args(words)
-    config = launch._check(args.args, args.ranks or 1, args.workers, {})
+    config = launch.checked_config(args.args, args.ranks or 1, args.workers, {})
     if config is not None:
         refuse_own_batches(config)
 
@@ -106,7 +106,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_POSITIVE, help="updates to compare (default: 2)")
     parser.add_argument("--threads", type=_POSITIVE, help="threads of each process")
     parser.add_argument(
-        "--timeout", type=launch._positive(float), metavar="S", help="end each run after S seconds"
+        "--timeout", type=launch.positive(float), metavar="S", help="end each run after S seconds"
     )
 
 
