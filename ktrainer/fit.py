@@ -33,8 +33,8 @@ from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
 from ktrainer.steps import Steps
 from ktrainer.verify.first_step import check_first_step
-from ktrainer.verify.mode import asked
-from ktrainer.verify.recorder import WholeUpdates, recorded_callbacks, recorded_run
+from ktrainer.verify.mode import current_verify_run
+from ktrainer.verify.recorder import UnsplitUpdates, recorded_callbacks, recorded_run
 
 if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
@@ -87,7 +87,7 @@ class Fit:
             schedule,
             interruption,
         )
-        with interruption.noted(), recorded_run(self.recorded):
+        with interruption.noted(), recorded_run(self.verify_run):
             return self._train(loop)
 
     def _train(self, loop: Loop) -> keras.callbacks.History:
@@ -243,10 +243,10 @@ class Fit:
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
         # Those of other ranks too: the first rank may be another one later.
         self.every = assemble(callbacks_config(config), trainer.world, users)
-        self.recorded = asked()
-        if self.recorded is not None:
+        self.verify_run = current_verify_run()
+        if self.verify_run is not None:
             remote = getattr(config.backend, "strategy", None) == "parameter_server"
-            self.every = recorded_callbacks(self.every, self.recorded, remote)
+            self.every = recorded_callbacks(self.every, self.verify_run, remote)
         trainer.backend.check_callbacks(self.every)
         mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
@@ -268,8 +268,8 @@ class Fit:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
-        if self.recorded is not None and self.recorded.role == "whole":
-            self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
+        if self.verify_run is not None and self.verify_run.role == "unsplit":
+            self.program: Steps = UnsplitUpdates(self.model, replace(options, accumulate=1))
         else:
             self.program = trainer.program_for(self.model, options)
         cut = config.backend.name == "pipeline"

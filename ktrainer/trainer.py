@@ -25,7 +25,7 @@ from ktrainer.preview.mode import asked, pretend
 from ktrainer.progress import Progress
 from ktrainer.quiet import loud_tensorflow, quiet_tensorflow
 from ktrainer.telling import tell_grace
-from ktrainer.verify.mode import as_verified
+from ktrainer.verify.mode import configure_for_verify
 from ktrainer.world import World, open_world
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ class Trainer(CustomLoop):
         callbacks: Iterable[keras.callbacks.Callback] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        self.config = self._config = as_verified(as_launched(load_config(config, overrides)))
+        loaded = as_launched(load_config(config, overrides))
+        self.config = self._config = configure_for_verify(loaded)
         tell_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(

@@ -261,9 +261,9 @@ class HealthConfig:
         check_data: before step 1, compare what the ranks read first, so that an unseeded
             shuffle is found.
         verify: before step 1, compare the gradients of a few examples computed at once with those
-            computed in parts, as ranks, replicas or microbatches do, and warn where they differ.
-            auto: where the model is split and the check takes at most a few seconds. off: never.
-            `ktrainer verify` is the full check.
+            computed in parts, and warn where they differ.
+            auto: when ranks, replicas, microbatches or accumulation split an update; gives up
+            after about 5 seconds. off: never. `ktrainer verify` is the full check.
     """
 
     nan: Literal["stop", "skip", "rollback", "ignore"] = "stop"

@@ -51,7 +51,8 @@ _FINAL = frozenset(
 _DIED = "ktrainer.errors.RanksDied"
 _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
-_VERIFY = "KTRAINER_VERIFY"  # set by `ktrainer verify`
+# `ktrainer.verify.mode.VARIABLE`, written out as its import takes that of the configuration.
+_VERIFY = "KTRAINER_VERIFY"
 _FOLLOWER_WAITS = 1.0  # seconds
 
 # (class, words of its message) -> what to do about it, when there are several ranks.
