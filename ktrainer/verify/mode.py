@@ -76,8 +76,8 @@ def as_verified(config: Config) -> Config:
     )
     if told.role == "whole":
         trainer = replace(trainer, xla=False)
-        config = config.having(backend=LocalConfig(), world=replace(config.world, heal=False))
-    return config.having(
+        config = config.with_changes(backend=LocalConfig(), world=replace(config.world, heal=False))
+    return config.with_changes(
         trainer=trainer,
         seed=SEED if config.seed is None else config.seed,
         # Rates that depend on the number of processes are another training, on purpose.
