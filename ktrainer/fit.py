@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ktrainer.arguments import Call
+from ktrainer.arguments import CallArguments
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.feed import Feed, Order, make_feed, order_of, place_facts, require_end, take_place
+from ktrainer.feed import (
+    Feed,
+    ShuffleOrder,
+    make_feed,
+    order_of,
+    place_facts,
+    require_end,
+    take_place,
+)
 from ktrainer.fit_settings import (
     callbacks_config,
     check_model,
@@ -48,7 +56,7 @@ class Fit:
         call: the arguments of `Trainer.fit`.
     """
 
-    def __init__(self, trainer: Trainer, call: Call) -> None:
+    def __init__(self, trainer: Trainer, call: CallArguments) -> None:
         self.trainer, self.call = trainer, call
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
@@ -101,7 +109,7 @@ class Fit:
         finally:
             loop.survival.close()
 
-    def follow(self, run_dir: str | None, order: Order | None) -> None:
+    def follow(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
         """Feed and call back for the ranks of now, after some have died or joined.
 
         Args:
@@ -145,7 +153,7 @@ class Fit:
             for callback in new:
                 callback.on_train_begin()
 
-    def _open_feeds(self, order: Order | None, check: bool) -> None:
+    def _open_feeds(self, order: ShuffleOrder | None, check: bool) -> None:
         limits = self.trainer.config.trainer
         call = self.call
         if order is None and data_config(self.trainer.config).shuffle:
@@ -156,8 +164,8 @@ class Fit:
             training=True,
             order=order,
             check=check,
-            limit=fewer or (None if call.steps else limits.limit_train_batches),
-            steps=None if fewer else call.steps,
+            limit=fewer or (None if call.batches_per_epoch else limits.limit_train_batches),
+            batches_per_epoch=None if fewer else call.batches_per_epoch,
             class_weight=call.class_weight,
         )
         self.feed.first_epoch = call.initial_epoch

@@ -76,8 +76,8 @@ def configure_for_verify(config: Config) -> Config:
     )
     if run.role == "unsplit":
         trainer = replace(trainer, xla=False)
-        config = config.having(backend=LocalConfig(), world=replace(config.world, heal=False))
-    return config.having(
+        config = config.with_changes(backend=LocalConfig(), world=replace(config.world, heal=False))
+    return config.with_changes(
         trainer=trainer,
         seed=SEED if config.seed is None else config.seed,
         # Rates that depend on the number of processes are another training, on purpose.
