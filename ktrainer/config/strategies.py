@@ -58,6 +58,13 @@ def check_strategy(config: Config, backend: TfDistributeConfig) -> None:
             path="trainer.steps_per_call",
             value=config.trainer.steps_per_call,
         )
+    if backend.strategy == "tpu" and config.trainer.loss_scope == "global":
+        raise ConfigError(
+            "global gathers the rows of all replicas within the step, whose number a TPU's "
+            "compiler does not know. Set trainer.loss_scope=local, or choose strategy=mirrored.",
+            path="trainer.loss_scope",
+            value="global",
+        )
     if backend.strategy == "central_storage" and config.trainer.xla:
         raise ConfigError(
             "XLA cannot read weights that are on another device, as those of central_storage are. "

@@ -14,6 +14,11 @@ from ktrainer.feed.share import bounds, leaf_names
 from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.world.base import World
 
+_PER_WORKER = (
+    "Set data.batch=per_worker, so that each rank trains on whole batches of its own, or "
+    "backend=local"
+)
+
 
 class Piece(NamedTuple):
     """What a source yields for one of its batches.
@@ -114,12 +119,13 @@ def count_rows(batch: Any) -> int:
     raise DataError("a batch holds no tensors at all")
 
 
-def require_examples(batch: Any, rank: int, size: int) -> None:
+def require_examples(batch: Any, rank: int, size: int, advice: str = _PER_WORKER) -> None:
     """Refuse to cut a batch whose parts have different first axes, such as nodes and edges.
 
     Args:
         batch: of concrete tensors or arrays.
         rank, size: which slice is to be cut, and of how many.
+        advice: what to do instead, as a sentence without a full stop.
 
     Raises:
         DataError: naming the first axis of each part.
@@ -127,10 +133,13 @@ def require_examples(batch: Any, rank: int, size: int) -> None:
     counts = [None if leaf is None else tuple(leaf.shape)[:1] for leaf in tf.nest.flatten(batch)]
     if len({count for count in counts if count is not None}) > 1:
         named = zip(leaf_names(batch), counts, strict=True)
-        raise not_examples({n: c[0] if c else None for n, c in named if c is not None}, rank, size)
+        found = {n: c[0] if c else None for n, c in named if c is not None}
+        raise not_examples(found, rank, size, advice)
 
 
-def not_examples(counts: dict[str, int | None], rank: int, size: int) -> DataError:
+def not_examples(
+    counts: dict[str, int | None], rank: int, size: int, advice: str = _PER_WORKER
+) -> DataError:
     """The error for a batch that is no list of examples, by the first axis of each part."""
     rows = next(count for count in counts.values())
     start, stop = bounds(rows or 0, rank, size)
@@ -138,8 +147,7 @@ def not_examples(counts: dict[str, int | None], rank: int, size: int) -> DataErr
     return DataError(
         f"a batch cannot be cut into {size} parts by its first axis, which is not examples, as it "
         f"has another length in each array ({axes}): this part, number {rank}, would be "
-        f"{stop - start} rows of the first. Set data.batch=per_worker, so that each rank trains "
-        "on whole batches of its own, or backend=local"
+        f"{stop - start} rows of the first. {advice}"
     )
 
 

@@ -40,7 +40,7 @@ def all_gather(tensor: Any) -> Any:
 
     Raises:
         ModelError: it is called outside of a step although there are several ranks; the step is
-            compiled with XLA; the tensor has no rows that could be gathered.
+            compiled with XLA or for a TPU; the tensor has no rows that could be gathered.
     """
     if isinstance(tensor, keras.KerasTensor) or in_symbolic_scope():
         return tensor  # a model is built: only shapes count
@@ -89,10 +89,15 @@ def count_rows(
         views: as in `Gathered`.
 
     Raises:
-        ModelError: the step is compiled with XLA, or a tensor has no rows.
+        ModelError: the step is compiled with XLA or for a TPU, or a tensor has no rows.
     """
     assert context.plane is not None
     context.refuse_xla("it gathers the rows of all ranks")
+    if tf.is_tensor(context.rank):
+        raise ModelError(
+            "the rows of all replicas cannot be gathered within a step on a TPU, whose compiler "
+            "must know their number: choose strategy=mirrored."
+        )
     for tensor in tensors:
         _check_rows(tensor)
     rank, size = context.plane.place(context.rank)

@@ -117,6 +117,18 @@ def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
             trainer.evaluate(model, (given, y))
 
 
+def test_batches_whose_first_axis_is_not_examples_are_refused(trainer: Trainer) -> None:
+    nodes, edges = keras.Input((4,), name="nodes"), keras.Input((2,), name="edges")
+    joined = [layers.Dense(1)(nodes), keras.ops.sum(layers.Dense(1)(edges), 0, keepdims=True)]
+    model = keras.Model([nodes, edges], layers.Add()(joined))
+    model.compile("sgd", "mse")
+    batch = ((np.zeros((8, 4)), np.zeros((5, 2))), np.zeros((8, 1)))
+    graphs = tf.data.Dataset.from_tensors(batch).repeat(2)
+    with pytest.raises(DataError, match=r"8, .*5, .*8\).*Set backend\.microbatches=1") as caught:
+        trainer.fit(model, graphs)
+    assert "per_worker" not in str(caught.value)
+
+
 class Noise(layers.Layer):
     """Draws from Keras' global generator."""
 

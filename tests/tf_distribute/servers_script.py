@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 
 from tests.contracts import playing, running
 from tests.contracts.test_backends import compare as compare_zoo
+from tests.dist import losses
 from tests.dist.cases import CASES, difference, several
 from tests.dist.harness import keras_state
 from tests.tf_distribute.running import make_devices
@@ -59,6 +60,12 @@ def joined() -> dict[str, Any]:
         (reference,) = several([(case, optimizer)], backend="local", **few)
         found["cases"][f"{case} {optimizer}"] = difference(reference, ours)
         found["logs"][f"{case} {optimizer}"] = [ours.history, reference.history]
+    for name in ("added", "returned_whole"):  # sums over examples, for both keys of loss_scope
+        words = {"backend__strategy": "parameter_server", "backend__join": "step"}
+        (ours,) = losses.outcomes([name], backend="tf_distribute", **words)
+        (reference,) = losses.outcomes([name], backend="local")
+        found["cases"][name] = difference(reference, ours)
+        found["logs"][name] = [ours.history, reference.history]
     found["asynchronous"] = asynchronous()
     found["left"] = left_in_validation()
     found["cut"] = [cut_variables(digits_model), cut_variables(averaged_embeddings)]

@@ -247,6 +247,33 @@ def test_statistics_are_the_same_on_all_replicas(ranks: Callable[..., Any]) -> N
             np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-7)
 
 
+def graphs_refused(more: dict[str, Any]) -> str:
+    """What is said of batches with as many edges as there happen to be."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import DataError
+
+    nodes, edges = keras.Input((4,), name="nodes"), keras.Input((2,), name="edges")
+    joined = [keras.layers.Dense(1)(nodes), keras.ops.sum(edges, keepdims=True)]
+    model = keras.Model([nodes, edges], keras.layers.Add()(joined))
+    model.compile("sgd", "mse")
+    batch = ((np.zeros((8, 4)), np.zeros((5, 2))), np.zeros((8, 1)))
+    with trainer(**more) as it, pytest.raises(DataError) as caught:
+        it.fit(model, tf.data.Dataset.from_tensors(batch).repeat(4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("more", [{}, {"trainer__steps_per_call": 2}, {"trainer__accumulate": 2}])
+def test_batches_whose_first_axis_is_not_examples_are_refused(
+    ranks: Callable[..., Any], more: dict[str, Any]
+) -> None:
+    (text,) = ranks(1, ONE_PROCESS).run(graphs_refused, more)
+    assert "cannot be cut into 2 parts" in text
+    assert "5" in text
+    assert text.endswith("Set backend.devices=1, which is one replica, or backend=local")
+
+
 def own_metric(strategy: str) -> Any:
     """A metric whose states do not add up: the largest output so far."""
     import keras

@@ -149,10 +149,11 @@ def test_tensorflow_makes_programs_for_a_tpu(ranks: Callable[..., Any]) -> None:
     assert compute["CrossReplicaSum"] > add["CrossReplicaSum"] == 0
 
 
-def refused(eager: bool) -> str:
+def refused(what: str) -> str:
     """What is said to a model that a TPU cannot train."""
     import keras
 
+    from ktrainer import all_gather
     from ktrainer.errors import ModelError
 
     class Largest(keras.metrics.Metric):
@@ -167,8 +168,9 @@ def refused(eager: bool) -> str:
 
     make_devices()
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
-    model.compile("sgd", "mse", metrics=[] if eager else [Largest()])
-    model.run_eagerly = eager
+    loss = (lambda y, z: keras.ops.mean(all_gather(z))) if what == "gathers" else "mse"
+    model.compile("sgd", loss, metrics=[Largest()] if what == "metric" else [])
+    model.run_eagerly = what == "eager"
     x, _ = vectors(8)
     with (
         tpu(2),
@@ -179,7 +181,10 @@ def refused(eager: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("eager", "says"), [(True, "run_eagerly=False"), (False, "largest")])
-def test_refused(ranks: Callable[..., Any], eager: bool, says: str) -> None:
-    (text,) = ranks(1, ONE_PROCESS).run(refused, eager)
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("eager", "run_eagerly=False"), ("metric", "largest"), ("gathers", "gathered within a step")],
+)
+def test_refused(ranks: Callable[..., Any], what: str, says: str) -> None:
+    (text,) = ranks(1, ONE_PROCESS).run(refused, what)
     assert says in text

@@ -16,6 +16,8 @@ from ktrainer.feed.share import bounds
 from ktrainer.feed.source import require_examples
 from ktrainer.steps.model_step import ShareLike
 
+_ONE_MICROBATCH = "Set backend.microbatches=1, or backend=local"
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -46,7 +48,7 @@ def cut_batches(shares: Sequence[ShareLike], count: int) -> list[Microbatch]:
             size by one row at most, the larger ones first.
 
     Raises:
-        DataError: sparse or ragged tensors, which cannot be cut.
+        DataError: sparse or ragged tensors, or arrays of different lengths, which cannot be cut.
     """
     examples = max(sum(share.global_examples for share in shares), 1)
     result = []
@@ -54,7 +56,7 @@ def cut_batches(shares: Sequence[ShareLike], count: int) -> list[Microbatch]:
         rows = _rows(share.batch)
         parts = min(count, rows)
         if count > 1:
-            require_examples(share.batch, 0, count)
+            require_examples(share.batch, 0, count, _ONE_MICROBATCH)
         batch = keras.tree.map_structure(_sliceable, share.batch)
         for part in range(parts):
             start, stop = bounds(rows, part, parts)

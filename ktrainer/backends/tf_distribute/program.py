@@ -29,6 +29,7 @@ from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
 
 Share = tf.TensorSpec([2], tf.float64)
+_ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
 
 
 class ReplicatedProgram(Steps):
@@ -75,13 +76,15 @@ class ReplicatedProgram(Steps):
         if self.replicas.one_trace:
             self._check_traceable()
 
-    def _renew_for(self, share: ShareLike) -> None:
+    def _renew_for(self, *shares: ShareLike) -> None:
+        """Make ready to run the shares, which are cut for the replicas of this process."""
         self._renew()
         if self.replicas.count > 1:
-            require_examples(share.batch, 0, self.replicas.count)
+            for share in shares:
+                require_examples(share.batch, 0, self.replicas.count, _ONE_DEVICE)
 
     def train(self, shares: Sequence[ShareLike]) -> Logs:
-        self._renew_for(shares[0])
+        self._renew_for(*shares)
         if self.options.accumulate == 1 and not self.options.xla:
             with self.guard(), checks_explained():
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
@@ -106,7 +109,7 @@ class ReplicatedProgram(Steps):
             for share in shares:
                 logs = self.train([share])
             return logs
-        self._renew()
+        self._renew_for(*shares)
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))
         with self.guard(), checks_explained():
