@@ -313,7 +313,7 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
 def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
     words, own = _split(args.args) if args.check else ([], args.args)
     out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
-    seed = config.seed if config is not None and config.sets("seed") else None
+    seed = config.seed if config is not None and config.is_set("seed") else None
     if seed is None and args.ranks > 1:
         seed = secrets.randbits(31)
     return Options(slices, out, err, words, own, seed)

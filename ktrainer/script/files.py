@@ -103,11 +103,11 @@ def _load_held(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Model.load_weights` of a model in stages: each process takes what it holds."""
 
     @functools.wraps(original)
-    def load_weights(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def load(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         with _remote_ignored(model):
             return original(model, *args, **kwargs)
 
-    return load_weights
+    return load
 
 
 @contextmanager
