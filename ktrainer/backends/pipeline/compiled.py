@@ -169,6 +169,7 @@ class CompiledModel:
     def _tell(self, stage: CompiledStage) -> None:
         after = (stage.stage.index + 1) % self._partitions
         if not stage.stage.is_last and self._partitions > 1:
+            _check_static(stage)
             self.post.tell(_facts(stage), after, "the shapes of activations")
 
 
@@ -176,6 +177,23 @@ def _inputs_of(microbatch: Microbatch) -> Any:
     """Specs of a microbatch's inputs, of which any number may come."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.data)
     return spec_of(inputs)
+
+
+def _check_static(stage: CompiledStage) -> None:
+    """Refuse activations whose size is known only once they are computed.
+
+    Raises:
+        ModelError: the next stage could not make room for them.
+    """
+    unknown = [tuple(spec.shape) for spec in stage.sends if None in tuple(spec.shape)]
+    if unknown:
+        raise ModelError(
+            f"stage {stage.stage.index} sends activations of shape {unknown[0]}, whose size is "
+            "known only once they are computed (a random resize, a boolean mask), but the next "
+            "stage must know it before. Keep the layers up to where the size is fixed on one "
+            "stage, with backend.stages or ktrainer.partition, or move them into the input "
+            "pipeline; or train with backend=data_parallel."
+        )
 
 
 def _facts(stage: CompiledStage) -> tuple[list[Any], bool, bool]:

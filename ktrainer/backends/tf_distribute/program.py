@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import keras
 import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
 from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
@@ -68,6 +70,7 @@ class ReplicatedProgram(Steps):
         kind = "train" if training else "test"
         if self._specs.get(kind) is spec:
             return
+        _make_global_seed()
         self._specs[kind] = spec
         self._functions = {k: f for k, f in self._functions.items() if k not in (kind, "many")}
         if training:
@@ -207,6 +210,14 @@ class ReplicatedProgram(Steps):
             self._functions.clear()
             self._accumulated = None
             self._place(True, lambda: None)
+
+
+def _make_global_seed() -> None:
+    """Have Keras' global seed generator, which layers without a seed draw from: replicas would each
+    make one of their own while they are traced, whose variable has no value."""
+    state = random.getstate()  # it draws its own seed, perhaps for nothing
+    global_seed_generator()
+    random.setstate(state)
 
 
 def check_metrics(model: keras.Model) -> None:

@@ -13,11 +13,12 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import core as tf_core
 from keras.src.losses import loss as loss_module
+from keras.src.random import seed_generator
 
 from ktrainer.steps.context import StepContext
 
-# Settings that Keras keeps by thread, and that a user made in the main one.
-_SETTINGS = ("dtype_policy", "flash_attention")
+# What Keras keeps by thread, and was set or made in the main one.
+_SETTINGS = ("dtype_policy", "flash_attention", seed_generator.GLOBAL_SEED_GENERATOR)
 
 
 class Contexts:
