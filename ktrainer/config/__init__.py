@@ -10,7 +10,8 @@ The parts of this package:
     load.py        the merge
     sources.py     its layers: a file, a dict, words `key=value`
     argv.py        the command line of a script
-    launched.py    what `ktrainer launch` tells the ranks
+    called.py      the arguments of `fit` as its keys
+    launched.py    what `ktrainer run` tells the ranks
     cluster.py     what TF_CONFIG or Slurm's variables say
     strict.py      refuses what the schema does not know
     check.py       refuses what types cannot: bounds, durations, contradictions

@@ -42,6 +42,15 @@ def install(rank: int, seed: int | None, horovod: bool) -> None:
     _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
 
 
+def uninstall() -> None:
+    """Take back what `install` has done, for what runs in this process afterwards."""
+    global _routing
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AfterImport)]
+    if _routing is not None:
+        _routing.close()
+        _routing = None
+
+
 def say(text: str) -> None:
     """A line on rank 0's standard error."""
     if _first:
