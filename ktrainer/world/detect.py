@@ -150,6 +150,11 @@ def barrier() -> None:
     current().barrier()
 
 
+def is_open() -> bool:
+    """Whether a Trainer, or what waits for all ranks, has opened the world."""
+    return _current is not None
+
+
 def current() -> World:
     """The world already open, else the one that `open_world` opens."""
     return _current if _current is not None else open_world()
