@@ -39,7 +39,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 train: setup
-	$(BIN)/ktrainer launch -n 2 examples/digits.py backend=data_parallel $(ARGS)
+	$(BIN)/ktrainer run -n 2 examples/digits.py backend=data_parallel $(ARGS)
 
 horovod: setup
 	@$(BIN)/ktrainer horovod build

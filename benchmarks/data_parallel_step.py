@@ -1,6 +1,6 @@
 """What a data-parallel step costs: no communication, our engines, and a hand-written loop.
 
-    ktrainer launch -n 2 benchmarks/data_parallel_step.py
+    ktrainer run -n 2 benchmarks/data_parallel_step.py
 
 An MLP of 2.9 million parameters (784-1024-1024-1024-10), SGD with momentum, 64 examples a
 process, one thread a process. All variants take turns in one run, so that the ratios hold on a

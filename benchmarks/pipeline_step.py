@@ -1,6 +1,6 @@
 """What a pipeline gains: two stages, two processes, against one process with one thread.
 
-    ktrainer launch -n 2 benchmarks/pipeline_step.py
+    ktrainer run -n 2 benchmarks/pipeline_step.py
     mpirun -n 2 python benchmarks/pipeline_step_torch.py    # the same with PyTorch's pipelines
 
 Two models: 8 dense layers of 1024 on 256 examples, and a transformer of 4 blocks (width 256,

@@ -4,7 +4,7 @@
 
 Two processes train a small transformer on Shakespeare's plays (`DIR/input.txt`, else downloaded),
 first undisturbed, then, in each of the ways named, with a rank, drawn at random, killed every so
-many seconds: `heal` lets the others go on and replaces it (`ktrainer launch --replace`), `restart`
+many seconds: `heal` lets the others go on and replaces it (`ktrainer run --replace`), `restart`
 starts both again from the last checkpoint (`--max-restarts`). Prints how far the weights are apart,
 how often a rank was killed, memory over time, and what is left behind. `one` is one process,
 undisturbed: it adds the same numbers in another order, as the ranks that heal do, and shows what

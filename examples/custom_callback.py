@@ -1,7 +1,7 @@
 """Callbacks of your own: for steps, for gradients, for logs, and by name from a config.
 
     python examples/custom_callback.py
-    ktrainer launch -n 2 examples/custom_callback.py backend=data_parallel \\
+    ktrainer run -n 2 examples/custom_callback.py backend=data_parallel \\
         'callbacks={goal: {type: stop_at, metric: val_accuracy, value: 0.95}}'
 
 Every rank runs every callback, and logs of epochs are the same on all of them, so a decision

@@ -2,7 +2,7 @@
 
     python examples/custom_loop.py
     python examples/custom_loop.py backend=tf_distribute backend.strategy=mirrored backend.devices=2
-    ktrainer launch -n 2 examples/custom_loop.py backend=tf_distribute \\
+    ktrainer run -n 2 examples/custom_loop.py backend=tf_distribute \\
         backend.strategy=multi_worker_mirrored
 
 As the tf.distribute tutorials teach: every replica sums its examples' losses and divides by the

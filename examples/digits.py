@@ -1,7 +1,7 @@
 """The quick start: handwritten digits that come with scikit-learn, in seconds on any CPU.
 
     python examples/digits.py
-    ktrainer launch -n 2 examples/digits.py backend=data_parallel
+    ktrainer run -n 2 examples/digits.py backend=data_parallel
 
 Both train the same way, step by step; their numbers differ by rounding only. Every setting can
 be given as key=value: trainer.epochs=5 data.batch_size=64 checkpoint.every=1ep

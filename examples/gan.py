@@ -1,7 +1,7 @@
 """A generative adversarial network: two networks, two optimizers, one `train_step`.
 
     python examples/gan.py
-    ktrainer launch -n 2 examples/gan.py backend=data_parallel
+    ktrainer run -n 2 examples/gan.py backend=data_parallel
 
 Each call of an optimizer's `apply` reduces that network's gradients over all ranks.
 `--data-dir DIR` as in mnist_cnn.py.

@@ -1,7 +1,7 @@
 """A convolutional network on MNIST.
 
     python examples/mnist_cnn.py
-    ktrainer launch -n 2 examples/mnist_cnn.py backend=data_parallel
+    ktrainer run -n 2 examples/mnist_cnn.py backend=data_parallel
 
 `--data-dir DIR` reads MNIST's gzipped IDX files from a folder instead of downloading them; the
 test files alone are enough.

@@ -1,7 +1,7 @@
 """A pipeline whose stages are chosen by hand, with `with ktrainer.partition(i):`.
 
-    ktrainer launch -n 2 examples/pipeline_manual.py
-    ktrainer launch -n 2 examples/pipeline_manual.py \\
+    ktrainer run -n 2 examples/pipeline_manual.py
+    ktrainer run -n 2 examples/pipeline_manual.py \\
         'backend.stages={0: "convolution_[12]", 1: "convolution_3|hidden|logits"}'
 
 In the model's code, what is created or called inside of a scope is on that stage; what is outside

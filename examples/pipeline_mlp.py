@@ -1,8 +1,8 @@
 """A pipeline: a model cut into two stages, one process for each, trained on digits.
 
-    ktrainer launch -n 2 examples/pipeline_mlp.py
+    ktrainer run -n 2 examples/pipeline_mlp.py
     ktrainer plan examples/pipeline_mlp.py
-    ktrainer launch -n 4 examples/pipeline_mlp.py --config configs/pipeline_hybrid.yaml
+    ktrainer run -n 4 examples/pipeline_mlp.py --config configs/pipeline_hybrid.yaml
 
 The first line trains; each process makes and keeps its own stage's weights only. The second says
 beforehand what the stages are, what goes between them, and what is to be gained. The third trains

@@ -1,8 +1,8 @@
 """A transformer that learns to write Shakespeare, byte by byte.
 
     python examples/shakespeare.py
-    ktrainer launch -n 2 examples/shakespeare.py backend=data_parallel
-    ktrainer launch -n 2 examples/shakespeare.py backend=pipeline backend.partitions=2 \\
+    ktrainer run -n 2 examples/shakespeare.py backend=data_parallel
+    ktrainer run -n 2 examples/shakespeare.py backend=pipeline backend.partitions=2 \\
         backend.microbatches=4
 
 One table embeds the bytes and predicts them (tied embeddings); in a pipeline the first stage and

@@ -1,7 +1,7 @@
 """A variational autoencoder: a model with its own `train_step` and `test_step`.
 
     python examples/vae.py
-    ktrainer launch -n 2 examples/vae.py backend=data_parallel
+    ktrainer run -n 2 examples/vae.py backend=data_parallel
 
 Nothing in the model knows of ranks. What makes a step of your own right on several of them:
 losses are means over the examples (or Keras losses, with any reduction), and gradients are

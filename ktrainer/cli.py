@@ -14,7 +14,7 @@ from ktrainer.errors import KtrainerError, nearest
 COMMANDS = {
     "run": ("ktrainer.launch.launch", "run a Keras script, in one process or in several"),
     "launch": ("ktrainer.launch.launch", "another name for run"),
-    "plan": ("ktrainer.preview.command", "say what a run would do, or why it cannot"),
+    "plan": ("ktrainer.launch.plan", "say what a run would do, or why it cannot"),
     "verify": ("ktrainer.launch.verify", "check that a script trains the same as in one process"),
     "config": ("ktrainer.config.command", "print the resolved configuration, or describe its keys"),
     "checkpoint": ("ktrainer.checkpoint.command", "list, show, verify and export checkpoints"),

@@ -92,7 +92,7 @@ def _workers() -> int | None:
 
 
 def _threads_asked() -> int | None:
-    """What the user, or `ktrainer launch`, asks TensorFlow for; its default, 0, is no number."""
+    """What the user, or `ktrainer run`, asks TensorFlow for; its default, 0, is no number."""
     asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else None
 

@@ -125,7 +125,7 @@ def _check_partitions(partitions: int, size: int) -> None:
     if size % partitions == 0:
         return
     below, above = size - size % partitions, size - size % partitions + partitions
-    starts = [f"`ktrainer launch -n {n}`" for n in (below, above) if n]
+    starts = [f"`ktrainer run -n {n}`" for n in (below, above) if n]
     near = min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - partitions))
     are = "1 process is" if size == 1 else f"{size} processes are"
     raise ConfigError(
@@ -143,7 +143,7 @@ def _check_copies(config: Config, size: int) -> None:
         raise ConfigError(
             "no other process has what one of this pipeline holds, so nobody could save the state "
             f"of one that dies: start {2 * size} processes for two replicas, or set "
-            "world.heal=false and let `ktrainer launch --max-restarts` start it again from its "
+            "world.heal=false and let `ktrainer run --max-restarts` start it again from its "
             "last checkpoint.",
             path="world.heal",
             value=True,

@@ -1,6 +1,6 @@
 """What the processes of a launch leave to those that the launcher starts in their place.
 
-`ktrainer launch --max-restarts` keeps a folder, named in the environment, from one start to the
+`ktrainer run --max-restarts` keeps a folder, named in the environment, from one start to the
 next: in it rank 0 notes each checkpoint, which is how progress is told from going in circles, and
 the run folders whose names were made of the time, so that a later start finds its checkpoints.
 """

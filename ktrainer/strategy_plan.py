@@ -80,7 +80,7 @@ def plan_strategy(
         _refuse(
             "strategy",
             name,
-            "parameter_server needs a cluster of workers and servers: start with `ktrainer launch "
+            "parameter_server needs a cluster of workers and servers: start with `ktrainer run "
             "--workers 2 --servers 1`, or set TF_CONFIG.",
         )
     if not gpus:

@@ -115,7 +115,7 @@ def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch)
     launch.add_arguments(parser)
     for path in EXAMPLES.glob("*.py"):
         said = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", "")
-        for line in re.findall(r"^ *ktrainer launch (.*)", said, re.MULTILINE):
+        for line in re.findall(r"^ *ktrainer run (.*)", said, re.MULTILINE):
             args = parser.parse_args(shlex.split(line))
             assert args.check, line
             with monkeypatch.context() as patch:
@@ -176,7 +176,7 @@ def test_stop_at_is_known_by_name(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_quick_start_through_the_launcher(tmp_path):
-    """What `make train` runs, with fewer epochs: started and watched by `ktrainer launch`."""
+    """What `make train` runs, with fewer epochs: started and watched by `ktrainer run`."""
     command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "examples/digits.py"]
     words = ["backend=data_parallel", "trainer.epochs=2", f"run.dir={tmp_path}"]
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)

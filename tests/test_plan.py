@@ -127,10 +127,10 @@ def test_a_pipeline_alone_and_with_replicas():
 @pytest.mark.parametrize(
     "partitions, size, says",
     [
-        (4, 3, "3 processes are no multiple of 4 partitions: start with `ktrainer launch -n 4`, or "
+        (4, 3, "3 processes are no multiple of 4 partitions: start with `ktrainer run -n 4`, or "
          "set backend.partitions=3"),
-        (2, 1, "1 process is no .* `ktrainer launch -n 2`, or set backend.partitions=1"),
-        (3, 8, "`ktrainer launch -n 6` or `ktrainer launch -n 9`, or set backend.partitions=2"),
+        (2, 1, "1 process is no .* `ktrainer run -n 2`, or set backend.partitions=1"),
+        (3, 8, "`ktrainer run -n 6` or `ktrainer run -n 9`, or set backend.partitions=2"),
     ],
 )  # fmt: skip
 def test_processes_must_be_whole_pipelines(partitions, size, says):

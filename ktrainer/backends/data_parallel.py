@@ -52,7 +52,7 @@ class DataParallel(Backend):
         if self.world.name != "mpi":
             raise ConfigError(
                 f"the processes were started by {self.world.name}, not by MPI; start them with "
-                "`ktrainer launch`, mpirun or srun, or set backend.engine=horovod",
+                "`ktrainer run`, mpirun or srun, or set backend.engine=horovod",
                 path="backend.engine",
                 value="mpi",
             )

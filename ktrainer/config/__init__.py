@@ -11,7 +11,8 @@ The parts of this package:
     precedence.py  where keys were set, and which of them a call's arguments may change
     sources.py     its layers: a file, a dict, words `key=value`
     argv.py        the command line of a script
-    launched.py    what `ktrainer launch` tells the ranks
+    called.py      the arguments of `fit` as its keys
+    launched.py    what `ktrainer run` tells the ranks
     cluster.py     what TF_CONFIG or Slurm's variables say
     strict.py      refuses what the schema does not know
     check.py       refuses what types cannot: bounds, durations, contradictions

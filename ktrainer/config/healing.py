@@ -36,7 +36,7 @@ def check_healing(config: Config) -> None:
         key = "batch" if config.data.batch != "global" else "shard"
         raise ConfigError(
             "world.heal=true needs data that every rank could cut anew: set data.batch=global and "
-            "data.shard=batch, or heal by restarts (`ktrainer launch --max-restarts`).",
+            "data.shard=batch, or heal by restarts (`ktrainer run --max-restarts`).",
             path=f"data.{key}",
             value=getattr(config.data, key),
         )
@@ -53,7 +53,7 @@ def check_healing(config: Config) -> None:
 
 def _check_backend(config: Config) -> None:
     backend = config.backend
-    remedy = "set world.heal=false, and let `ktrainer launch --max-restarts` start it again."
+    remedy = "set world.heal=false, and let `ktrainer run --max-restarts` start it again."
     if not isinstance(backend, (DataParallelConfig, PipelineConfig)):
         raise ConfigError(
             "only backend=data_parallel goes on without ranks that die, and only backend=pipeline "
@@ -84,7 +84,7 @@ def _check_pipeline(config: Config) -> None:
         if value:
             raise ConfigError(
                 "the ranks of a pipeline cannot do each other's work, so all end with the first "
-                "that dies, once its state is saved: leave it out, and let `ktrainer launch --heal "
+                "that dies, once its state is saved: leave it out, and let `ktrainer run --heal "
                 "--max-restarts` start all of them again.",
                 path=f"world.{key}",
                 value=getattr(world, key),

@@ -1,4 +1,4 @@
-"""What `ktrainer launch` was told on its command line and every rank must know.
+"""What `ktrainer run` was told on its command line and every rank must know.
 
 It goes through the environment: a script need not take words `key=value` to be launched so.
 """

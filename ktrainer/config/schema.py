@@ -232,7 +232,7 @@ class LoggingConfig:
             computed so far, at no cost. all: the same logs on every rank, those of all ranks
             together, for waiting after each batch and two small all-reduces.
         tensorflow: let TensorFlow's own start-up messages through. Only what it says after the
-            Trainer is made: import keras after that, or use `ktrainer launch`.
+            Trainer is made: import keras after that, or use `ktrainer run`.
     """
 
     every: str = duration("50ba")
@@ -287,11 +287,11 @@ class WorldConfig:
         deadline: seconds that any wait for another rank may last before it ends with an error.
         start_deadline: the same for the wait at the start, until all ranks have come to
             `Trainer(...)`: what a script does before, such as preparing data, may take so long.
-        threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer
-            launch` sets it), else the machine's cores divided by its processes.
+        threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer run`
+            sets it), else the machine's cores divided by its processes.
         heal: with engine mpi: go on without ranks that die (data_parallel), or save the state that
             their replicas hold, and end (pipeline). The processes must have been started by
-            `ktrainer launch --heal`, or `mpirun --with-ft ulfm`.
+            `ktrainer run --heal`, or `mpirun --with-ft ulfm`.
         replace: start a process in the place of each that died; it joins the others when it is
             ready.
         min_size: fewest ranks to go on with; with fewer left the rest save a checkpoint and end.

@@ -3,7 +3,7 @@
 Replicas of a partition hold the same state, so that of a dead rank is still there as long as a
 copy of its partition lives. The ranks that are left go back to the last update that all of them
 have finished, write a checkpoint of it, each partition by its first copy, and end. The next start,
-for which `ktrainer launch --max-restarts` sees, goes on from there: however long ago the last
+for which `ktrainer run --max-restarts` sees, goes on from there: however long ago the last
 checkpoint was, no more is lost than the update under way. Where a partition has no copy left, the
 next start goes on from the last checkpoint.
 
@@ -276,5 +276,5 @@ class JustInTime:
         does = "goes on from there" if path else "begins anew"
         return (
             f". Started again{how}, on as many processes, the run {does}; "
-            "`ktrainer launch --max-restarts N` starts it by itself"
+            "`ktrainer run --max-restarts N` starts it by itself"
         )

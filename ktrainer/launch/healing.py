@@ -1,4 +1,4 @@
-"""`ktrainer launch --heal`: ranks may die and others join, and the launch goes on."""
+"""`ktrainer run --heal`: ranks may die and others join, and the launch goes on."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
 
 
 def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
-    words, own = _split(args.args) if args.check else ([], args.args)
+    words, own = split_words(args.args) if args.check else ([], args.args)
     out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
     seed = config.seed if config is not None and config.is_set("seed") else None
     if seed is None and args.ranks > 1:
@@ -319,7 +319,7 @@ def _options(slices: list[list[int]], args: argparse.Namespace, config: Config |
     return Options(slices, out, err, words, own, seed)
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that belong to ktrainer, and those of the script."""
     path, overrides, own = parse_known_cli(words)
     return [*overrides, *([] if path is None else [f"--config={path}"])], own

@@ -107,7 +107,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_options(given: dict[str, object]) -> list[str]:
-    """The options of `ktrainer launch` for what was given."""
+    """The options of `ktrainer run` for what was given."""
     names = ("ranks", "workers", "servers", "threads", "timeout")
     words = [f"--{name}={given[name]}" for name in names if given.get(name) is not None]
     cluster = given.get("workers") is not None or given.get("servers") is not None

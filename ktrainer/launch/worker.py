@@ -145,8 +145,10 @@ def _run(script: str, rank: int, options: Options) -> None:
         seed = SEED
     if detection.is_plain(source):
         bootstrap.install(rank, seed, detection.imports_package(source, "horovod"))
-    elif verifies:
-        seed_everything()
+    else:
+        bootstrap.watch(rank, int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
+        if verifies:
+            seed_everything()
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins

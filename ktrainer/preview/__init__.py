@@ -1,6 +1,7 @@
 """`ktrainer plan`: what a run would do, without running it or starting any other process.
 
-command.py   runs the script up to `fit`, or takes a configuration alone
+The command, which runs a script up to `fit` or takes a configuration alone, is `launch/plan.py`.
+
 mode.py      whether this process only plans
 backend.py   the backend of such a process
 report.py    what is printed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -12,7 +13,7 @@ from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ktrainer.script.routing import Routing
@@ -40,6 +41,49 @@ def install(rank: int, seed: int | None, horovod: bool) -> None:
     start = partial(_start, seed, horovod)
     _AfterImport("tensorflow", partial(_unless_importing, "keras", start))
     _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
+
+
+def watch(rank: int, ranks: int) -> None:
+    """Of a script that is not routed: warn once if it trains on several ranks without a Trainer."""
+    global _first
+    _first = rank == 0
+    if ranks > 1:
+        _AfterImport("keras", partial(_watch_fit, ranks))
+
+
+def _watch_fit(ranks: int) -> None:
+    import keras
+
+    from ktrainer.script.replace import Replacements
+
+    replaced = Replacements()
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            from ktrainer.world import is_open
+
+            replaced.close()
+            if not is_open():
+                say(
+                    f"Model.fit was called, and no Trainer has been made: each of {ranks} ranks "
+                    "trains by itself. Call `fit` of a Trainer; or take Trainer and load_config "
+                    "out of the script, and Model.fit is shared out"
+                )
+            return original(*args, **kwargs)
+
+        return fit
+
+    replaced.replace(keras.Model, "fit", make)
+
+
+def uninstall() -> None:
+    """Take back what `install` has done, for what runs in this process afterwards."""
+    global _routing
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AfterImport)]
+    if _routing is not None:
+        _routing.close()
+        _routing = None
 
 
 def say(text: str) -> None:

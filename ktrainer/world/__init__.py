@@ -37,6 +37,6 @@ The parts of this package:
 from __future__ import annotations
 
 from ktrainer.world.base import ReduceOp, SingleWorld, World
-from ktrainer.world.detect import barrier, current, open_world
+from ktrainer.world.detect import barrier, current, is_open, open_world
 
-__all__ = ["ReduceOp", "SingleWorld", "World", "barrier", "current", "open_world"]
+__all__ = ["ReduceOp", "SingleWorld", "World", "barrier", "current", "is_open", "open_world"]

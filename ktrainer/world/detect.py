@@ -2,7 +2,7 @@
 
 | started by | world |
 |---|---|
-| `mpirun`, `ktrainer launch`, `srun` with PMIx/PMI | `MpiWorld` |
+| `mpirun`, `ktrainer run`, `srun` with PMIx/PMI | `MpiWorld` |
 | `horovodrun --gloo` | `HorovodWorld` |
 | anything, with a cluster in TF_CONFIG or Slurm's variables | `ClusterWorld` |
 | plain `python` | `SingleWorld` |
@@ -90,7 +90,7 @@ def _open_mpi_world(heal: bool, start_deadline: float) -> World:
 
 
 def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
-    """Import MPI, which waits for all ranks to do so. `ktrainer launch` sees to that wait; under a
+    """Import MPI, which waits for all ranks to do so. `ktrainer run` sees to that wait; under a
     plain mpirun, Python's fault handler does, the only one that can meanwhile: it ends this process
     with its stack, in which the name of this function says what it waited for."""
     alone = not heard() and "mpi4py.MPI" not in sys.modules
@@ -137,7 +137,7 @@ def check_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
         "Start with `srun --mpi=pmix` (`srun --mpi=list` says what this Slurm has), or with mpirun "
         "inside of the allocation."
         if slurm
-        else "Start with `ktrainer launch`, or with the mpirun of the MPI that mpi4py uses."
+        else "Start with `ktrainer run`, or with the mpirun of the MPI that mpi4py uses."
     )
     raise SetupError(
         f"{said[1]} processes were started ({said[0]}), but MPI in this one sees {size}: the "
@@ -148,6 +148,11 @@ def check_size(size: int, environ: Mapping[str, str] = os.environ) -> None:
 def barrier() -> None:
     """Wait until all ranks have come here; at once in one process."""
     current().barrier()
+
+
+def is_open() -> bool:
+    """Whether a Trainer, or what waits for all ranks, has opened the world."""
+    return _current is not None
 
 
 def current() -> World:

@@ -65,7 +65,7 @@ class HealingWorld(MpiWorld):
         if os.environ.get(_ENABLED) not in ("1", "true"):
             raise SetupError(
                 "world.heal=true needs MPI's failure mitigation, which was not switched on when "
-                "the processes were started: use `ktrainer launch --heal`, or "
+                "the processes were started: use `ktrainer run --heal`, or "
                 "`mpirun --with-ft ulfm`"
             )
         super().__init__(start_deadline)

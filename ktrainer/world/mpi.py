@@ -45,7 +45,7 @@ class MpiWorld(MpiComm):
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise WorldError(
                 "this MPI was started without MPI_THREAD_MULTIPLE, which gradients and host "
-                "messages that overlap need; start the script through `ktrainer launch`, or "
+                "messages that overlap need; start the script through `ktrainer run`, or "
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
         _end_all_with_this_rank()

@@ -1,6 +1,6 @@
 """Trainings in which ranks die; `test_healing.py` launches it, and compares with one process.
 
-    ktrainer launch --heal -n 4 healing_script.py RESULTS dense,0:7:in mixed,1:5:before
+    ktrainer run --heal -n 4 healing_script.py RESULTS dense,0:7:in mixed,1:5:before
 
 Each word is one `fit`: its training, then who dies (by its number for life), at which step, where.
 """

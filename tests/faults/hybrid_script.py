@@ -1,6 +1,6 @@
 """A hybrid training whose ranks die; `test_just_in_time.py` launches it.
 
-    ktrainer launch --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
+    ktrainer run --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
 
 Each start takes the next word: who dies, after which step, and where. The start that has no word
 left trains to the end, and then once more without a fault.

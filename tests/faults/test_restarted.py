@@ -1,4 +1,4 @@
-"""`ktrainer launch --max-restarts`: from the last checkpoint, with back-off, never in circles."""
+"""`ktrainer run --max-restarts`: from the last checkpoint, with back-off, never in circles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `ktrainer launch` as a user does: in a process of its own, on a script in a file."""
+"""Run `ktrainer run` as a user does: in a process of its own, on a script in a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def launch_command(*words: object) -> list[str]:
-    """The command line of `ktrainer launch`, all ranks shown."""
+    """The command line of `ktrainer run`, all ranks shown."""
     return [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", *map(str, words)]
 
 

@@ -94,7 +94,7 @@ def horovodrun(*words: object) -> list[str]:
 
 
 def mpirun(*words: object) -> list[str]:
-    """Two ranks as a user may start them, without what `ktrainer launch` sets."""
+    """Two ranks as a user may start them, without what `ktrainer run` sets."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     return [find_mpirun(), *root, "--oversubscribe", "-np", "2", sys.executable, *map(str, words)]
 

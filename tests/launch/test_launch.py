@@ -1,4 +1,4 @@
-"""`ktrainer launch` with real processes: output, failures, signals, ports."""
+"""`ktrainer run` with real processes: output, failures, signals, ports."""
 
 from __future__ import annotations
 

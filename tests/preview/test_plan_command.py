@@ -7,9 +7,10 @@ import re
 import subprocess
 import sys
 
+import keras
 import pytest
 
-from ktrainer import cli
+from ktrainer import cli, commandline
 from ktrainer.preview import mode
 from tests.dist.harness.group import ROOT
 from tests.preview.scripts import PIPELINE, SCRIPT, SEQUENTIAL
@@ -106,6 +107,39 @@ trainer.fit(model, tf.data.Dataset.from_tensor_slices((x, x)).batch(20, drop_rem
 """
 
 
+PLAIN = """
+import sys
+import keras
+import numpy as np
+from keras import layers
+
+stack = [layers.Dense(16, name=f"dense_{i}") for i in range(8)]
+model = keras.Sequential([keras.Input((16,)), *stack], name="stack")
+model.compile("adam", "mse")
+x = np.zeros((64, 16), "float32")
+print("own words", sys.argv[1:])
+model.fit(x, x, epochs=3)
+print("trained")
+"""
+
+
+def test_a_script_without_a_trainer(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(PLAIN)
+    fit = keras.Model.fit
+    assert cli.main(["plan", str(path), "--own", *PIPELINE, "--", "a=b"]) == 0
+    out = capsys.readouterr().out
+    assert "own words ['--own', 'a=b']" in out
+    assert "2 partitions x 1 replica, 1f1b with 4 microbatches" in out
+    assert "rank 0  F0 F1 .  .  B0 -- F2 B1" in out
+    assert "trained" not in out
+    assert keras.Model.fit is fit
+    assert cli.main(["plan", "-n", "3", str(path), "backend=data_parallel"]) == 0
+    assert "3 processes on" in capsys.readouterr().out
+    assert keras.Model.fit is fit
+    assert commandline.words == []
+
+
 def test_strategies(script, capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     words = ["backend=tf_distribute", "backend.devices=2"]
@@ -185,7 +219,7 @@ def test_a_script_without_fit(tmp_path, capsys, script_text):
     path = tmp_path / "train.py"
     path.write_text(script_text)
     assert cli.main(["plan", str(path)]) == 2
-    assert "without Trainer.fit" in capsys.readouterr().err
+    assert "without fit" in capsys.readouterr().err
 
 
 def test_a_scripts_own_failure_is_its_own(tmp_path, capsys):
@@ -209,7 +243,7 @@ def test_what_is_neither_a_script_nor_a_configuration(tmp_path, capsys):
 
 
 def test_png_needs_matplotlib(config, capsys, monkeypatch):
-    monkeypatch.setattr("ktrainer.preview.command.find_spec", lambda name: None)
+    monkeypatch.setattr("ktrainer.launch.plan.find_spec", lambda name: None)
     assert cli.main(["plan", config, "--picture", "x.png"]) == 2
     assert "ask for x.svg, which needs nothing" in capsys.readouterr().err
 

@@ -33,7 +33,7 @@ def test_a_script_that_goes_on_after_an_error(script, capsys):
     assert cli.main(["plan", script, "backend=pipeline", "backend.partitions=9"]) == 2
     out, err = capsys.readouterr()
     assert "caught" in out
-    assert "without Trainer.fit" in err
+    assert "without fit" in err
 
 
 def test_mistakes_are_told_alike_wherever_they_are_found(config, tmp_path, capsys):

@@ -187,6 +187,18 @@ def test_fit_on_rank_0_alone_is_refused(tmp_path: Path) -> None:
     assert "fit was called on rank 0 alone, inside @ktrainer.rank_zero_only" in done.stderr
 
 
+def test_fit_of_keras_beside_a_trainer_that_is_not_made(tmp_path: Path) -> None:
+    (tmp_path / "unmade.py").write_text(
+        "import keras\nimport numpy as np\nfrom ktrainer import Trainer\n"
+        "model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "for _ in range(2): model.fit(np.ones((4, 1)), np.ones((4, 1)), verbose=0)\n"
+    )
+    done = run(tmp_path, "-n", 2, "unmade.py")
+    assert done.returncode == 0
+    assert done.stderr.count("each of 2 ranks trains by itself") == 1
+
+
 def test_loop_of_its_own_is_refused_by_several_and_runs_in_one(tmp_path: Path) -> None:
     refused = run(tmp_path, "-n", 2, SCRIPTS / "loop.py", *TWO)
     assert refused.returncode == 1

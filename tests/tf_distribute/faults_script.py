@@ -1,6 +1,6 @@
 """What the coordinator of a cluster goes through in `test_servers`, when others die or stop.
 
-`ktrainer launch --workers 2 --servers 1 faults_script.py FOLDER` writes what it found to
+`ktrainer run --workers 2 --servers 1 faults_script.py FOLDER` writes what it found to
 FOLDER/found.json, and then ends with an error. The coordinator sends the signals itself, for some
 must come between what a worker computes and what is copied from there.
 """

@@ -1,6 +1,6 @@
 """What the coordinator of a cluster with parameter servers does in `test_servers`.
 
-`ktrainer launch --workers 2 --servers 2 servers_script.py FOLDER PART` writes what it found to
+`ktrainer run --workers 2 --servers 2 servers_script.py FOLDER PART` writes what it found to
 FOLDER/found.json. Workers and servers come as far as the first Trainer.
 """
 

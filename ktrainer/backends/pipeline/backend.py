@@ -109,7 +109,7 @@ class Pipeline(Backend):
         if world.name != "mpi":
             raise ConfigError(
                 f"the processes were started by {world.name}, but stages talk through MPI; start "
-                "them with `ktrainer launch`, mpirun or srun.",
+                "them with `ktrainer run`, mpirun or srun.",
                 path="backend",
                 value="pipeline",
             )

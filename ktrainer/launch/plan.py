@@ -9,7 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktrainer import commandline
 from ktrainer.errors import ConfigError, SetupError
+from ktrainer.launch.launch import split_words
+from ktrainer.script import bootstrap, detection
 
 if TYPE_CHECKING:
     from ktrainer.preview.mode import Preview
@@ -22,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Say what a run would do, or why it cannot: processes, batches, and for a pipeline its "
         "stages, what goes between them, its schedule, memory and expected speed. A script is "
-        "run in this one process up to its first Trainer.fit; a configuration file is enough to "
+        "run in this one process up to its first fit; a configuration file is enough to "
         "see the schedule. No other process is started, and nothing is trained."
     )
     _add_options(parser)
@@ -31,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "args",
         nargs=argparse.REMAINDER,
         metavar="...",
-        help="key=value, the options above, and for a script its own arguments",
+        help="key=value, the options above, and for a script its own words",
     )
 
 
@@ -39,12 +42,14 @@ def run(args: argparse.Namespace) -> int:
     """Show the plan; returns the exit status.
 
     Raises:
-        ConfigError: the configuration cannot work, or the script does not call `Trainer.fit`.
+        ConfigError: the configuration cannot work, or the script does not call `fit`.
         SetupError: the picture's format needs something that is not installed.
     """
     own = argparse.ArgumentParser(prog="ktrainer plan", allow_abbrev=False, add_help=False)
     _add_options(own)
-    later, words = own.parse_known_args(args.args)
+    end = args.args.index("--") if "--" in args.args else len(args.args)
+    later, words = own.parse_known_args(args.args[:end])
+    words += args.args[end:]
     picture = later.picture or args.picture
     if picture is not None:
         _check_picture(picture)
@@ -109,13 +114,16 @@ def _show_config(path: Path, words: list[str], preview: Preview) -> int:
 
 
 def _run_script(path: Path, words: list[str], preview: Preview) -> int:
-    """Run the script as `python SCRIPT words...` would, up to its first `fit`."""
+    """Run the script as one process of `ktrainer run` would, up to its first `fit`."""
     from ktrainer.preview.mode import Previewed, previewing
 
     argv, folders = sys.argv, list(sys.path)
-    sys.argv, sys.path[:] = [str(path), *words], [str(path.resolve().parent), *folders]
+    commandline.words[:], own = split_words(words)
+    sys.argv, sys.path[:] = [str(path), *own], [str(path.resolve().parent), *folders]
     try:
         with previewing(preview):
+            if detection.is_plain(path.read_bytes()):
+                bootstrap.install(0, None, horovod=False)
             runpy.run_path(str(path), run_name="__main__")
     except Previewed:
         return 0
@@ -123,11 +131,12 @@ def _run_script(path: Path, words: list[str], preview: Preview) -> int:
         if error.code not in (None, 0):
             raise
     finally:
+        bootstrap.uninstall()
+        commandline.words.clear()
         sys.argv, sys.path[:] = argv, folders
     raise ConfigError(
-        f"{path} has ended without Trainer.fit, so there is nothing to plan. Call trainer.fit at "
-        'the top level or under `if __name__ == "__main__"`; a configuration file shows the '
-        "schedule alone."
+        f"{path} has ended without fit, so there is nothing to plan. Call fit at the top level or "
+        'under `if __name__ == "__main__"`; a configuration file shows the schedule alone.'
     )
 
 
