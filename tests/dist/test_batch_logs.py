@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import pytest
 
-from tests.contracts.running import use_float64, with_ktrainer
+from ktrainer import Trainer
+from tests.contracts.running import ROWS, SEED, config, use_float64, with_ktrainer
 from tests.contracts.zoo import ZOO
 from tests.dist.harness import leaks
 from tests.tf_distribute.running import CLUSTER
@@ -61,6 +62,23 @@ def same(ours: Any, truth: Any) -> None:
             for key, value in values.items():
                 text = f"{kind} {batch} {key}"
                 np.testing.assert_allclose(logs[key], value, rtol=1e-9, err_msg=text)
+
+
+def heard_in_evaluate(backend: dict[str, Any], which: str) -> list[tuple[str, int, dict[str, Any]]]:
+    use_float64()
+    case, callback = ZOO["many_metrics"], Heard()
+    logging = {"progress": "none", "csv": False, "batch_logs": which}
+    with Trainer(config(backend=backend, logging=logging)) as trainer:
+        keras.utils.set_random_seed(SEED)
+        trainer.evaluate(case.build(), case.data(ROWS), callbacks=callback)
+    return callback.logs
+
+
+def test_callbacks_of_an_evaluation(ranks: Callable[..., Any]) -> None:
+    truth = heard_in_evaluate({"name": "local"}, "rank")
+    assert len(truth) == 3
+    for ours in ranks(2).run(heard_in_evaluate, DATA_PARALLEL, "all"):
+        same([ours], [truth])
 
 
 @pytest.mark.parametrize(
