@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from ktrainer.config import Config
-from ktrainer.config.called import KEYS, with_arguments
+from ktrainer.config.precedence import KEYS, merge_call_arguments
 from ktrainer.errors import ConfigError, DataError
 from ktrainer.feed.kinds import kind_of, require_no_targets, split_validation
 
@@ -28,19 +28,19 @@ _PROGRESS = {
 
 
 @dataclass(frozen=True)
-class Call:
+class CallArguments:
     """What one call of `fit`, `evaluate` or `predict` was given.
 
     Attributes:
         config: the Trainer's configuration with the arguments of the call.
-        overruled: a line for each argument that a file or the command line wins over.
+        overruled: one line for each argument that a file or the command line overrides.
         data: the data of the call, a tuple `(x, y, sample_weight)` where it has parts.
         validation_data: the same for validation, or None.
         class_weight: weight of each class in the loss.
         callbacks: of this call only.
         initial_epoch: number of the first epoch.
-        steps: batches an epoch, after which the next epoch continues with the next batch; None
-            for passes over all of the data.
+        batches_per_epoch: for `fit`, after so many the next epoch continues with the next batch;
+            for the others, where the pass ends. None for passes over all of the data.
         validation_epochs: after which epochs to validate, counted from 1; None for
             `trainer.validate_every`.
         validation_batch_size: rows of a validation batch, for arrays; None for
@@ -54,18 +54,23 @@ class Call:
     class_weight: Mapping[int, float] | None = None
     callbacks: tuple[Any, ...] = ()
     initial_epoch: int = 0
-    steps: int | None = None
+    batches_per_epoch: int | None = None
     validation_epochs: frozenset[int] | None = None
     validation_batch_size: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike: the configuration, and what is beside it."""
-        beside = ("initial_epoch", "steps", "validation_epochs", "validation_batch_size")
+        beside = (
+            "initial_epoch",
+            "batches_per_epoch",
+            "validation_epochs",
+            "validation_batch_size",
+        )
         given = {name: str(getattr(self, name)) for name in beside}
         return {**self.config.to_dict(redacted=True), "arguments": given}
 
 
-def fit_call(
+def fit_arguments(
     config: Config,
     x: Any,
     y: Any,
@@ -80,22 +85,22 @@ def fit_call(
     validation_freq: int | Collection[int] | None,
     validation_batch_size: int | None,
     **settings: Any,
-) -> Call:
-    """The arguments of `Trainer.fit` as a `Call`.
+) -> CallArguments:
+    """The arguments of `Trainer.fit` as `CallArguments`.
 
     Raises:
         ConfigError: an argument has a value that it cannot have.
         DataError: parts of the data do not go together.
     """
-    _whole("initial_epoch", initial_epoch, at_least=0)
-    _whole("validation_batch_size", validation_batch_size)
+    _check_integer("initial_epoch", initial_epoch, at_least=0)
+    _check_integer("validation_batch_size", validation_batch_size)
     every, epochs = _validation_freq(validation_freq)
     settings |= {"steps_per_epoch": steps_per_epoch, "validation_freq": every}
-    effective, overruled = with_arguments(config, _validated(settings))
+    effective, overruled = merge_call_arguments(config, _validated(settings))
     steps = steps_per_epoch if config.origin(KEYS["steps_per_epoch"]) is None else None
     if config.origin(KEYS["validation_freq"]) is not None:
         epochs = None
-    data = joined(x, y, sample_weight)
+    data = pack_data(x, y, sample_weight)
     if validation_split and validation_data is None:
         data, validation_data = split_validation(data, validation_split)
     if not _names_batch_size(config, settings["batch_size"]):
@@ -107,7 +112,7 @@ def fit_call(
             )
             validation_batch_size = _batch_of(validation_data, limit)
         effective = _with_batch(effective, _batch_of(data, steps))
-    return Call(
+    return CallArguments(
         effective,
         overruled,
         data=data,
@@ -115,13 +120,14 @@ def fit_call(
         class_weight=class_weight,
         callbacks=callback_list(callbacks),
         initial_epoch=initial_epoch,
-        steps=steps,
+        batches_per_epoch=steps,
         validation_epochs=epochs,
         validation_batch_size=validation_batch_size,
     )
 
 
-def pass_call(
+def pass_arguments(
+    call: str,
     config: Config,
     x: Any,
     y: Any = None,
@@ -130,19 +136,30 @@ def pass_call(
     batch_size: int | None,
     steps: int | None,
     callbacks: Any,
-) -> Call:
-    """The arguments of `Trainer.evaluate` and `Trainer.predict` as a `Call`."""
-    _whole("steps", steps)
-    effective, overruled = with_arguments(config, _validated({"batch_size": batch_size}))
-    data = joined(x, y, sample_weight)
+) -> CallArguments:
+    """The arguments of `Trainer.evaluate` and `Trainer.predict` as `CallArguments`.
+
+    Args:
+        call: which of the two.
+    """
+    _check_integer("steps", steps)
+    given = _validated({"batch_size": batch_size})
+    effective, overruled = merge_call_arguments(config, given, call)
+    data = pack_data(x, y, sample_weight)
     if not _names_batch_size(config, batch_size):
         effective = _with_batch(effective, _batch_of(data, steps))
-    return Call(effective, overruled, data=data, callbacks=callback_list(callbacks), steps=steps)
+    return CallArguments(
+        effective,
+        overruled,
+        data=data,
+        callbacks=callback_list(callbacks),
+        batches_per_epoch=steps,
+    )
 
 
 def _names_batch_size(config: Config, given: int | None) -> bool:
     """Whether anyone has said how large batches are."""
-    return given is not None or config.sets(KEYS["batch_size"])
+    return given is not None or config.is_set(KEYS["batch_size"])
 
 
 def _batch_of(data: Any, steps: int | None) -> int | None:
@@ -156,10 +173,10 @@ def _batch_of(data: Any, steps: int | None) -> int | None:
 def _with_batch(config: Config, batch_size: int | None) -> Config:
     if batch_size is None:
         return config
-    return config.having(data=replace(config.data, batch_size=batch_size))
+    return config.with_changes(data=replace(config.data, batch_size=batch_size))
 
 
-def joined(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+def pack_data(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     """Parts of data as one: a lone tuple is `(x, y, sample_weight)` already.
 
     Raises:
@@ -196,9 +213,9 @@ def _validated(given: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in given.items():
         if name in ("batch_size", "steps_per_epoch", "validation_steps"):
-            _whole(name, value)
+            _check_integer(name, value)
         elif name == "epochs":
-            _whole(name, value, at_least=0)
+            _check_integer(name, value, at_least=0)
     verbose, shuffle = given.get("verbose"), given.get("shuffle")
     if verbose is not None:
         if str(verbose) not in _PROGRESS:
@@ -215,11 +232,11 @@ def _validation_freq(given: Any) -> tuple[str | None, frozenset[int] | None]:
         return None, None
     if isinstance(given, Collection) and not isinstance(given, str):
         return "1ep", frozenset(int(epoch) for epoch in given)
-    _whole("validation_freq", given)
+    _check_integer("validation_freq", given)
     return f"{int(given)}ep", None
 
 
-def _whole(name: str, value: Any, at_least: int = 1) -> None:
+def _check_integer(name: str, value: Any, at_least: int = 1) -> None:
     if value is None or (isinstance(value, (int, np.integer)) and int(value) >= at_least):
         return
     raise _wrong(name, value, f"a whole number, at least {at_least}")

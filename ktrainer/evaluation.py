@@ -74,6 +74,11 @@ def evaluate(
     return found
 
 
+def common_logs(trainer: Trainer) -> bool:
+    """Whether callbacks get the logs of all ranks after each batch. Ranks may join."""
+    return trainer.config.logging.batch_logs == "all" and trainer.world.size > 1
+
+
 def validate(
     program: Steps,
     feed: Feed,

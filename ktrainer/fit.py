@@ -11,11 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ktrainer.arguments import Call
+from ktrainer.arguments import CallArguments
 from ktrainer.callbacks import assemble
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint import resume
-from ktrainer.feed import Feed, Order, make_feed, order_of, place_facts, require_end, take_place
+from ktrainer.feed import (
+    Feed,
+    ShuffleOrder,
+    make_feed,
+    order_of,
+    place_facts,
+    require_end,
+    take_place,
+)
 from ktrainer.fit_settings import (
     callbacks_config,
     check_model,
@@ -33,8 +41,8 @@ from ktrainer.runfolder import hold_run_folder
 from ktrainer.schedule import make_schedule
 from ktrainer.steps import Steps
 from ktrainer.verify.first_step import check_first_step
-from ktrainer.verify.mode import asked
-from ktrainer.verify.recorder import WholeUpdates, recorded_callbacks, recorded_run
+from ktrainer.verify.mode import current_verify_run
+from ktrainer.verify.recorder import UnsplitUpdates, recorded_callbacks, recorded_run
 
 if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
@@ -48,7 +56,7 @@ class Fit:
         call: the arguments of `Trainer.fit`.
     """
 
-    def __init__(self, trainer: Trainer, call: Call) -> None:
+    def __init__(self, trainer: Trainer, call: CallArguments) -> None:
         self.trainer, self.call = trainer, call
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
@@ -87,7 +95,7 @@ class Fit:
             schedule,
             interruption,
         )
-        with interruption.noted(), recorded_run(self.recorded):
+        with interruption.noted(), recorded_run(self.verify_run):
             return self._train(loop)
 
     def _train(self, loop: Loop) -> keras.callbacks.History:
@@ -101,7 +109,7 @@ class Fit:
         finally:
             loop.survival.close()
 
-    def follow(self, run_dir: str | None, order: Order | None) -> None:
+    def follow(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
         """Feed and call back for the ranks of now, after some have died or joined.
 
         Args:
@@ -145,7 +153,7 @@ class Fit:
             for callback in new:
                 callback.on_train_begin()
 
-    def _open_feeds(self, order: Order | None, check: bool) -> None:
+    def _open_feeds(self, order: ShuffleOrder | None, check: bool) -> None:
         limits = self.trainer.config.trainer
         call = self.call
         if order is None and data_config(self.trainer.config).shuffle:
@@ -156,8 +164,8 @@ class Fit:
             training=True,
             order=order,
             check=check,
-            limit=fewer or (None if call.steps else limits.limit_train_batches),
-            steps=None if fewer else call.steps,
+            limit=fewer or (None if call.batches_per_epoch else limits.limit_train_batches),
+            batches_per_epoch=None if fewer else call.batches_per_epoch,
             class_weight=call.class_weight,
         )
         self.feed.first_epoch = call.initial_epoch
@@ -243,10 +251,10 @@ class Fit:
         trainer.steps_per_epoch = None if batches is None else -(-batches // accumulate)
         # Those of other ranks too: the first rank may be another one later.
         self.every = assemble(callbacks_config(config), trainer.world, users)
-        self.recorded = asked()
-        if self.recorded is not None:
+        self.verify_run = current_verify_run()
+        if self.verify_run is not None:
             remote = getattr(config.backend, "strategy", None) == "parameter_server"
-            self.every = recorded_callbacks(self.every, self.recorded, remote)
+            self.every = recorded_callbacks(self.every, self.verify_run, remote)
         trainer.backend.check_callbacks(self.every)
         mine = on_rank(self.every, trainer.world.rank)
         # The list calls set_model, where schedules of the learning rate are put in: the step
@@ -268,8 +276,8 @@ class Fit:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
         guard = guard_of(self.every, self.model)
         options = step_options(config, tuple(gradient_hooks(self.every)), guard)
-        if self.recorded is not None and self.recorded.role == "whole":
-            self.program: Steps = WholeUpdates(self.model, replace(options, accumulate=1))
+        if self.verify_run is not None and self.verify_run.role == "unsplit":
+            self.program: Steps = UnsplitUpdates(self.model, replace(options, accumulate=1))
         else:
             self.program = trainer.program_for(self.model, options)
         cut = config.backend.name == "pipeline"

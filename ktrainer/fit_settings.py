@@ -69,8 +69,8 @@ def callbacks_config(config: Config) -> Config:
     """The configuration of callbacks: the trainer says where a `fit` saves, once it is known which
     one it is; a `fast_dev_run` leaves no files."""
     if not config.trainer.fast_dev_run:
-        return config.having(checkpoint=replace(config.checkpoint, dir=None))
-    return config.having(
+        return config.with_changes(checkpoint=replace(config.checkpoint, dir=None))
+    return config.with_changes(
         checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),
         logging=replace(config.logging, csv=False, tensorboard=False),
     )

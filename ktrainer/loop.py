@@ -42,7 +42,7 @@ from ktrainer.callbacks.base import emit
 from ktrainer.counted import Counted
 from ktrainer.durations import Every
 from ktrainer.errors import DataError
-from ktrainer.evaluation import logs_so_far, validate
+from ktrainer.evaluation import common_logs, logs_so_far, validate
 from ktrainer.interruption import Asked, Interruption, leave
 from ktrainer.logs import leaves, rebuilt
 from ktrainer.progress import Phase, Progress
@@ -188,11 +188,6 @@ class Loop:
             return None
         return max(0, self.schedule.max_steps - self.trainer.progress.step)
 
-    @property
-    def _common_logs(self) -> bool:
-        """Whether callbacks get the logs of all ranks after each batch. Ranks may join."""
-        return self.trainer.config.logging.batch_logs == "all" and self.trainer.world.size > 1
-
     def _epoch(self) -> dict[str, Any]:
         progress, epoch = self.trainer.progress, self.trainer.progress.epoch
         first = progress.batch
@@ -303,7 +298,9 @@ class Loop:
             self.trainer.counted.examples = 0  # as the metrics, which begin anew
             for every in (self._validate, self._log):
                 every.start(progress)
-        batch_logs = logs_so_far(self.trainer, self.program) if self._common_logs else logs
+        batch_logs = logs
+        if common_logs(self.trainer):
+            batch_logs = logs_so_far(self.trainer, self.program)
         self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
         if self._due(self._log):
             emit(ours, "on_log", progress.step, logs_so_far(self.trainer, self.program))
@@ -357,5 +354,5 @@ class Loop:
             self.world,
             agree,
             keep,
-            common_logs=self._common_logs,
+            common_logs=common_logs(self.trainer),
         )

@@ -25,7 +25,8 @@ def seed_is_scripts() -> bool:
     return context.global_seed() is not None and context.context()._rng is not _draws
 
 
-def _note_seed() -> None:
+def note_seed() -> None:
+    """Take TensorFlow's seed of now for one that the script has not set."""
     global _draws
     from tensorflow.python.eager import context
 
@@ -56,7 +57,7 @@ def start_tensorflow(config: Config) -> None:
         )
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
-        _note_seed()
+        note_seed()
     if config.trainer.deterministic:
         tf.config.experimental.enable_op_determinism()
     if config.trainer.precision is not None:

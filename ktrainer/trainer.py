@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,13 @@ from ktrainer.preview.mode import asked, pretend
 from ktrainer.progress import Progress
 from ktrainer.quiet import loud_tensorflow, quiet_tensorflow
 from ktrainer.telling import tell_grace
-from ktrainer.verify.mode import as_verified
+from ktrainer.verify.mode import configure_for_verify
 from ktrainer.world import World, open_world
 
 if TYPE_CHECKING:
     import keras
 
-    from ktrainer.arguments import Call
+    from ktrainer.arguments import CallArguments
     from ktrainer.config import DataConfig
     from ktrainer.feed import Feed
     from ktrainer.steps import StepOptions, Steps
@@ -60,7 +61,8 @@ class Trainer(CustomLoop):
 
     Attributes:
         config: the resolved configuration; inside `fit`, with the arguments of that call.
-        overruled: of the `fit` that runs, which of its arguments the configuration wins over.
+        overruled: one line for each argument of the `fit` that runs that the configuration
+            overrides.
         callbacks: those of every later call.
         plan: what the configuration means here.
         world: rank, size, and collectives for user code.
@@ -86,7 +88,8 @@ class Trainer(CustomLoop):
         callbacks: Iterable[keras.callbacks.Callback] = (),
         overrides: Sequence[str] = (),
     ) -> None:
-        self.config = self._config = as_verified(as_launched(load_config(config, overrides)))
+        loaded = as_launched(load_config(config, overrides))
+        self.config = self._config = configure_for_verify(loaded)
         tell_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(
@@ -113,6 +116,7 @@ class Trainer(CustomLoop):
         self.joining = bool(getattr(self.world, "alone", False))
         self._active: Any = None
         self.overruled: tuple[str, ...] = ()
+        self._shown: set[str] = set()  # lines of `overruled` of evaluate and predict
         self._start_tensorflow()
 
     @classmethod
@@ -182,8 +186,9 @@ class Trainer(CustomLoop):
             shuffle: `data.shuffle`; "batch" shuffles within batches.
             class_weight: weight of each class in the loss, by label.
             initial_epoch: number of the first epoch.
-            steps_per_epoch: `trainer.limit_train_batches`; the next epoch continues with the next
-                batch, as in Keras.
+            steps_per_epoch: batches of an epoch, before `trainer.accumulate`; the next epoch
+                continues with the next batch, as in Keras. `trainer.limit_train_batches` of a file
+                or the command line wins, and takes the first batches of every epoch.
             validation_steps: `trainer.limit_val_batches`.
             validation_batch_size: of arrays; default: `batch_size`.
             validation_freq: `trainer.validate_every` in epochs, or a list of epochs (from 1).
@@ -201,10 +206,10 @@ class Trainer(CustomLoop):
             Interrupted: the process was asked to end (`trainer.interrupt`), on all ranks at the
                 same step; a SystemExit.
         """
-        from ktrainer.arguments import fit_call
+        from ktrainer.arguments import fit_arguments
         from ktrainer.fit import Fit
 
-        call = fit_call(
+        call = fit_arguments(
             self._config,
             x,
             y,
@@ -257,8 +262,9 @@ class Trainer(CustomLoop):
         """Loss and metrics of `model` over all of the data, the same on every rank.
 
         Args:
-            model, x, y, batch_size, sample_weight, callbacks: as in `fit`.
-            verbose: taken as in Keras; nothing is shown.
+            model, x, y, batch_size, sample_weight, callbacks: as in `fit`. A `data.batch_size` of a
+                file or the command line wins, and a line says so, once.
+            verbose: accepted for compatibility and ignored.
             steps: batches to evaluate on; default: all.
             return_dict: False for a list, as `Model.evaluate` returns it.
 
@@ -267,10 +273,11 @@ class Trainer(CustomLoop):
             DataError, ModelError: what was given cannot be evaluated.
             DivergenceError: ranks have different data.
         """
-        from ktrainer.arguments import pass_call
-        from ktrainer.evaluation import evaluate
+        from ktrainer.arguments import pass_arguments
+        from ktrainer.evaluation import common_logs, evaluate
 
-        call = pass_call(
+        call = pass_arguments(
+            "evaluate",
             self.config,
             x,
             y,
@@ -279,7 +286,8 @@ class Trainer(CustomLoop):
             steps=steps,
             callbacks=callbacks,
         )
-        logs = self._over(model, call, evaluate, call.config.data)
+        run = partial(evaluate, common_logs=common_logs(self))
+        logs = self._over(model, call, run, call.config.data)
         assert self.model is not None
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
@@ -305,10 +313,12 @@ class Trainer(CustomLoop):
         Raises:
             DivergenceError: ranks have different data.
         """
-        from ktrainer.arguments import pass_call
+        from ktrainer.arguments import pass_arguments
         from ktrainer.evaluation import predict
 
-        call = pass_call(self.config, x, batch_size=batch_size, steps=steps, callbacks=callbacks)
+        call = pass_arguments(
+            "predict", self.config, x, batch_size=batch_size, steps=steps, callbacks=callbacks
+        )
         # Dealt out, the rows would come back in another order.
         return self._over(
             model, call, predict, replace(call.config.data, shard="batch", batch="global")
@@ -422,7 +432,7 @@ class Trainer(CustomLoop):
         return model
 
     @contextmanager
-    def _configured(self, call: Call) -> Iterator[None]:
+    def _configured(self, call: CallArguments) -> Iterator[None]:
         """Have the configuration of a call while it runs."""
         plan = self.plan
         self.config, self.overruled = call.config, call.overruled
@@ -432,12 +442,24 @@ class Trainer(CustomLoop):
         finally:
             self.config, self.overruled, self.plan = self._config, (), plan
 
-    def _over(self, model: Any, call: Call, run: Callable[..., Any], config: DataConfig) -> Any:
+    def _show_overruled(self, call: CallArguments) -> None:
+        """Say once what the configuration overrides of `evaluate` and `predict`; of `fit`, its
+        display says it."""
+        new = [line for line in call.overruled if line not in self._shown]
+        self._shown.update(new)
+        if self.world.is_root and self.config.logging.progress != "none":
+            for line in new:
+                print(line, flush=True)
+
+    def _over(
+        self, model: Any, call: CallArguments, run: Callable[..., Any], config: DataConfig
+    ) -> Any:
         """Evaluate or predict over a call's data, with the program of the last one if it fits."""
         import keras
 
         from ktrainer.feed import make_feed, require_end
 
+        self._show_overruled(call)
         self.model = self._resolve(model)
         program = self.program_for(self.model)
         check = self.config.health.check_data
@@ -447,7 +469,7 @@ class Trainer(CustomLoop):
             config=config,
             training=False,
             check=check,
-            limit=call.steps,
+            limit=call.batches_per_epoch,
         )
         require_end(feed, "steps=...")
         callbacks = keras.callbacks.CallbackList(

@@ -294,6 +294,12 @@ def test_which_one_wins(quiet: dict[str, Any], tmp_path: Any, capsys: Any) -> No
         saved = (tmp_path / "config.yaml").read_text()
         assert "progress: plain" in saved
         assert trainer.config.logging.progress == "auto"  # again, after the call
+        for _ in range(2):
+            trainer.evaluate(trainer.model, x, y, batch_size=5)
+        trainer.predict(trainer.model, x, batch_size=5)
+        shown = capsys.readouterr().out
+        for call in ("evaluate", "predict"):
+            assert shown.count(f"batch_size: 23 ({file}) instead of 5 ({call})\n") == 1
     with Trainer({**quiet, "trainer": {"epochs": 9}}) as trainer:
         assert trainer.fit(build(), x, y, epochs=1).epoch == [0]
         assert trainer.fit(build(), x, y, epochs=2).epoch == [0, 1]

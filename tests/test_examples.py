@@ -120,7 +120,7 @@ def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch)
             assert args.check, line
             with monkeypatch.context() as patch:
                 patch.chdir(ROOT)
-                launch._check(args.args, args.ranks, args.workers, {})
+                launch.checked_config(args.args, args.ranks, args.workers, {})
 
 
 def test_no_example_is_forgotten():

@@ -223,22 +223,22 @@ class Callback(keras.callbacks.Callback):
             self.progress.finish_epoch()
 
 
-_alone: ContextVar[bool] = ContextVar("ktrainer_alone", default=False)
+_off: ContextVar[bool] = ContextVar("ktrainer_without_collectives", default=False)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def without_collectives() -> Iterator[None]:
     """Code of one rank alone: what it calls must not wait for the others."""
-    token = _alone.set(True)
+    token = _off.set(True)
     try:
         yield
     finally:
-        _alone.reset(token)
+        _off.reset(token)
 
 
-def is_alone() -> bool:
+def collectives_off() -> bool:
     """Whether the code that runs is one rank's alone."""
-    return _alone.get()
+    return _off.get()
 
 
 def rank_zero_only(function: F) -> F:
@@ -254,7 +254,7 @@ def rank_zero_only(function: F) -> F:
     def on_root(*args: Any, **kwargs: Any) -> Any:
         if not current().is_root:
             return None
-        with alone():
+        with without_collectives():
             return function(*args, **kwargs)
 
     return on_root  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.callbacks.base import alone
+from ktrainer.callbacks.base import without_collectives
 from ktrainer.callbacks.variables import all_variables
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.errors import CheckpointError
@@ -88,7 +88,7 @@ def write_file(model: Any, path: Path) -> str | None:
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}{ending}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with alone():
+        with without_collectives():
             (model.save if ending == ".keras" else model.save_weights)(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

@@ -8,6 +8,7 @@ The parts of this package:
     schematree.py  facts about the schema, and which name is meant by a wrong one
 
     load.py        the merge
+    precedence.py  where keys were set, and which of them a call's arguments may change
     sources.py     its layers: a file, a dict, words `key=value`
     argv.py        the command line of a script
     launched.py    what `ktrainer launch` tells the ranks

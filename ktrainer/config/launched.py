@@ -33,8 +33,8 @@ def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Conf
     world = json.loads(told)
     if (grace := world.pop(_GRACE, None)) is not None:
         interrupt = replace(config.trainer.interrupt, grace=grace)
-        config = config.having(trainer=replace(config.trainer, interrupt=interrupt))
-    config = config.having(world=replace(config.world, **world))
+        config = config.with_changes(trainer=replace(config.trainer, interrupt=interrupt))
+    config = config.with_changes(world=replace(config.world, **world))
     check_healing(config)
     return config
 

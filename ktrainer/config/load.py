@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktrainer.config.backends import ALIASES, BACKENDS
-from ktrainer.config.called import named_keys
 from ktrainer.config.check import check
+from ktrainer.config.precedence import key_origins
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import SCRIPT, Config
 from ktrainer.config.schematree import alternatives, choices, lookup
@@ -78,13 +78,13 @@ def _origins(
     source: Any, defaults: dict[str, Any], layer: dict[str, Any], words: dict[str, Any]
 ) -> dict[str, str]:
     """Where each key was set; a dict in code is the script's."""
-    known = named_keys(defaults, SCRIPT)
+    known = key_origins(defaults, SCRIPT)
     if isinstance(source, Config):
         known |= source._origins
     else:
         file = isinstance(source, (str, PathLike))
-        known |= named_keys(layer, fspath(source) if file else SCRIPT)
-    return known | named_keys(words, "command line")
+        known |= key_origins(layer, fspath(source) if file else SCRIPT)
+    return known | key_origins(words, "command line")
 
 
 def _without_secrets(error: ConfigError, secrets: Sequence[str]) -> ConfigError:

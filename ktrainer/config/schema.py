@@ -129,9 +129,11 @@ class DataConfig:
             every rank takes `batch_size` of its own, as under Horovod; see lr.scale.
         batch_size: examples in a batch, for arrays. A tf.data.Dataset, PyDataset or generator
             brings its own batches.
-        shuffle: reorder arrays, and the batches of a PyDataset, as `Model.fit` does with the same
-            seed: the same order in every epoch where a seed was chosen, else a new one. batch: of
-            arrays, the rows within each batch. Other data comes in its own order.
+        shuffle: reorder arrays, and the batches of a PyDataset. If you choose a seed (`seed`, or
+            keras.utils.set_random_seed after the Trainer), the order is the one that Model.fit
+            draws with it, the same in every epoch. Otherwise (the default) each epoch is shuffled
+            differently, reproducibly. batch: of arrays, the rows within each batch. Other data
+            comes in its own order.
         shard: how ranks share the data. batch: all read the same batches and take their slice.
             element, file: each rank reads only its own elements or files, for input pipelines
             too heavy to run in full on every rank.
@@ -261,9 +263,9 @@ class HealthConfig:
         check_data: before step 1, compare what the ranks read first, so that an unseeded
             shuffle is found.
         verify: before step 1, compare the gradients of a few examples computed at once with those
-            computed in parts, as ranks, replicas or microbatches do, and warn where they differ.
-            auto: where the model is split and the check takes at most a few seconds. off: never.
-            `ktrainer verify` is the full check.
+            computed in parts, and warn where they differ.
+            auto: when ranks, replicas, microbatches or accumulation split an update; gives up
+            after about 5 seconds. off: never. `ktrainer verify` is the full check.
     """
 
     nan: Literal["stop", "skip", "rollback", "ignore"] = "stop"
@@ -349,12 +351,12 @@ class Config:
         origin = self._origins.get(key)
         return None if origin == SCRIPT else origin
 
-    def sets(self, key: str) -> bool:
+    def is_set(self, key: str) -> bool:
         """Whether anyone has set a dotted key: the script, a file or the command line."""
         value = attrgetter(key)
         return key in self._origins or value(self) != value(Config())
 
-    def having(self, **changes: Any) -> Config:
+    def with_changes(self, **changes: Any) -> Config:
         """`dataclasses.replace` that keeps what is known of secrets and origins."""
         changed = replace(self, **changes)
         object.__setattr__(changed, "_secrets", self._secrets)

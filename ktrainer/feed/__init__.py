@@ -5,7 +5,7 @@ The parts of this package:
     make.py         chooses the feed that fits the data
     share.py        one rank's part of a batch, and the interface of a feed
     kinds.py        kinds of data, and what goes with each
-    order.py        the order in which arrays are drawn
+    shuffling.py    the order in which arrays are drawn
     arrays.py       a feed over arrays: each replica gathers its own rows
     classweight.py  arrays taken apart as `Model.fit` does it
     streams.py      a feed over a source that every rank runs in full
@@ -28,14 +28,14 @@ The parts of this package:
 from __future__ import annotations
 
 from ktrainer.feed.make import make_feed
-from ktrainer.feed.order import Order, order_of
 from ktrainer.feed.place import place_facts, take_place
 from ktrainer.feed.share import Feed, Share, bounds, require_end
+from ktrainer.feed.shuffling import ShuffleOrder, order_of
 
 __all__ = [
     "Feed",
-    "Order",
     "Share",
+    "ShuffleOrder",
     "bounds",
     "make_feed",
     "order_of",

@@ -13,9 +13,9 @@ from keras.src.trainers.data_adapters import array_slicing
 from ktrainer.errors import DataError
 from ktrainer.feed.digest import array_digest
 from ktrainer.feed.iterate import packer
-from ktrainer.feed.order import Order
 from ktrainer.feed.prefetch import Prefetcher
 from ktrainer.feed.share import Feed, Share, bounds, leaf_names, limited
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.world.base import World
 
 # Gathering fewer bytes than this takes less time than handing them from thread to thread.
@@ -48,7 +48,7 @@ class ArrayFeed(Feed):
         world: World,
         global_batch: int,
         shuffle: bool | str = False,
-        order: Order | None = None,
+        order: ShuffleOrder | None = None,
         limit: int | float | None = None,
         drop_remainder: bool = False,
         prefetch: int = 2,
@@ -57,7 +57,7 @@ class ArrayFeed(Feed):
         self.rows = _rows(inputs, leaves)
         self.replica, self.replicas = world.replica, world.replicas
         self.global_batch, self.shuffle = global_batch, shuffle
-        self.drawn = (order or Order()) if shuffle else None
+        self.shuffle_order = (order or ShuffleOrder()) if shuffle else None
         self._structure, self._leaves = inputs, leaves
         self._pack = packer(inputs)
         self._takes = [_taker(leaf) for leaf in leaves]
@@ -73,10 +73,10 @@ class ArrayFeed(Feed):
 
     def order(self, epoch: int) -> np.ndarray | None:
         """Indices of the rows in the order of `epoch`; None for the arrays' own order."""
-        if self.drawn is None:
+        if self.shuffle_order is None:
             return None
         within = self.shuffle == "batch"
-        return self.drawn.rows(epoch, self.rows, self.global_batch, within)
+        return self.shuffle_order.rows(epoch, self.rows, self.global_batch, within)
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         shares = self._shares(self.order(epoch), skip)
@@ -118,7 +118,7 @@ class ArrayFeed(Feed):
             name: array_digest(leaf)
             for name, leaf in zip(leaf_names(self._structure), self._leaves, strict=True)
         }
-        order = "in order" if self.drawn is None else str(self.drawn)
+        order = "in order" if self.shuffle_order is None else str(self.shuffle_order)
         return facts | {"length": f"{self.rows} rows", "order": order}
 
     def close(self) -> None:

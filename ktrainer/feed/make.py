@@ -14,11 +14,11 @@ from ktrainer.feed.arrays import ArrayFeed
 from ktrainer.feed.classweight import unpack_arrays
 from ktrainer.feed.datasets import DatasetSource
 from ktrainer.feed.kinds import kind_of
-from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
 from ktrainer.feed.python_data import GeneratorSource, LoaderSource, PyDatasetSource
 from ktrainer.feed.shards import deal, first_batch_facts, hinted
 from ktrainer.feed.share import Feed
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.feed.source import Source
 from ktrainer.feed.streams import StreamFeed
 from ktrainer.world.base import World
@@ -33,10 +33,10 @@ def make_feed(
     world: World,
     config: DataConfig,
     training: bool,
-    order: Order | None = None,
+    order: ShuffleOrder | None = None,
     class_weight: Mapping[int, float] | None = None,
     limit: int | float | None = None,
-    steps: int | None = None,
+    batches_per_epoch: int | None = None,
     batch_size: int | None = None,
     check: bool = True,
 ) -> Feed:
@@ -66,7 +66,7 @@ def make_feed(
         order: of arrays and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
-        steps: batches an epoch, after which the next epoch continues; instead of `limit`.
+        batches_per_epoch: after so many the next epoch continues; instead of `limit`.
         batch_size: instead of `config.batch_size`; arrays only.
         check: compare what ranks see in every epoch, where they must see the same.
 
@@ -75,15 +75,23 @@ def make_feed(
         ConfigError: `data.shard` asks for what this kind of data cannot do.
     """
     settings = _Settings(
-        world, config, training, order or Order(), class_weight, limit, steps, batch_size, check
+        world,
+        config,
+        training,
+        order or ShuffleOrder(),
+        class_weight,
+        limit,
+        batches_per_epoch,
+        batch_size,
+        check,
     )
     ready = together(world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind)
     feed = ready.make()
     source = getattr(feed, "source", None)
-    if steps is not None and not (source is not None and source.endless):
+    if batches_per_epoch is not None and not (source is not None and source.endless):
         if source is not None:
             source.openings = 1
-        feed.continue_epochs(steps)
+        feed.continue_epochs(batches_per_epoch)
     return feed
 
 
@@ -98,10 +106,10 @@ class _Settings(NamedTuple):
     world: World
     config: DataConfig
     training: bool
-    order: Order
+    order: ShuffleOrder
     class_weight: Mapping[int, float] | None
     limit: int | float | None
-    steps: int | None
+    batches_per_epoch: int | None
     batch_size: int | None
     check: bool
 
@@ -112,14 +120,14 @@ class _Settings(NamedTuple):
 
     def own(self, source: Source, facts: dict[str, str] | None = None) -> Callable[[], Feed]:
         """Makes the feed of a source that is this replica's own."""
-        limit = self.steps if source.endless and self.steps else self.limit
+        limit = self.batches_per_epoch if source.endless and self.batches_per_epoch else self.limit
         return lambda: OwnFeed(
             source, world=self.world, limit=limit, training=self.training, facts=facts
         )
 
     def same(self, source: Source) -> Callable[[], Feed]:
         """Makes the feed of a source that all ranks run."""
-        limit = self.steps if source.endless and self.steps else self.limit
+        limit = self.batches_per_epoch if source.endless and self.batches_per_epoch else self.limit
         return lambda: StreamFeed(
             source, world=self.world, limit=limit, training=self.training, check=self.check
         )
@@ -202,11 +210,11 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
     make = settings.own(source) if own else settings.same(source)
     if not (settings.training and config.shuffle and isinstance(source, PyDatasetSource)):
         return make
-    return lambda: _drawn(make(), settings.order)
+    return lambda: _shuffled(make(), settings.order)
 
 
-def _drawn(feed: Feed, order: Order) -> Feed:
-    feed.draw(order)
+def _shuffled(feed: Feed, order: ShuffleOrder) -> Feed:
+    feed.set_shuffle_order(order)
     return feed
 
 

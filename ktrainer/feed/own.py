@@ -19,8 +19,8 @@ from ktrainer.feed.agree import (
     raise_other_replica,
 )
 from ktrainer.feed.cursor import Cursor
-from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, leaf_names, limited
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.feed.source import Piece, Source, describe, take_slice
 from ktrainer.feed.specs import fits, spec_of, stand_in, widen
 from ktrainer.world.base import World
@@ -125,10 +125,10 @@ class OwnFeed(Feed):
         piece = self._cursor.peek()
         return None if piece is None else piece.batch
 
-    def draw(self, order: Order) -> None:
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:
         if self.source.shuffle(order):
             self._cursor.drop_peeked()
-            self.drawn = order
+            self.shuffle_order = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

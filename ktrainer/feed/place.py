@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import CheckpointError
 from ktrainer.feed.arrays import ArrayFeed
-from ktrainer.feed.order import Order
 from ktrainer.feed.own import OwnFeed
 from ktrainer.feed.share import Feed
+from ktrainer.feed.shuffling import ShuffleOrder
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
@@ -23,14 +23,14 @@ def place_facts(feed: Feed, config: Config) -> dict[str, Any]:
     Not the number of processes, unless each has data of its own: they share a global batch.
     """
     facts: dict[str, Any] = {"trainer.accumulate": config.trainer.accumulate}
-    if feed.steps is not None:
-        facts["steps_per_epoch"] = feed.steps
+    if feed.batches_per_epoch is not None:
+        facts["steps_per_epoch"] = feed.batches_per_epoch
     if feed.first_epoch:
         facts["initial_epoch"] = feed.first_epoch
     if feed.source_batches is not None and not isinstance(feed, ArrayFeed):
         facts[_BATCHES] = feed.source_batches
-    if feed.drawn is not None:
-        facts |= {"seed": feed.drawn.seed, "order of Model.fit": feed.drawn.keras}
+    if feed.shuffle_order is not None:
+        facts |= {"seed": feed.shuffle_order.seed, "order of Model.fit": feed.shuffle_order.keras}
     if isinstance(feed, ArrayFeed):
         facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
         facts |= {"data.shuffle": feed.shuffle}
@@ -52,9 +52,13 @@ def take_place(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     saved, progress = state.get("data"), state["progress"]
     if saved is None:
         return  # nobody counted, or an older version did not say
-    chosen = config.seed is not None or (feed.drawn is not None and feed.drawn.keras)
-    if feed.drawn is not None and not chosen and "seed" in saved:
-        feed.draw(Order(int(saved["seed"]), bool(saved.get("order of Model.fit"))))
+    chosen = config.seed is not None or (
+        feed.shuffle_order is not None and feed.shuffle_order.keras
+    )
+    if feed.shuffle_order is not None and not chosen and "seed" in saved:
+        feed.set_shuffle_order(
+            ShuffleOrder(int(saved["seed"]), bool(saved.get("order of Model.fit")))
+        )
     if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
         feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it
     now = place_facts(feed, config)

@@ -17,8 +17,8 @@ import tensorflow as tf
 from ktrainer.errors import DataError
 from ktrainer.feed.classweight import class_weights, lists_to_tuples
 from ktrainer.feed.digest import batch_digest
-from ktrainer.feed.order import Order
 from ktrainer.feed.prefetch import Prefetcher
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.feed.source import Piece, Source, compared, count_rows, slicing, take_slice
 from ktrainer.feed.specs import require_same_structure, spec_of, widen
 from ktrainer.feed.workers import ordered_items
@@ -128,11 +128,11 @@ class PyDatasetSource(PythonSource):
         self._learn(dataset[i] for i in range(count))
         self._epochs_begun = 0
         self._reset = False
-        self._order: Order | None = None
+        self._order: ShuffleOrder | None = None
         self._drawn: list[int] = []  # the order of the newest epoch
         self._draws = 0
 
-    def shuffle(self, order: Order) -> bool:
+    def shuffle(self, order: ShuffleOrder) -> bool:
         # As Model.fit does, which draws from Python's `random`.
         if not self.num_batches:
             return False

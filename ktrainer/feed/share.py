@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.errors import DataError
-from ktrainer.feed.order import Order
+from ktrainer.feed.shuffling import ShuffleOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Feed(ABC):
             identity before each step, all ranks see it change at the same step.
         exhausted: a one-shot source has nothing more to give, in this or any later epoch.
         infinite: never runs out.
-        drawn: the order that examples or batches are shuffled in; None where they are not.
-        steps: batches an epoch, after which the next epoch continues with the next batch; None
-            for epochs that are passes over the data, or parts of them.
+        shuffle_order: the order that examples or batches are shuffled in; None where they are not.
+        batches_per_epoch: after so many the next epoch continues with the next batch; None for
+            epochs that are passes over the data, or parts of them.
         first_epoch: number of the epoch with which the data begins.
     """
 
@@ -59,8 +59,8 @@ class Feed(ABC):
     spec: Any = None
     exhausted: bool = False
     infinite: bool = False
-    drawn: Order | None = None
-    steps: int | None = None
+    shuffle_order: ShuffleOrder | None = None
+    batches_per_epoch: int | None = None
     first_epoch: int = 0
     _live: Iterator[Share] | None = None  # a pass that the next epoch continues
     _place: tuple[int, int] = (0, 0)  # its number, and batches taken of it
@@ -80,29 +80,33 @@ class Feed(ABC):
             skip: global batches of that epoch already consumed, as after a restore.
         """
         epoch -= self.first_epoch
-        return self.read(epoch, skip) if self.steps is None else self._continued(epoch, skip)
+        return (
+            self.read(epoch, skip)
+            if self.batches_per_epoch is None
+            else self._continued(epoch, skip)
+        )
 
     @abstractmethod
     def read(self, epoch: int, skip: int = 0) -> Iterator[Share]:
         """This rank's shares of one pass over the data; see `epoch`."""
 
-    def draw(self, order: Order) -> None:
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:
         """Shuffle in this order from here on."""
-        self.drawn = order
+        self.shuffle_order = order
 
-    def continue_epochs(self, steps: int) -> None:
-        """Let each epoch be `steps` batches and continue where the one before ended, as with
+    def continue_epochs(self, batches: int) -> None:
+        """Let each epoch be so many batches and continue where the one before ended, as with
         `steps_per_epoch` in Keras. The last epoch of a pass is shorter where they do not divide."""
-        self.steps, known = steps, self.source_batches
-        self.num_batches = steps if known is None else min(steps, known)
+        self.batches_per_epoch, known = batches, self.source_batches
+        self.num_batches = batches if known is None else min(batches, known)
 
     def _continued(self, epoch: int, skip: int) -> Iterator[Share]:
-        """The batches of an epoch of `steps`; the next pass begins where one has ended."""
-        assert self.steps is not None
+        """The batches of an epoch; the next pass begins where one has ended."""
+        assert self.batches_per_epoch is not None
         place = self._locate(epoch, skip)
         if self._live is None or place != self._place:
             self._begin(*place)
-        for index in range(skip, self.steps):
+        for index in range(skip, self.batches_per_epoch):
             share = next(self._live or iter(()), None)
             if share is None:
                 self.source_batches = self._place[1]  # now it is known
@@ -121,11 +125,11 @@ class Feed(ABC):
 
     def _locate(self, epoch: int, skip: int) -> tuple[int, int]:
         """Number of the pass, and batches taken of it, at a place in an epoch."""
-        assert self.steps is not None
+        assert self.batches_per_epoch is not None
         if self.source_batches is None:  # still in the first pass, else it would be known
-            return 0, epoch * self.steps + skip
-        epochs = max(1, -(-self.source_batches // self.steps))
-        return epoch // epochs, epoch % epochs * self.steps + skip
+            return 0, epoch * self.batches_per_epoch + skip
+        epochs = max(1, -(-self.source_batches // self.batches_per_epoch))
+        return epoch // epochs, epoch % epochs * self.batches_per_epoch + skip
 
     def _begin(self, number: int, taken: int) -> None:
         self._drop()

@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import DataError
-from ktrainer.feed.order import Order
 from ktrainer.feed.share import bounds, leaf_names
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.world.base import World
 
 _PER_WORKER = (
@@ -72,7 +72,7 @@ class Source(ABC):
         """Like `open`, in no time: where an iterator stood when `state` told its state."""
         return self.open(epoch, skip)
 
-    def shuffle(self, order: Order) -> bool:
+    def shuffle(self, order: ShuffleOrder) -> bool:
         """Draw batches in this order from here on; whether they can be."""
         return False
 

@@ -18,8 +18,8 @@ from ktrainer.feed.agree import (
     together,
 )
 from ktrainer.feed.cursor import Cursor
-from ktrainer.feed.order import Order
 from ktrainer.feed.share import Feed, Share, bounds, leaf_names, limited
+from ktrainer.feed.shuffling import ShuffleOrder
 from ktrainer.feed.source import Piece, Source
 from ktrainer.feed.specs import fits, spec_of, widen
 from ktrainer.world.base import World
@@ -120,10 +120,10 @@ class StreamFeed(Feed):
         piece = together(self.world, self._cursor.peek)
         return None if piece is None else piece.batch
 
-    def draw(self, order: Order) -> None:
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:
         if self.source.shuffle(order):
             self._cursor.drop_peeked()
-            self.drawn = order
+            self.shuffle_order = order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

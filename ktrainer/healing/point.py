@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.feed import Order
+from ktrainer.feed import ShuffleOrder
 from ktrainer.progress import Phase
 
 
@@ -27,7 +27,7 @@ class Point:
         unsound: whether the last update has spoilt the model.
         started: ranks at the start.
         run_dir: the run's folder.
-        drawn: the order of the data.
+        shuffle_order: the order of the data.
     """
 
     phase: Phase = Phase.TOLD
@@ -42,7 +42,7 @@ class Point:
     unsound: bool = False
     started: int = 0
     run_dir: str | None = None
-    drawn: Order | None = None
+    shuffle_order: ShuffleOrder | None = None
 
     @property
     def order(self) -> tuple[int, int]:

@@ -148,7 +148,7 @@ class Survival:
             unsound=trainer.unsound,
             started=self._recruiting.started,
             run_dir=None if trainer.config.trainer.fast_dev_run else str(trainer.run_dir),
-            drawn=self.fit.feed.drawn,
+            shuffle_order=self.fit.feed.shuffle_order,
         )
         self._mine = np.concatenate([[float(trainer.counted.examples)], self._counts.row()])
         self._rollback.keep()
@@ -270,7 +270,7 @@ class Survival:
         trainer = self.fit.trainer
         trainer.progress = Progress.from_dict(point.progress)
         self._recruiting.learn(point.started)
-        self.fit.follow(point.run_dir, point.drawn)
+        self.fit.follow(point.run_dir, point.shuffle_order)
         load_callback_states(self.fit.callbacks.callbacks, point.states, point.arrays, self.model)
         fill_history(getattr(self.model, "history", None), {"history": point.history})
         self.model.stop_training, trainer.unsound = point.stop, point.unsound

@@ -30,8 +30,8 @@ class Options:
             live displays work; None: it goes through its pipe like the others.
         words: those of the command line that belong to ktrainer: `key=value`, `--config FILE`.
         arguments: the script's own.
-        seed: of all random numbers, for scripts that set none; None: there is one rank, or the
-            configuration has a seed.
+        seed: of all random numbers of a plain script: the configuration's, where it sets one, else
+            one drawn for several ranks; None: there is one rank.
     """
 
     cpus: list[list[int]] = field(default_factory=list)

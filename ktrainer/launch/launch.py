@@ -44,22 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.description = (
         "Run a Keras script, unmodified or with a Trainer of its own, in one process or in several "
-        "on this host, and end them all when one fails. Words key=value and --config FILE are "
-        "ktrainer's, and checked before anything is started; all others, and whatever comes after "
-        "--, are the script's."
+        "on this host, and end them all when one fails. Overrides key=value and --config FILE are "
+        "ktrainer's, and checked before anything is started; all other words, and whatever comes "
+        "after --, are the script's."
     )
-    parser.add_argument("-n", "--ranks", type=_positive(int), help="processes (default: 1)")
+    parser.add_argument("-n", "--ranks", type=positive(int), help="processes (default: 1)")
     parser.add_argument(
         "--workers",
-        type=_positive(int),
+        type=positive(int),
         help="instead of -n, for strategy=parameter_server: processes that compute",
     )
     parser.add_argument(
-        "--servers", type=_positive(int), help="with --workers: processes that keep the weights"
+        "--servers", type=positive(int), help="with --workers: processes that keep the weights"
     )
     parser.add_argument(
         "--threads",
-        type=_positive(int),
+        type=positive(int),
         help=f"threads of each process (default: world.threads, else {_THREADS}, else the cores "
         "divided by the processes)",
     )
@@ -80,24 +80,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="give each process cores of its own, when there are enough",
     )
-    parser.add_argument("--timeout", type=_positive(float), metavar="S", help="end after S seconds")
+    parser.add_argument("--timeout", type=positive(float), metavar="S", help="end after S seconds")
     parser.add_argument(
         "--grace",
-        type=_positive(float),
+        type=positive(float),
         metavar="S",
         help="seconds that processes have to end in once asked to (default: "
         "trainer.interrupt.grace, in the script too, which is 30)",
     )
     parser.add_argument(
         "--max-restarts",
-        type=_positive(int),
+        type=positive(int),
         metavar="N",
         help="after a failure start all processes again, from the last checkpoint, at most N times "
         "(default: never). Scripts find the number in KTRAINER_RESTART",
     )
     parser.add_argument(
         "--backoff",
-        type=_positive(float),
+        type=positive(float),
         metavar="S",
         default=1.0,
         help="seconds before the first restart; twice as long before each further one, up to "
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="check key=value and --config before the start; --no-check hands all words to the "
         "script, which may give them another meaning",
     )
-    healing.add_healing_arguments(parser, _positive(int))
+    healing.add_healing_arguments(parser, positive(int))
     parser.add_argument("script", help="a Python file")
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, help="key=value, --config FILE, the script's own words"
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     config = None
     if args.check:
         with _naming_the_separator(args.args):
-            config = _check(args.args, args.ranks, args.workers, told)
+            config = checked_config(args.args, args.ranks, args.workers, told)
     heal = healing.settings(args, config)
     line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
@@ -247,7 +247,7 @@ def _python_path(given: Mapping[str, str]) -> str:
     return os.pathsep.join(path if own in path else [*path, own])
 
 
-def _check(
+def checked_config(
     words: Sequence[str], ranks: int, workers: int | None, told: Mapping[str, str]
 ) -> Config | None:
     """The configuration that `words` make, checked with what ranks are `told` besides; None when
@@ -312,9 +312,10 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
 
 def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
     words, own = _split(args.args) if args.check else ([], args.args)
-    unseeded = args.ranks > 1 and (config is None or config.seed is None)
     out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
-    seed = secrets.randbits(31) if unseeded else None
+    seed = config.seed if config is not None and config.is_set("seed") else None
+    if seed is None and args.ranks > 1:
+        seed = secrets.randbits(31)
     return Options(slices, out, err, words, own, seed)
 
 
@@ -363,7 +364,7 @@ def _ignore_output() -> None:
             os.dup2(nowhere, number)
 
 
-def _positive(kind: type) -> type:
+def positive(kind: type) -> type:
     """An argparse type: a number above 0."""
 
     def parse(text: str) -> float:

@@ -1,4 +1,4 @@
-"""`ktrainer verify SCRIPT -n 2 key=value ...`: does a script train as it would in one process?"""
+"""`ktrainer verify -n 2 SCRIPT key=value ...`: does a script train as it would in one process?"""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from ktrainer.config import parse_known_cli
 from ktrainer.errors import ConfigError
 from ktrainer.launch import launch
 from ktrainer.launch.folders import private_folder
-from ktrainer.verify.mode import Asked, refuse_own_batches
+from ktrainer.verify.mode import VerifyRun, refuse_own_batches
 from ktrainer.verify.table import Comparison, compare, load
 
-_POSITIVE = launch._positive(int)
+_POSITIVE = launch.positive(int)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer verify`."""
+    parser.usage = (
+        f"{parser.prog} [options] SCRIPT [key=value ...] [--config FILE] [-- ARGUMENTS ...]"
+    )
     parser.description = (
         "Run the first updates of a script's first fit twice, from the same weights and data: in "
         "one process with the batch unsplit, and as configured. Print by how much loss, metrics, "
@@ -34,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_options(parser)
     parser.add_argument("script", help="a Python file")
     parser.add_argument(
-        "args",
-        nargs=argparse.REMAINDER,
-        help="key=value, --config FILE, the options above, and the script's own words",
+        "args", nargs=argparse.REMAINDER, help="key=value, --config FILE, the script's own words"
     )
 
 
@@ -46,21 +47,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the configuration cannot work, or the script does not train.
     """
-    later = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False, add_help=False)
-    _add_options(later)
-    own = args.args.index("--") if "--" in args.args else len(args.args)
-    more, words = later.parse_known_args(args.args[:own])
-    words += args.args[own:]
-    given = {**vars(args), **{k: v for k, v in vars(more).items() if v is not None}}
+    given, script = vars(args), [args.script, *args.args]
     options = _launch_options(given)
-    _check([*options, args.script, *words])
+    _check([*options, *script])
     with private_folder() as name:
-        folder, steps = Path(name), given["steps"] or 2
-        alone = [*_launch_options({**given, "ranks": 1, "workers": None, "servers": None})]
-        whole = Asked("whole", name, steps)
-        _run(whole, [*alone, args.script, *_unsplit(words, folder)], "in one process")
-        _run(Asked("split", name, steps), [*options, args.script, *words], "as configured")
-        found = compare(load(folder, "whole"), load(folder, "split"))
+        folder, steps = Path(name), args.steps or 2
+        alone = _launch_options({**given, "ranks": 1, "workers": None, "servers": None})
+        words = [*alone, args.script, *_single_process_words(args.args, folder)]
+        _run(VerifyRun("unsplit", name, steps), words, "in one process")
+        _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
+        found = compare(load(folder, "unsplit"), load(folder, "split"))
     print(_report(found))
     return 0 if found.equal else 1
 
@@ -74,7 +70,7 @@ def _check(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
     launch.add_arguments(parser)
     args = parser.parse_args(words)
-    config = launch._check(args.args, args.ranks or 1, args.workers, {})
+    config = launch.checked_config(args.args, args.ranks or 1, args.workers, {})
     if config is not None:
         refuse_own_batches(config)
 
@@ -106,7 +102,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_POSITIVE, help="updates to compare (default: 2)")
     parser.add_argument("--threads", type=_POSITIVE, help="threads of each process")
     parser.add_argument(
-        "--timeout", type=launch._positive(float), metavar="S", help="end each run after S seconds"
+        "--timeout", type=launch.positive(float), metavar="S", help="end each run after S seconds"
     )
 
 
@@ -118,22 +114,24 @@ def _launch_options(given: dict[str, object]) -> list[str]:
     return words if cluster or given.get("ranks") is not None else [*words, "--ranks=1"]
 
 
-def _unsplit(words: Sequence[str], folder: Path) -> list[str]:
-    """The script's words without those on the backend, which the one process does without."""
+def _single_process_words(words: Sequence[str], folder: Path) -> list[str]:
+    """The words without those on the backend, which the run in one process does without."""
+    end = words.index("--") if "--" in words else len(words)
+    words, arguments = words[:end], words[end:]  # the second ones are the script's
     path, _, _ = parse_known_cli(words)
     kept = [word for word in words if word.partition("=")[0].partition(".")[0] != "backend"]
     if path is None:
-        return kept
+        return [*kept, *arguments]
     config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    other = folder / "whole.yaml"
+    other = folder / "unsplit.yaml"
     kept_keys = {key: value for key, value in config.items() if key not in ("backend", "world")}
     other.write_text(yaml.safe_dump(kept_keys), encoding="utf-8")
     found = [word.partition("=")[0] for word in kept].index("--config")
     both = 1 if "=" in kept[found] else 2  # `--config=FILE`, or two words
-    return [*kept[:found], f"--config={other}", *kept[found + both :]]
+    return [*kept[:found], f"--config={other}", *kept[found + both :], *arguments]
 
 
-def _run(asked: Asked, words: list[str], how: str) -> None:
+def _run(verify_run: VerifyRun, words: list[str], how: str) -> None:
     """Run the script; what it prints is shown only if it fails.
 
     Raises:
@@ -142,7 +140,7 @@ def _run(asked: Asked, words: list[str], how: str) -> None:
     parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
     launch.add_arguments(parser)
     environ = dict(os.environ)
-    os.environ.update(asked.to_environment())
+    os.environ.update(verify_run.to_environment())
     kept = io.BytesIO()
     try:
         with _output_kept(kept):
@@ -150,13 +148,15 @@ def _run(asked: Asked, words: list[str], how: str) -> None:
     finally:
         os.environ.clear()
         os.environ.update(environ)
-    if code == 0 and list(Path(asked.folder).glob(f"{asked.role}-*.npz")):
+    if code == 0 and list(Path(verify_run.folder).glob(f"{verify_run.role}-*.npz")):
         return
     sys.stderr.write(kept.getvalue().decode(errors="replace"))
     if code == 0:
         raise ConfigError(
-            "the script has ended without training, so there is nothing to verify: call fit at the "
-            'top level or under `if __name__ == "__main__"`.'
+            "the script has ended without calling fit, so there is nothing to verify: call it at "
+            'the top level or under `if __name__ == "__main__"`. train_on_batch is not recorded, '
+            "and health.verify does not check it either: to check its step, train on some of its "
+            "batches by fit."
         )
     raise ConfigError(f"the script failed when run {how} (exit status {code}); see above.")
 

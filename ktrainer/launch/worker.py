@@ -25,8 +25,7 @@ from ktrainer import commandline, telling
 from ktrainer.launch.channel import Note, Options, encode, fault_path, pipe_path, read_options
 from ktrainer.launch.kernel import end_with_parent
 from ktrainer.launch.start import ASK
-from ktrainer.script import detection
-from ktrainer.script import start as script_start
+from ktrainer.script import bootstrap, detection
 
 # What a rank sees once another has gone; by name, so that nothing need be imported.
 _FOLLOWS = frozenset(
@@ -52,7 +51,8 @@ _FINAL = frozenset(
 _DIED = "ktrainer.errors.RanksDied"
 _ASKED_TO_END = "ktrainer.errors.Interrupted"
 _INTERRUPTED = 130
-_VERIFY = "KTRAINER_VERIFY"  # set by `ktrainer verify`
+# `ktrainer.verify.mode.VARIABLE`, written out as its import takes that of the configuration.
+_VERIFY = "KTRAINER_VERIFY"
 _FOLLOWER_WAITS = 1.0  # seconds
 
 # (class, words of its message) -> what to do about it, when there are several ranks.
@@ -144,7 +144,7 @@ def _run(script: str, rank: int, options: Options) -> None:
 
         seed = SEED
     if detection.is_plain(source):
-        script_start.prepare(rank, seed, detection.imports(source, "horovod"))
+        bootstrap.install(rank, seed, detection.imports_package(source, "horovod"))
     elif verifies:
         seed_everything()
     module = ModuleType("__main__")

@@ -230,7 +230,7 @@ def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
     """Specs of the model's inputs, and the rows of a batch where the data says."""
     import keras
 
-    from ktrainer.feed import Order, make_feed
+    from ktrainer.feed import ShuffleOrder, make_feed
     from ktrainer.fit_settings import data_config
 
     config = trainer.config
@@ -240,7 +240,7 @@ def _inputs(trainer: Trainer, data: Any) -> tuple[Any, int | None]:
         world=trainer.world,
         config=data_config(config),
         training=True,
-        order=Order(),
+        order=ShuffleOrder(),
         check=False,
     )
     try:

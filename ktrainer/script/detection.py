@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-# What a plain script may import of ktrainer and still be routed.
-_HELPERS = {"Callback", "all_gather", "barrier", "rank_zero_only", "register"}
+# What only a script that makes a Trainer has a use for: names and modules.
+_OF_A_TRAINER = {"Trainer", "Config", "load_config", "trainer", "config"}
 
 
 def is_plain(source: bytes) -> bool:
-    """Whether a script leaves training to Keras: it makes no use of ktrainer but for helpers.
+    """Whether a script leaves training to Keras: of ktrainer it uses helpers at most, and neither
+    a Trainer nor a configuration.
 
     A script that does not compile is not routed either: running it says why.
     """
@@ -18,10 +19,10 @@ def is_plain(source: bytes) -> bool:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return False
-    return all(name in _HELPERS for name in _uses(tree))
+    return _OF_A_TRAINER.isdisjoint(_uses(tree))
 
 
-def imports(source: bytes, package: str) -> bool:
+def imports_package(source: bytes, package: str) -> bool:
     """Whether a script that compiles imports `package` or a part of it."""
     nodes = list(ast.walk(ast.parse(source)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -31,19 +32,20 @@ def imports(source: bytes, package: str) -> bool:
 
 def _uses(tree: ast.AST) -> Iterator[str]:
     """What a script uses of ktrainer, by name."""
-    modules = set()
+    modules, everything = set(), False
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name == "ktrainer":
                     modules.add(alias.asname or alias.name)
                 elif alias.name.startswith("ktrainer."):
-                    yield alias.name
+                    yield from alias.name.split(".")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ktrainer":
-            if node.module == "ktrainer":
-                yield from (alias.name for alias in node.names)
-            else:
-                yield str(node.module)
+            yield from str(node.module).split(".")
+            yield from (alias.name for alias in node.names)
+            everything |= node.names[0].name == "*"
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules:
             yield node.attr
+        elif everything and isinstance(node, ast.Name):
+            yield node.id

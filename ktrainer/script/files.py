@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from ktrainer.callbacks.base import alone, is_alone
+from ktrainer.callbacks.base import collectives_off, without_collectives
 from ktrainer.checkpoint.export import whole_on_root
 from ktrainer.errors import CheckpointError
 from ktrainer.steps.elsewhere import elsewhere
@@ -48,7 +48,7 @@ def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(original)
     def write(*args: Any, **kwargs: Any) -> Any:
         paths = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike))]
-        if is_alone() or (not paths and original.__name__ != "plot_model"):
+        if collectives_off() or (not paths and original.__name__ != "plot_model"):
             return original(*args, **kwargs)  # into memory, each rank for itself
         model = args[0] if args and isinstance(args[0], keras.Model) else kwargs.get("model")
         error: Exception | None = None
@@ -59,7 +59,7 @@ def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any
                 error = CheckpointError(f"cannot save the model: no stage has {missing}")
             elif world.is_root:
                 try:
-                    with alone():
+                    with without_collectives():
                         result = original(*args, **kwargs)
                 except Exception as caught:
                     error = caught
@@ -79,7 +79,7 @@ def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
-        if is_alone():
+        if collectives_off():
             return original(*args, **kwargs)
         result, error = None, None
         if world.is_root:
@@ -103,11 +103,11 @@ def _load_held(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Model.load_weights` of a model in stages: each process takes what it holds."""
 
     @functools.wraps(original)
-    def load_weights(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    def load(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         with _remote_ignored(model):
             return original(model, *args, **kwargs)
 
-    return load_weights
+    return load
 
 
 @contextmanager

@@ -14,18 +14,17 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from ktrainer.arguments import callback_list
-from ktrainer.callbacks.base import alone, is_alone, is_writer
+from ktrainer.callbacks.base import collectives_off, is_writer, without_collectives
 from ktrainer.script.batches import Batches
+from ktrainer.script.diagnostics import refuse_loops, watch_files
 from ktrainer.script.files import route_files
-from ktrainer.script.loops import refuse_loops
-from ktrainer.script.opened import watch_files
 from ktrainer.script.replace import Replacements
 from ktrainer.script.stages import join_stages, know_variables
 from ktrainer.script.strategies import route_strategies
 from ktrainer.trainer import Trainer
 
 _EVENTS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
-_PASSES = ("fit", "evaluate", "predict")
+_METHODS = ("fit", "evaluate", "predict")
 _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
 
@@ -44,8 +43,8 @@ class Routing:
         self.busy = 0
         self._replaced = Replacements()
         replace = self._replaced.replace
-        for name in _PASSES:
-            replace(TensorFlowTrainer, name, functools.partial(self._pass, name))
+        for name in _METHODS:
+            replace(TensorFlowTrainer, name, functools.partial(self._route_method, name))
         batches = Batches(trainer)
         for name in _BATCHES:
             make = functools.partial(self._batch, getattr(batches, name))
@@ -77,13 +76,13 @@ class Routing:
 
         return init
 
-    def _pass(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _route_method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """`Model.fit`, `evaluate` or `predict` by the method of the Trainer of that name."""
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if is_alone() or (name != "fit" and self._runs_whole(model)):
+            if collectives_off() or (name != "fit" and self._runs_whole(model)):
                 return original(model, *args, **kwargs)
             if name != "predict":
                 model._assert_compile_called(name)
@@ -102,7 +101,7 @@ class Routing:
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             trains = original.__name__ == "train_on_batch"
-            if is_alone() or (not trains and self._runs_whole(model)):
+            if collectives_off() or (not trains and self._runs_whole(model)):
                 return original(model, *args, **kwargs)
             self._join_others(model)
             with self._routed():
@@ -187,17 +186,17 @@ def _on_ranks(callback: Any) -> Any:
     """A callback of Keras that writes: with collectives on every rank, or on rank 0 without."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         callback.on_every_rank = True  # it saves through `Model.save`, which is routed
-    elif is_writer(callback) and not hasattr(callback, "_ktrainer_alone"):
-        callback._ktrainer_alone = True
+    elif is_writer(callback) and not hasattr(callback, "_ktrainer_without_collectives"):
+        callback._ktrainer_without_collectives = True
         for name in _EVENTS:
-            setattr(callback, name, _alone(getattr(callback, name)))
+            setattr(callback, name, _without_collectives(getattr(callback, name)))
     return callback
 
 
-def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+def _without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with alone():
+        with without_collectives():
             return method(*args, **kwargs)
 
     return called

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ktrainer.script.start import say
+from ktrainer.script.bootstrap import say
 
 if TYPE_CHECKING:
     from ktrainer.script.replace import Replacements
@@ -31,8 +31,10 @@ _EXPERIMENTAL = (
 def route_strategies(trainer: Trainer, replaced: Replacements) -> None:
     """Have the constructors of strategies return the backend's strategy, or the default one."""
 
-    def stand_in(original: type) -> type:
-        return _StandIn(original.__name__, (), {"original": original, "trainer": trainer})
+    def proxy(original: type) -> type:
+        return _StrategyClassProxy(
+            original.__name__, (), {"original": original, "trainer": trainer}
+        )
 
     for module, names in (
         (tf.distribute, _NAMES),
@@ -40,17 +42,17 @@ def route_strategies(trainer: Trainer, replaced: Replacements) -> None:
     ):
         for name in names:
             if name in vars(module):
-                replaced.replace(module, name, stand_in)
+                replaced.replace(module, name, proxy)
 
 
-class _StandIn(type):
+class _StrategyClassProxy(type):
     """The class of names that stand for a class of strategies."""
 
     original: type
     trainer: Trainer
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return UsersStrategy(cls.trainer, cls.original.__name__)
+        return StrategyProxy(cls.trainer, cls.original.__name__)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.original)
@@ -62,7 +64,7 @@ class _StandIn(type):
         return getattr(cls.original, name)
 
 
-class UsersStrategy:
+class StrategyProxy:
     """What a script gets for a strategy that it makes: the backend's, with the backend's scope.
 
     Args:

@@ -5,8 +5,10 @@ passes.py       one pass of a model's `train_step` that leaves nothing behind: l
 compare.py      gradients at once beside those in parts; the likely cause of a difference
 mode.py         whether `ktrainer verify` runs this process, and how it is then configured
 recorder.py     records the first updates of such a run
+split.py        into how many parts an update is split
+diagnosis.py    why an update in parts differs, and what to do; how far rounding reaches
 table.py        two recorded runs, item by item, and why they differ
-neutral.py      random numbers that are the same for every example, however a batch is split
+batch_invariant_random.py   random numbers that are the same for every example of any batch
 
 The command itself is `ktrainer.launch.verify`.
 """

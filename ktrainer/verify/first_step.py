@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -19,14 +18,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.config import Config, PipelineConfig
+from ktrainer.config import Config
 from ktrainer.feed import Feed
 from ktrainer.feed.source import count_rows, take_slice
 from ktrainer.plan import Plan
+from ktrainer.steps.ambient import outside_of_strategies
 from ktrainer.steps.placement import placement_of
+from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.compare import Difference, difference, explain
-from ktrainer.verify.neutral import Draws
-from ktrainer.verify.passes import LeftOut, Passes, eager_passes, outside_strategies
+from ktrainer.verify.passes import CheckSkipped, GradientPasses, eager_passes
+from ktrainer.verify.split import Split, split_of
 from ktrainer.world import World
 
 SECONDS = 5.0  # after which the check ends
@@ -39,44 +40,6 @@ _FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class Split:
-    """Into how many parts an update is split, by what.
-
-    Attributes:
-        replicas: copies of the model: ranks, devices, or groups of ranks.
-        microbatches: parts of a replica's batch in a pipeline.
-        accumulate: batches an update.
-    """
-
-    replicas: int = 1
-    microbatches: int = 1
-    accumulate: int = 1
-
-    @property
-    def parts(self) -> int:
-        return self.replicas * self.microbatches * self.accumulate
-
-    def __str__(self) -> str:
-        of = {
-            "ranks or replicas": self.replicas,
-            "microbatches": self.microbatches,
-            "accumulated batches": self.accumulate,
-        }
-        return " and ".join(f"{n} {name}" for name, n in of.items() if n > 1)
-
-
-def split_of(config: Config, plan: Plan) -> Split:
-    """How a configuration splits an update."""
-    backend, replicas = config.backend, plan.replicas
-    if plan.strategy is not None:
-        replicas = plan.strategy.processes
-        if plan.strategy.strategy != "parameter_server":
-            replicas *= max(1, len(plan.strategy.devices))
-    microbatches = backend.microbatches if isinstance(backend, PipelineConfig) else 1
-    return Split(replicas, microbatches, config.trainer.accumulate)
-
-
 def check_first_step(
     model: keras.Model, feed: Feed, config: Config, plan: Plan, world: World
 ) -> None:
@@ -87,7 +50,7 @@ def check_first_step(
     split = split_of(config, plan)
     if config.health.verify == "off" or split.parts == 1:
         return
-    if getattr(config.trainer, "loss_scope", "local") == "global":
+    if config.trainer.loss_scope == "global":
         return  # exact whatever the loss is
     if _is_checked(model, split):
         return
@@ -96,10 +59,11 @@ def check_first_step(
         return
     try:
         if failed is not None:
-            raise LeftOut(failed)
-        found = outside_strategies(lambda: _check(model, batch, feed.uniform, plan, split.parts))
+            raise CheckSkipped(failed)
+        with outside_of_strategies():  # in a scope, copies would be variables of the strategy
+            found = _check(model, batch, feed.uniform, plan, split.parts)
     except Exception as error:
-        _say_left_out(error, config)
+        _say_skipped(error, config)
         return
     if found is not None:
         warnings.warn(explain(found, str(split), _FULL_CHECK), stacklevel=2)
@@ -138,41 +102,41 @@ def _check(
     batch, rows = _few_rows(batch)
     parts = min(wanted, _PARTS, rows)
     if parts < 2:
-        raise LeftOut("a batch has fewer than two examples")
-    draws = Draws()
+        raise CheckSkipped("a batch has fewer than two examples")
+    draws = RandomDraws()
     with eager_passes(draws):
-        passes = Passes(model, uniform, draws, SECONDS)
+        passes = GradientPasses(model, uniform, draws, SECONDS)
         whole = passes.whole(batch)
-        found = difference(whole, _in_parts(passes, batch, rows, parts), parts, model)
+        found = difference(whole, _in_parts(passes, batch, rows, parts), model, parts, rows)
         if found is None:
             return None
         try:
-            again = difference(whole, passes.whole(batch), parts, model)
-        except LeftOut:
+            again = difference(whole, passes.whole(batch), model, parts, rows)
+        except CheckSkipped:
             again = found
         if again is not None:
-            raise LeftOut(
+            raise CheckSkipped(
                 "two passes over the same examples differ: it draws random numbers outside of "
                 "Keras and tf.random, or changes a state in Python"
             )
     return found
 
 
-def _in_parts(passes: Passes, batch: Any, rows: int, parts: int) -> Any:
+def _in_parts(passes: GradientPasses, batch: Any, rows: int, parts: int) -> Any:
     slices = [take_slice(batch, rows, part, parts) for part in range(parts)]
     return passes.split(slices, [count_rows(each) / rows for each in slices])
 
 
 def _refuse(model: keras.Model, plan: Plan) -> None:
     if placement_of(model) is not None or any(v._value is None for v in model.variables):
-        raise LeftOut("no process has all of it")
+        raise CheckSkipped("no process has all of it")
     if plan.strategy is not None and plan.strategy.strategy == "parameter_server":
-        raise LeftOut("its weights are on parameter servers")
+        raise CheckSkipped("its weights are on parameter servers")
     if not model.trainable_variables:
-        raise LeftOut("it has no weights yet")
+        raise CheckSkipped("it has no weights yet")
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in model.trainable_variables)
     if size > _MOST_BYTES:
-        raise LeftOut(f"it has {size / 2**20:.0f} MiB of weights")
+        raise CheckSkipped(f"it has {size / 2**20:.0f} MiB of weights")
 
 
 def _few_rows(batch: Any) -> tuple[Any, int]:
@@ -183,12 +147,12 @@ def _few_rows(batch: Any) -> tuple[Any, int]:
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     counts = {int(leaf.shape[0]) for leaf in leaves}
     if len(counts) != 1:
-        raise LeftOut("the first axis of its data is not the examples")
+        raise CheckSkipped("the first axis of its data is not the examples")
     (given,) = counts
     rows = min(given, _PARTS * _ROWS_A_PART)
     size = sum(_bytes(leaf) for leaf in leaves) / given
     if size > _MOST_ROW_BYTES:
-        raise LeftOut(f"an example has {size / 2**20:.0f} MiB")
+        raise CheckSkipped(f"an example has {size / 2**20:.0f} MiB")
     whole = rows / given
     return (batch if whole == 1 else _head(batch, given, rows)), rows
 
@@ -209,12 +173,12 @@ def _bytes(leaf: Any) -> float:
     return sum(float(np.prod(t.shape)) * t.dtype.size for t in flat)
 
 
-def _say_left_out(error: Exception, config: Config) -> None:
+def _say_skipped(error: Exception, config: Config) -> None:
     if config.logging.progress == "none":
         return
-    why = str(error) if isinstance(error, LeftOut) else _first_line(error)
+    why = str(error) if isinstance(error, CheckSkipped) else _first_line(error)
     print(
-        f"ktrainer: the first update was not checked (health.verify): {why}. {_FULL_CHECK}",
+        f"ktrainer: health.verify did not check the model: {why}. {_FULL_CHECK}",
         file=sys.stderr,
         flush=True,
     )

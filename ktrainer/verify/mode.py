@@ -1,7 +1,7 @@
 """Whether `ktrainer verify` runs this process, and what that means for its configuration.
 
 It runs a script twice: once as configured, once in one process with the batch unsplit. What each
-of them is told goes through the environment, as a script need not take words `key=value`.
+of them needs is in the environment, as a script need not take words `key=value`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Literal
 from ktrainer.config import Config, LocalConfig
 from ktrainer.errors import ConfigError
 
-VARIABLE = "KTRAINER_VERIFY"
+VARIABLE = "KTRAINER_VERIFY"  # also in ktrainer.launch.worker
 SEED = 0  # where the configuration has none
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one of the two runs is to do.
+class VerifyRun:
+    """One of the two runs of `ktrainer verify`.
 
     Attributes:
-        role: "whole": one process, unsplit; "split": as configured.
-        folder: where it writes what it has recorded, and finds what the other has.
+        role: "unsplit": one process; "split": as configured.
+        folder: of the records of both runs.
         steps: updates to record.
     """
 
-    role: Literal["whole", "split"]
+    role: Literal["unsplit", "split"]
     folder: str
     steps: int
 
@@ -40,44 +40,44 @@ class Asked:
         return Path(self.folder) / "initial.npz"
 
     def recorded(self, rank: int) -> Path:
-        """What a rank has recorded."""
+        """The record of a rank."""
         return Path(self.folder) / f"{self.role}-{rank}.npz"
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
 
 
-class Verified(SystemExit):
+class RecordingDone(SystemExit):
     """Ends a script once its first updates are recorded."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
-def asked(environ: Mapping[str, str] = os.environ) -> Asked | None:
-    """What `ktrainer verify` wants of this process; None in all others."""
-    told = environ.get(VARIABLE)
-    return Asked(**json.loads(told)) if told else None
+def current_verify_run(environ: Mapping[str, str] = os.environ) -> VerifyRun | None:
+    """The run of `ktrainer verify` that this process belongs to; None where there is none."""
+    given = environ.get(VARIABLE)
+    return VerifyRun(**json.loads(given)) if given else None
 
 
-def as_verified(config: Config) -> Config:
-    """`config` as the run of `ktrainer verify` has it that this process belongs to: a few updates,
-    and no files. As it is in all other processes.
+def configure_for_verify(config: Config) -> Config:
+    """`config` for the run of `ktrainer verify` that this process belongs to: a few updates, and no
+    files. Unchanged where there is none.
 
     Raises:
         ConfigError: it has no unsplit equivalent.
     """
-    told = asked()
-    if told is None:
+    run = current_verify_run()
+    if run is None:
         return config
     refuse_own_batches(config)
     trainer = replace(
-        config.trainer, fast_dev_run=told.steps * config.trainer.accumulate, steps_per_call=1
+        config.trainer, fast_dev_run=run.steps * config.trainer.accumulate, steps_per_call=1
     )
-    if told.role == "whole":
+    if run.role == "unsplit":
         trainer = replace(trainer, xla=False)
-        config = config.having(backend=LocalConfig(), world=replace(config.world, heal=False))
-    return config.having(
+        config = config.with_changes(backend=LocalConfig(), world=replace(config.world, heal=False))
+    return config.with_changes(
         trainer=trainer,
         seed=SEED if config.seed is None else config.seed,
         # Rates that depend on the number of processes are another training, on purpose.

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 from unittest.mock import patch
 
 import keras
@@ -27,19 +26,22 @@ from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.model_step import python_step, rows_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.seams import seams
-from ktrainer.verify.neutral import Draws, inference_statistics, neutral_random
+from ktrainer.verify.batch_invariant_random import (
+    RandomDraws,
+    batch_invariant_random,
+    frozen_batch_norm,
+)
 from ktrainer.world.plane import densified
 
-T = TypeVar("T")
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-class LeftOut(Exception):
+class CheckSkipped(Exception):
     """Why a model is not checked."""
 
 
 @dataclass
-class Pass:
+class GradientPass:
     """What one pass gave.
 
     Attributes:
@@ -58,7 +60,7 @@ class Pass:
     changed: list[str] = field(default_factory=list)
 
 
-class Passes:
+class GradientPasses:
     """Runs passes of one model; use it inside of `eager_passes`.
 
     Args:
@@ -69,17 +71,17 @@ class Passes:
     """
 
     def __init__(
-        self, model: keras.Model, uniform: bool, draws: Draws, seconds: float = float("inf")
+        self, model: keras.Model, uniform: bool, draws: RandomDraws, seconds: float = float("inf")
     ) -> None:
         self.model, self.uniform, self._draws = model, uniform, draws
         self._until = time.monotonic() + seconds
 
-    def whole(self, batch: Any) -> Pass:
+    def whole(self, batch: Any) -> GradientPass:
         """Loss and gradients of all examples at once."""
         context = StepContext(_float(1.0), uniform=self.uniform, capture=True, rows=rows_of(batch))
         return self._run(batch, context)
 
-    def split(self, batches: Sequence[Any], weights: Sequence[float]) -> Pass:
+    def split(self, batches: Sequence[Any], weights: Sequence[float]) -> GradientPass:
         """The same from several parts, combined as ranks, replicas and microbatches are."""
         counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
         if not any(part.denominators for part in counted):
@@ -90,7 +92,9 @@ class Passes:
         parts = [self._part(b, w, totals) for b, w in zip(batches, weights, strict=True)]
         return combined(parts, weights)
 
-    def _part(self, batch: Any, weight: float, denominators: list[tf.Tensor] | None) -> Pass:
+    def _part(
+        self, batch: Any, weight: float, denominators: list[tf.Tensor] | None
+    ) -> GradientPass:
         record = denominators is None
         context = StepContext(
             _float(weight),
@@ -105,7 +109,7 @@ class Passes:
         done.denominators = list(context.denominators or []) if record else []
         return done
 
-    def _run(self, batch: Any, context: StepContext) -> Pass:
+    def _run(self, batch: Any, context: StepContext) -> GradientPass:
         self._draws.restart()
         with (
             _Untouched(self.model) as untouched,
@@ -117,7 +121,7 @@ class Passes:
             loss = LossOfStep(self.model)
             python_step(self.model.train_step)(batch)
             total, count = loss.sums()
-            done = Pass(loss=float(total / count) if count > 0 else None)
+            done = GradientPass(loss=float(total / count) if count > 0 else None)
         for _, gradients, variables in context.captured:
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
@@ -125,16 +129,16 @@ class Passes:
         return done
 
 
-def combined(parts: Sequence[Pass], weights: Sequence[float]) -> Pass:
+def combined(parts: Sequence[GradientPass], weights: Sequence[float]) -> GradientPass:
     """The sum of w * gradient over the parts.
 
     Raises:
-        LeftOut: the parts applied their optimizers differently.
+        CheckSkipped: the parts applied their optimizers differently.
     """
     first = parts[0]
     ids = [[[id(v) for v in each] for each in part.variables] for part in parts]
     if any(each != ids[0] for each in ids):
-        raise LeftOut("train_step applies its optimizers differently to other examples")
+        raise CheckSkipped("train_step applies its optimizers differently to other examples")
     losses = [part.loss for part in parts]
     loss = None
     if None not in losses:
@@ -143,7 +147,7 @@ def combined(parts: Sequence[Pass], weights: Sequence[float]) -> Pass:
         [_sum(column, weights) for column in zip(*apply, strict=True)]
         for apply in zip(*(part.gradients for part in parts), strict=True)
     ]
-    return Pass(gradients, first.variables, loss, changed=first.changed)
+    return GradientPass(gradients, first.variables, loss, changed=first.changed)
 
 
 def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Tensor | None:
@@ -154,16 +158,16 @@ def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Ten
 
 
 @contextmanager
-def eager_passes(draws: Draws) -> Iterator[None]:
-    """In which passes run: functions are not compiled, random numbers and statistics neutral, and
-    generators of random numbers stand in the end where they stood."""
+def eager_passes(draws: RandomDraws) -> Iterator[None]:
+    """In which passes run: functions are not compiled, random numbers do not depend on the batch,
+    batch normalization is frozen, and random generators keep their state."""
     eagerly = tf.config.functions_run_eagerly()
-    # Private, like all that says where the eager generator of seeds stands.
+    # Private, like everything that tells the state of the eager generator of seeds.
     generator = getattr(eager_context.context(), "_rng", None)
     states = random.getstate(), np.random.get_state(), generator and generator.getstate()
     with ExitStack() as stack:
-        stack.enter_context(neutral_random(draws))
-        stack.enter_context(inference_statistics())
+        stack.enter_context(batch_invariant_random(draws))
+        stack.enter_context(frozen_batch_norm())
         stack.callback(tf.config.run_functions_eagerly, eagerly)
         tf.config.run_functions_eagerly(True)
         try:
@@ -175,14 +179,6 @@ def eager_passes(draws: Draws) -> Iterator[None]:
                 generator.setstate(states[2])
 
 
-def outside_strategies(function: Callable[[], T]) -> T:
-    """What `function` gives where no strategy is in scope, as variables shall be plain ones."""
-    if not tf.distribute.has_strategy():
-        return function()
-    with ThreadPoolExecutor(1) as thread:  # scopes are those of a thread
-        return thread.submit(function).result()
-
-
 @contextmanager
 def _until(end: float) -> Iterator[None]:
     """Let calls of layers fail once it is later than `end`: eagerly, a long sequence takes long."""
@@ -190,7 +186,7 @@ def _until(end: float) -> Iterator[None]:
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
         if time.monotonic() > end:
-            raise LeftOut("it would take too long")
+            raise CheckSkipped("it would take too long")
         return original(self, *args, **named)
 
     with patch.object(keras.layers.Layer, "__call__", call):
@@ -201,7 +197,7 @@ class _NoRanks:
     """Where other parts would be asked for what they have: they are not computed together."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise LeftOut("its step gathers the examples of all ranks (ktrainer.all_gather)")
+        raise CheckSkipped("its step gathers the examples of all ranks (ktrainer.all_gather)")
 
 
 class _Untouched:

@@ -17,9 +17,10 @@ from ktrainer.feed.share import Share
 from ktrainer.steps import Program
 from ktrainer.steps.model_step import ShareLike
 from ktrainer.steps.placement import placement_of
+from ktrainer.verify.batch_invariant_random import RandomDraws, batch_invariant_random
 from ktrainer.verify.compare import precision_of
-from ktrainer.verify.mode import Asked, Verified
-from ktrainer.verify.neutral import Draws, neutral_random
+from ktrainer.verify.mode import RecordingDone, VerifyRun
+from ktrainer.verify.split import split_of
 from ktrainer.world.plane import densified
 
 
@@ -27,12 +28,12 @@ class Recorder(Callback):
     """Begins with the weights of the unsplit run, and keeps what each update does.
 
     Args:
-        asked: which run this is.
+        verify_run: the one that this process belongs to.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, verify_run: VerifyRun) -> None:
         super().__init__()
-        self.asked = asked
+        self.verify_run = verify_run
         self.arrays: dict[str, np.ndarray] = {}
         self._applied: dict[str, int] = {}
 
@@ -45,8 +46,8 @@ class Recorder(Callback):
             for i, v in enumerate(every)
             if tf.as_dtype(v.dtype).is_floating and self._is_here(v)
         ]
-        if self.asked.role == "whole":
-            _save(self.asked.initial, {name: _array(v) for name, v in self._weights})
+        if self.verify_run.role == "unsplit":
+            _save(self.verify_run.initial, {name: _array(v) for name, v in self._weights})
         else:
             self._begin_alike()
 
@@ -68,24 +69,25 @@ class Recorder(Callback):
             self.arrays[f"{step:04}/{kind}/{name}"] = np.asarray(value, np.float64)
         for name, variable in self._weights:
             self.arrays[f"{step:04}/weight/{name}"] = _array(variable)
-        if step >= self.asked.steps:
+        if step >= self.verify_run.steps:
             raise self.end()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         raise self.end()
 
-    def end(self) -> Verified:
+    def end(self) -> RecordingDone:
         """Write what was recorded; raise what is returned."""
         placement = placement_of(self.model)
         first = self.world.is_root if placement is None else placement.replica == 0
         if first:
             self.arrays["precision"] = np.array(precision_of(self.model))
+            self.arrays["parts"] = np.array(split_of(self.trainer.config, self.trainer.plan).parts)
             self.arrays["statistics"] = np.array(_statistics(self.model))
             self.arrays["own_step"] = np.array(
                 type(self.model).train_step is not keras.Model.train_step
             )
-            _save(self.asked.recorded(self.world.rank), self.arrays)
-        return Verified()
+            _save(self.verify_run.recorded(self.world.rank), self.arrays)
+        return RecordingDone()
 
     def _is_here(self, variable: Any) -> bool:
         placement = placement_of(self.model)
@@ -104,7 +106,7 @@ class Recorder(Callback):
         self.arrays[f"{step:04}/gradient/{name}{more}"] = np.array(value)
 
     def _begin_alike(self) -> None:
-        with np.load(self.asked.initial, allow_pickle=False) as initial:
+        with np.load(self.verify_run.initial, allow_pickle=False) as initial:
             for name, variable in self._weights:
                 if name not in initial or initial[name].shape != tuple(variable.shape):
                     raise ModelError(
@@ -120,32 +122,32 @@ class RecorderWithoutGradients(Recorder):
     on_gradients = Callback.on_gradients
 
 
-class WholeUpdates(Program):
+class UnsplitUpdates(Program):
     """Updates of all their batches at once."""
 
     def train(self, shares: Sequence[ShareLike]) -> Any:
         return super().train([_joined(shares)] if len(shares) > 1 else shares)
 
 
-def recorded_callbacks(callbacks: Sequence[Any], asked: Asked, remote: bool) -> list[Any]:
+def recorded_callbacks(callbacks: Sequence[Any], verify_run: VerifyRun, remote: bool) -> list[Any]:
     """The callbacks of a run of `ktrainer verify`, which leaves no files.
 
     Args:
         callbacks: of the run as it is.
-        asked: which run this is.
+        verify_run: the one that this process belongs to.
         remote: whether steps run in other processes.
     """
     kept = [c for c in callbacks if not (is_writer(c) or getattr(c, "rank_zero_only", False))]
-    return [*kept, RecorderWithoutGradients(asked) if remote else Recorder(asked)]
+    return [*kept, RecorderWithoutGradients(verify_run) if remote else Recorder(verify_run)]
 
 
 @contextmanager
-def recorded_run(asked: Asked | None) -> Iterator[None]:
+def recorded_run(verify_run: VerifyRun | None) -> Iterator[None]:
     """In which steps are run and traced: every example draws the same random numbers."""
-    if asked is None:
+    if verify_run is None:
         yield
         return
-    with neutral_random(Draws(alike=True)):
+    with batch_invariant_random(RandomDraws(alike=True)):
         yield
 
 

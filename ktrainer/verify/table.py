@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ktrainer.verify.diagnosis import TOLERANCES, Tolerances, cause, common_factor
+
 _SHOWN = 30
-# By precision: (logs and gradients, weights, share of the largest gradient that is no more than
-# rounding). Optimizers such as Adam make steps of the same size of tiny gradients.
-_TOLERANCES = {
-    "float64": (1e-8, 1e-6, 1e-10),
-    "float32": (2e-3, 2e-2, 1e-4),
-    "half": (0.1, 0.2, 0.03),
-}
 _ORDER = ("loss", "metric", "gradient", "weight")
-_SAME_FACTOR = 0.02
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -91,28 +85,26 @@ def load(folder: Path, role: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def compare(whole: Arrays, split: Arrays, parts: int | None = None) -> Comparison:
+def compare(unsplit: Arrays, split: Arrays) -> Comparison:
     """Compare two runs.
 
     Args:
-        whole: recorded in one process.
+        unsplit: recorded in one process.
         split: recorded as configured.
-        parts: ranks, replicas or microbatches, where that is known.
     """
-    precision = str(whole.get("precision", "float32"))
-    close, closer_weights, rounding = _TOLERANCES[precision]
-    items = {key for key in whole if key.count("/") >= 2}
+    close = TOLERANCES[str(unsplit.get("precision", "float32"))]
+    items = {key for key in unsplit if key.count("/") >= 2}
     others = {key for key in split if key.count("/") >= 2}
     if not any("/gradient/" in key for key in others):  # parameter servers
         items = {key for key in items if "/gradient/" not in key}
-    largest = _largest_gradients(whole)
-    silent = _without_gradient(whole, rounding, largest)
+    largest = _largest_gradients(unsplit)
+    silent = _without_gradient(unsplit, close.floor, largest)
     found: dict[tuple[str, str], Row] = {}
     for key in sorted(items & others):
         update, kind, name = int(key[:4]), *key[5:].split("/", 1)
-        within = closer_weights if kind == "weight" else close
-        least = rounding * largest.get(update, 0.0) / within if kind == "gradient" else 0.0
-        difference = _difference(whole[key], split[key], least)
+        within = close.weights if kind == "weight" else close.logs
+        least = close.floor * largest.get(update, 0.0) / within if kind == "gradient" else 0.0
+        difference = _difference(unsplit[key], split[key], least)
         differs = not difference <= within and not (kind == "weight" and name in silent)
         row = Row(kind, name.partition(":")[2] or name, difference, update, differs)
         before = found.get((kind, name))
@@ -122,7 +114,7 @@ def compare(whole: Arrays, split: Arrays, parts: int | None = None) -> Compariso
     missing = sorted(name.split("/", 2)[2].partition(":")[2] for name in items ^ others)
     result = Comparison(rows, missing, max((int(key[:4]) for key in items & others), default=0))
     if not result.equal:
-        result.cause = _cause(whole, split, result, parts, close)
+        result.cause = _cause(unsplit, split, result, close)
     return result
 
 
@@ -144,40 +136,33 @@ def _difference(a: np.ndarray, b: np.ndarray, least: float) -> float:
     return error / scale if np.isfinite(error) else float("inf")
 
 
-def _largest_gradients(whole: Arrays) -> dict[int, float]:
+def _largest_gradients(unsplit: Arrays) -> dict[int, float]:
     largest: dict[int, float] = {}
-    for key, value in whole.items():
+    for key, value in unsplit.items():
         if "/gradient/" in key:
             norm = float(np.linalg.norm(value.astype(np.float64)))
             largest[int(key[:4])] = max(largest.get(int(key[:4]), 0.0), norm)
     return largest
 
 
-def _without_gradient(whole: Arrays, rounding: float, largest: Mapping[int, float]) -> set[str]:
+def _without_gradient(unsplit: Arrays, rounding: float, largest: Mapping[int, float]) -> set[str]:
     """Variables whose gradients are no more than rounding: what an optimizer makes of them means
     nothing."""
     paths: dict[str, bool] = {}
-    for key, value in whole.items():
+    for key, value in unsplit.items():
         if "/gradient/" in key:
             path = key[5:].split("/", 1)[1].partition(":")[2]
             tiny = float(np.linalg.norm(value)) <= rounding * largest[int(key[:4])]
             paths[path] = paths.get(path, True) and tiny
-    names = {key[5:].split("/", 1)[1] for key in whole if "/weight/" in key}
+    names = {key[5:].split("/", 1)[1] for key in unsplit if "/weight/" in key}
     return {name for name in names if paths.get(name.partition(":")[2], False)}
 
 
-def _cause(
-    whole: Arrays, split: Arrays, result: Comparison, parts: int | None, close: float
-) -> str:
-    factor = _common_factor(whole, split)
-    if factor is not None and abs(factor - 1) > max(close, _SAME_FACTOR):
-        counted = parts is not None and abs(factor / parts - 1) < _SAME_FACTOR
-        number = f", the number of parts ({parts})" if counted else ""
-        return (
-            f"All gradients of the first update are smaller by one factor, {factor:.4g}{number}: "
-            "the loss is a sum over examples, where a mean is expected. Return the mean, or one "
-            "number an example, or set trainer.loss_scope=global."
-        )
+def _cause(unsplit: Arrays, split: Arrays, result: Comparison, close: Tolerances) -> str:
+    parts = int(split.get("parts", 1))
+    factor = _common_factor(unsplit, split, close)
+    if factor is not None:
+        return cause(factor, parts)
     if result.missing:
         return (
             "The runs have different variables or logs: the script or its train_step does "
@@ -206,38 +191,16 @@ def _cause(
             "effect in Python, a variable of its own), other data, or random numbers from outside "
             "of Keras and tf.random."
         )
-    text = (
-        "The loss couples examples (pairs within the batch, statistics of the batch), or a part "
-        "of it is a sum over examples: set trainer.loss_scope=global; in a train_step of your own "
-        "use ktrainer.all_gather, and means instead of sums."
-    )
-    return text + (
+    return cause(None, parts) + (
         " Or the runs differ in their data or random numbers: seed what the script draws from "
         "NumPy or Python."
     )
 
 
-def _common_factor(whole: Arrays, split: Arrays) -> float | None:
-    """The c with whole = c * split for all gradients of the first update."""
-    pairs = [
-        (value.astype(np.float64).ravel(), split[key].astype(np.float64).ravel())
-        for key, value in whole.items()
-        if key.startswith("0001/gradient/") and key in split
-    ]
-    factors: list[float] = []
-    total = sum(float(a @ a) for a, _ in pairs if np.isfinite(a).all())
-    for a, b in pairs:
-        if float(a @ a) <= 1e-8 * total:
-            continue
-        square = float(b @ b)
-        factor = float(a @ b) / square if square else float("nan")
-        if not np.linalg.norm(a - factor * b) <= _SAME_FACTOR * np.linalg.norm(a):
-            return None
-        factors.append(factor)
-    return _one(factors)
-
-
-def _one(factors: Sequence[float]) -> float | None:
-    if not factors or max(factors) - min(factors) > _SAME_FACTOR * max(map(abs, factors)):
+def _common_factor(unsplit: Arrays, split: Arrays, close: Tolerances) -> float | None:
+    """The c with unsplit = c * split for all gradients of the first update."""
+    first = [key for key in unsplit if key.startswith("0001/gradient/") and key in split]
+    pairs = [(unsplit[key], split[key]) for key in first]
+    if any(a.shape != b.shape for a, b in pairs):
         return None
-    return float(np.median(factors))
+    return common_factor(pairs, close.logs, close.floor)

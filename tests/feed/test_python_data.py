@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.errors import ConfigError, DataError
-from ktrainer.feed import Order
+from ktrainer.feed import ShuffleOrder
 from tests.feed.recorder import Recorder
 from tests.feed.worlds import feed, flat, numbered, rows
 
@@ -67,10 +67,10 @@ def test_a_pydataset_is_shuffled_as_fit_would() -> None:
     model.fit(Numbers(), epochs=3, verbose=0)
     assert model.seen[:7] != sorted(model.seen[:7])
     keras.utils.set_random_seed(3)
-    made = feed(Numbers(), order=Order(3, keras=True))
+    made = feed(Numbers(), order=ShuffleOrder(3, keras=True))
     assert flat(rows(made.epoch(epoch)) for epoch in range(3)) == model.seen
     keras.utils.set_random_seed(3)
-    resumed = feed(Numbers(), order=Order(3, keras=True))
+    resumed = feed(Numbers(), order=ShuffleOrder(3, keras=True))
     assert rows(resumed.epoch(2, skip=3)) == model.seen[17:]
 
 
@@ -79,11 +79,11 @@ def test_without_a_seed_the_batches_of_a_pydataset_depend_on_the_epoch() -> None
         def on_epoch_end(self) -> None:
             pass
 
-    made = feed(InOrder(), order=Order(5))
+    made = feed(InOrder(), order=ShuffleOrder(5))
     first, second = rows(made.epoch(0)), rows(made.epoch(1))
     assert first != second
     assert sorted(first) == sorted(second) == rows(feed(InOrder(), shuffle=False).epoch(0))
-    assert rows(feed(InOrder(), order=Order(5)).epoch(1)) == second
+    assert rows(feed(InOrder(), order=ShuffleOrder(5)).epoch(1)) == second
 
 
 def test_a_pydataset_is_sliced() -> None:

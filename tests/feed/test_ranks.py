@@ -13,7 +13,7 @@ import tensorflow as tf
 from ktrainer import world
 from ktrainer.config import Config, DataConfig
 from ktrainer.errors import DataError, DivergenceError, PeerLost
-from ktrainer.feed import Order, make_feed, order_of
+from ktrainer.feed import ShuffleOrder, make_feed, order_of
 from tests.dist.harness import Ranks
 from tests.feed.test_python_data import Numbers
 from tests.feed.worlds import flat, numbered, rows
@@ -93,7 +93,7 @@ def watch(make: Any, args: tuple[Any, ...] = (), **config: Any) -> dict[str, Any
         world=world.current(),
         config=DataConfig(**config),
         training=True,
-        order=Order(),
+        order=ShuffleOrder(),
         limit=limit,
     )
     try:
@@ -194,7 +194,9 @@ def test_an_unseeded_shuffle_is_found(ranks: Group) -> None:
 
 def _facts(make: Any, **config: Any) -> dict[str, Any]:
     here = world.current()
-    made = make_feed(make(), world=here, config=DataConfig(**config), training=True, order=Order())
+    made = make_feed(
+        make(), world=here, config=DataConfig(**config), training=True, order=ShuffleOrder()
+    )
     try:
         return {"facts": made.fingerprint()}
     finally:
@@ -203,7 +205,7 @@ def _facts(make: Any, **config: Any) -> dict[str, Any]:
 
 def _without_fingerprint(make: Any) -> None:
     here = world.current()
-    made = make_feed(make(), world=here, config=DataConfig(), training=True, order=Order())
+    made = make_feed(make(), world=here, config=DataConfig(), training=True, order=ShuffleOrder())
     try:
         list(made.epoch(0))
     finally:
@@ -242,7 +244,11 @@ def test_no_data_at_all(ranks: Group) -> None:
 def _empty(**config: Any) -> None:
     here = world.current()
     make_feed(
-        lambda: iter(()), world=here, config=DataConfig(**config), training=True, order=Order()
+        lambda: iter(()),
+        world=here,
+        config=DataConfig(**config),
+        training=True,
+        order=ShuffleOrder(),
     )
 
 

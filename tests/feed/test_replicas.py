@@ -15,7 +15,7 @@ import tensorflow as tf
 from ktrainer import world
 from ktrainer.config import DataConfig
 from ktrainer.errors import DivergenceError, PeerLost
-from ktrainer.feed import Order, make_feed
+from ktrainer.feed import ShuffleOrder, make_feed
 from ktrainer.feed.make import Feed
 from ktrainer.world import World
 from ktrainer.world.layout import Layout
@@ -53,7 +53,9 @@ def shared_by(layout: Layout) -> Iterator[World]:
 def opened(make: Callable[[World], Any], layout: Layout, **config: Any) -> Iterator[Feed]:
     with shared_by(layout) as here:
         settings = DataConfig(**config)
-        made = make_feed(make(here), world=here, config=settings, training=True, order=Order())
+        made = make_feed(
+            make(here), world=here, config=settings, training=True, order=ShuffleOrder()
+        )
         with closing(made):
             yield made
 
@@ -138,7 +140,7 @@ def test_arrays_per_worker_are_a_batch_a_replica(rank: int) -> None:
     place = Place(rank, 4)
     place.share_data(rank // 2, 2)
     config = DataConfig(batch="per_worker", batch_size=8, shuffle=False)
-    made = make_feed(numbered(40), world=place, config=config, training=True, order=Order())
+    made = make_feed(numbered(40), world=place, config=config, training=True, order=ShuffleOrder())
     shares = list(made.epoch(0))
     assert [share.global_examples for share in shares] == [16, 16, 8]
     mine = 8 * (rank // 2)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.config import DataConfig
-from ktrainer.feed import Feed, Order, Share, make_feed
+from ktrainer.feed import Feed, Share, ShuffleOrder, make_feed
 from ktrainer.world import SingleWorld
 from ktrainer.world.base import ReduceOp
 
@@ -31,7 +31,11 @@ def feed(data: Any, rank: int = 0, size: int = 1, **options: Any) -> Feed:
     """A feed as `Trainer` makes it; options of `DataConfig` go there, the others to `make_feed`."""
     fields = DataConfig.__dataclass_fields__
     config = DataConfig(**{key: options.pop(key) for key in list(options) if key in fields})
-    given = {"training": True, "order": Order(options.pop("seed", 0)), "check": False} | options
+    given = {
+        "training": True,
+        "order": ShuffleOrder(options.pop("seed", 0)),
+        "check": False,
+    } | options
     return make_feed(data, world=Place(rank, size), config=config, **given)
 
 

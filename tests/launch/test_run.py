@@ -126,10 +126,14 @@ def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
         "print(random.random(), np.random.rand(), np.random.default_rng().random(),"
         " np.random.RandomState().rand(), list({'a', 'b', 'c', 'd', 'e'}))"
     )
-    lines = run("-n", 2, "--no-prefix", "--all-ranks", path).stdout.splitlines()
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
-    assert lines[0] not in run("-n", 2, "--no-prefix", path).stdout
+    drawn = {}
+    for words in ((), ("backend=data_parallel",), ("seed=1",)):
+        lines = run("-n", 2, "--no-prefix", "--all-ranks", path, *words).stdout.splitlines()
+        assert len(lines) == 2
+        assert lines[0] == lines[1]
+        drawn[words] = lines[0]
+    assert len(set(drawn.values())) == 3
+    assert run(path, "seed=1").stdout.splitlines()[0].split(" [")[0] in drawn["seed=1",]
     seeded = "import random\nrandom.seed(1)\nprint(random.random())"
     assert run("-n", 2, "--no-prefix", script(seeded)).stdout == "0.13436424411240122\n"
 

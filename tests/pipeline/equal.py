@@ -168,7 +168,7 @@ def words_of(case: Case, backend: tuple[str, ...]) -> list[str]:
         "logging.progress=none",
         "logging.csv=false",
         "world.deadline=60",
-        "data.shuffle=false",  # parts of batches would be drawn in another order than batches
+        "data.shuffle=false",  # one process has the microbatches as batches of their own
         *case.settings,
     ]
 

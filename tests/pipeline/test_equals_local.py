@@ -80,7 +80,7 @@ CLIP = ("trainer.clip.global_norm=0.1",)
         (Case("plain", rows=38, epochs=6, callbacks=True), 2, ()),
         (Case("aside", **SHORT), 3, ()),
         (Case("unused", **SHORT), 3, ZERO),
-        # It clips gradients by hand, of each microbatch, of which the check before training warns.
+        # Its gradients are clipped on their way back, which health.verify would rightly name.
         (Case("rare", **SHORT, settings=("health.verify=off",)), 3, ZERO),
         (Case("thrice", **SHORT), 3, ()),
         (Case("words", **SHORT), 2, ("backend.costs=profile",)),

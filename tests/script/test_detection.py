@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ktrainer.script.detection import imports, is_plain
+from ktrainer.script.detection import imports_package, is_plain
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,10 @@ from ktrainer.script.detection import imports, is_plain
         "import ktrainer\n@ktrainer.rank_zero_only\ndef save(): ...",
         "# from ktrainer import Trainer",
         "from my import Trainer\nTrainer()",
+        "from ktrainer import *\nbarrier()",
+        "from ktrainer import KtrainerError, partition",
+        "from ktrainer.callbacks import StopAt",
+        "import ktrainer.world",
     ],
 )
 def test_plain(source: str) -> None:
@@ -28,7 +32,9 @@ def test_plain(source: str) -> None:
         "from ktrainer import Trainer",
         "import ktrainer as kt\nkt.Trainer()",
         "from ktrainer.trainer import Trainer",
-        "import ktrainer.world",
+        "from ktrainer.config import load_config",
+        "from ktrainer import *\nTrainer()",
+        "import ktrainer.trainer",
         "def main():\n    import ktrainer\n    return ktrainer.Trainer",
         "x = (",
     ],
@@ -38,6 +44,6 @@ def test_not_plain(source: str) -> None:
 
 
 def test_imports() -> None:
-    assert imports(b"import os\nimport horovod.tensorflow.keras as hvd", "horovod")
-    assert imports(b"from horovod.keras import callbacks", "horovod")
-    assert not imports(b"import keras", "horovod")
+    assert imports_package(b"import os\nimport horovod.tensorflow.keras as hvd", "horovod")
+    assert imports_package(b"from horovod.keras import callbacks", "horovod")
+    assert not imports_package(b"import keras", "horovod")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ktrainer import cli
+from ktrainer.launch.verify import _single_process_words, add_arguments
 
 SCRIPT = """
 import sys
@@ -62,7 +65,7 @@ def test_a_sound_script_in_two_stages(
 
 
 def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["verify", script, "-n", "2", "--steps", "1", "--wrong", "backend=data_parallel"]
+    words = ["verify", "-n", "2", "--steps", "1", script, "--wrong", "backend=data_parallel"]
     assert cli.main(words) == 1
     out = capfd.readouterr().out
     assert re.search(r"^gradient +head/kernel +\S+ +1  differs$", out, re.M), out
@@ -71,15 +74,37 @@ def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[s
 
 
 def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", script, "-n", "2", "backend=pipelin"]) == 2
+    assert cli.main(["verify", "-n", "2", script, "backend=pipelin"]) == 2
     assert "did you mean" in capfd.readouterr().err.lower()
     per_worker = ["backend=data_parallel", "data.batch=per_worker"]
-    assert cli.main(["verify", script, "-n", "2", *per_worker]) == 2
+    assert cli.main(["verify", "-n", "2", script, *per_worker]) == 2
     assert "no unsplit equivalent" in capfd.readouterr().err
     assert cli.main(["verify", "missing.py"]) == 2
     (tmp_path / "empty.py").write_text("print('hello')\n")
     assert cli.main(["verify", str(tmp_path / "empty.py")]) == 2
-    assert "nothing to verify" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "nothing to verify" in said
+    assert "train_on_batch is not recorded" in said
+
+
+def test_the_words_of_the_run_in_one_process(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("backend: {name: pipeline, partitions: 2}\nseed: 3\n")
+    words = ["--config", str(config), "backend.microbatches=2", "data.batch_size=8", "--steps", "9"]
+    own = ["--", "backend=cairo", "--config", "own.yaml"]
+    other = tmp_path / "unsplit.yaml"
+    expected = [f"--config={other}", "data.batch_size=8", "--steps", "9"]
+    assert _single_process_words([*words, *own], tmp_path) == [*expected, *own]
+    assert yaml.safe_load(other.read_text()) == {"seed": 3}
+    assert _single_process_words(["backend=local", *own], tmp_path) == own
+
+
+def test_options_after_the_script_are_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["-n", "2", "train.py", "--steps", "9", "--threads=1"])
+    assert (args.ranks, args.steps, args.threads) == (2, None, None)
+    assert args.args == ["--steps", "9", "--threads=1"]
 
 
 PLAIN = """

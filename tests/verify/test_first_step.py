@@ -45,6 +45,12 @@ def test_it_speaks_with_two_ranks(ranks: Ranks, floatx: str) -> None:
     assert not any(found[1].values())  # once, by the first rank
 
 
+def test_what_is_global_is_not_compared(ranks: Ranks) -> None:
+    arguments = ["contrastive"], "float64", "global"
+    found = ranks(2).run(models.said, *arguments, name="data_parallel", deadline=120)
+    assert not any(each["contrastive"] for each in found)
+
+
 def under_mirrored(function: Callable[..., Any], *args: Any) -> Any:
     make_devices()
     return function(*args, name="tf_distribute", strategy="mirrored", devices=2)
@@ -99,7 +105,7 @@ def unhurried() -> Iterator[None]:
 
 
 @pytest.fixture
-def left_out(unhurried: None, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def skipped(unhurried: None, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Trains with two batches an update; what it says of the check, which must not warn."""
 
     def train(model: keras.Model, data: Any, **settings: Any) -> str:
@@ -116,24 +122,24 @@ def left_out(unhurried: None, capfd: pytest.CaptureFixture[str]) -> Callable[...
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_half_precision(left_out: Callable[..., str], policy: str) -> None:
-    assert left_out(*models.mixed(policy)) == ""
+def test_half_precision(skipped: Callable[..., str], policy: str) -> None:
+    assert skipped(*models.mixed(policy)) == ""
 
 
-def test_nothing_is_left_behind(left_out: Callable[..., str]) -> None:
+def test_nothing_is_left_behind(skipped: Callable[..., str]) -> None:
     x, y = floats(2 * models.ROWS, 8), floats(2 * models.ROWS, 5, seed=1)
     counts = []
     for verify in ("off", "auto"):
         model = models.net(models.Counting)
         model.compile("sgd")
-        assert left_out(model, (x, y), health={"verify": verify}) == ""
+        assert skipped(model, (x, y), health={"verify": verify}) == ""
         counts.append((float(model.raw), float(model.count), model.calls))
     assert counts[0] == counts[1]
     random = np.random.get_state()[1].copy()
     states = [np.array(v) for v in model.variables]
-    passes = first_step.Passes(model, True, first_step.Draws())
+    passes = first_step.GradientPasses(model, True, first_step.RandomDraws())
     calls = model.calls
-    with first_step.eager_passes(first_step.Draws()):
+    with first_step.eager_passes(first_step.RandomDraws()):
         found = passes.whole((tf.constant(x[:4]), tf.constant(y[:4])))
     assert found.changed
     assert model.calls == calls
@@ -144,8 +150,8 @@ def test_nothing_is_left_behind(left_out: Callable[..., str]) -> None:
     assert not tf.config.functions_run_eagerly()
 
 
-def test_users_functions_are_not_traced_meanwhile(left_out: Callable[..., str]) -> None:
-    """A `tf.function` would keep what it was traced with: neutral random numbers."""
+def test_users_functions_are_not_traced_meanwhile(skipped: Callable[..., str]) -> None:
+    """A `tf.function` would keep what it was traced with: batch-invariant random numbers."""
 
     class Noisy(keras.layers.Layer):
         @tf.function
@@ -155,26 +161,23 @@ def test_users_functions_are_not_traced_meanwhile(left_out: Callable[..., str]) 
     inputs = keras.Input((8,))
     model = keras.Model(inputs, keras.layers.Dense(5)(Noisy()(inputs)))
     model.compile("sgd", "mse")
-    assert left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
+    assert skipped(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
     layer = next(layer for layer in model.layers if isinstance(layer, Noisy))
     drawn = layer(tf.zeros([64, 1])).numpy()
     assert len(np.unique(drawn)) == 64
 
 
-def test_sums_that_are_counted_whole(left_out: Callable[..., str]) -> None:
+def test_sums_that_are_counted_whole(skipped: Callable[..., str]) -> None:
     model = models.net(models.Vector)
     model.compile("sgd")
-    assert left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
+    assert skipped(model, (floats(models.ROWS, 8), floats(models.ROWS, 5))) == ""
 
 
-def test_what_is_gathered_or_global_is_not_compared(left_out: Callable[..., str]) -> None:
+def test_what_is_gathered_is_not_compared(skipped: Callable[..., str]) -> None:
     data = floats(models.ROWS, 8), floats(models.ROWS, 5)
     model = models.net(models.Gathering)
     model.compile("sgd")
-    assert "ktrainer.all_gather" in left_out(model, data)
-    model, data = models.make_planted("contrastive")
-    settings = {"trainer": {"epochs": 1, "accumulate": 2, "loss_scope": "global"}}
-    assert left_out(model, data, **settings) == ""
+    assert "ktrainer.all_gather" in skipped(model, data)
 
 
 class FromNumpy(keras.Model):
@@ -185,11 +188,11 @@ class FromNumpy(keras.Model):
         return (1 + FromNumpy.seen) * keras.ops.mean(y_pred)
 
 
-def test_what_cannot_be_compared_says_so(left_out: Callable[..., str]) -> None:
+def test_what_cannot_be_compared_says_so(skipped: Callable[..., str]) -> None:
     data = floats(models.ROWS, 8), floats(models.ROWS, 5)
     model = models.net(FromNumpy)
     model.compile("sgd")
-    said = left_out(model, data)
+    said = skipped(model, data)
     assert "two passes over the same examples differ" in said
     assert "ktrainer verify" in said
 
@@ -201,19 +204,19 @@ class Failing(keras.Model):
         return keras.ops.mean(y_pred)
 
 
-def test_an_error_within_is_none_of_the_run(left_out: Callable[..., str]) -> None:
+def test_an_error_within_is_none_of_the_run(skipped: Callable[..., str]) -> None:
     model = models.net(Failing)
     model.compile("sgd")
-    said = left_out(model, (floats(models.ROWS, 8), floats(models.ROWS, 5)))
+    said = skipped(model, (floats(models.ROWS, 8), floats(models.ROWS, 5)))
     assert "RuntimeError: cannot run eagerly" in said
 
 
-def test_what_takes_too_long_is_left_out(
-    left_out: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_what_takes_too_long_is_skipped(
+    skipped: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, data = models.make_planted("sum_loss")
     monkeypatch.setattr(first_step, "SECONDS", 1e-6)
-    assert "would take too long" in left_out(model, data)
+    assert "would take too long" in skipped(model, data)
 
 
 def test_off_and_one_part_and_a_second_fit(unhurried: None) -> None:

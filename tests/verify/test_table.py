@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from ktrainer.verify.table import Arrays, compare
 
@@ -10,6 +11,7 @@ from ktrainer.verify.table import Arrays, compare
 def recorded(scale: float = 1.0, noise: float = 0.0, variables: int = 3) -> dict[str, np.ndarray]:
     random, other = np.random.default_rng(1), np.random.default_rng(2)
     arrays = {"precision": np.array("float64"), "0001/loss/loss": np.array(3.0 * scale)}
+    arrays["parts"] = np.array(4)
     for i in range(variables):
         value = random.normal(size=(4, 3))
         key = f"{i:05}:layer_{i}/kernel"
@@ -25,13 +27,27 @@ def test_rounding_is_equal() -> None:
     assert str(found).splitlines()[1].startswith("loss")
 
 
-def test_a_factor_is_a_sum() -> None:
+def test_a_factor_as_large_as_the_number_of_parts_is_a_sum() -> None:
     found = compare(recorded(), recorded(scale=0.25))
     assert not found.equal
-    assert "one factor, 4" in found.cause
+    assert "smaller by the number of parts (4)" in found.cause
+    assert "sum over examples" in found.cause
     first = str(found).splitlines()[1]
     assert first.startswith("loss ")
     assert first.endswith("differs")
+
+
+@pytest.mark.parametrize("scale", [2.0, 31 / 30, 0.99999])
+def test_any_other_factor_is_something_counted(scale: float) -> None:
+    found = compare(recorded(), recorded(scale=scale))
+    assert f"one factor ({1 / scale:.3g}, with 4 parts)" in found.cause
+    assert "sum over examples" not in found.cause
+
+
+def test_a_factor_of_some_variables_is_none() -> None:
+    assert (
+        "couples examples" in compare(recorded(), one("0001/gradient/00001:layer_1/kernel")).cause
+    )
 
 
 def test_other_gradients_couple_examples_or_use_statistics() -> None:

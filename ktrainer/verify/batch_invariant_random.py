@@ -24,7 +24,7 @@ _GOLDEN = 0.6180339887498949
 _EDGE = 1e-3  # keeps the inverse of a distribution finite
 
 
-class Draws:
+class RandomDraws:
     """Numbers the draws of a step, so that they differ from one another.
 
     Args:
@@ -55,7 +55,7 @@ class Draws:
 
 
 @contextmanager
-def neutral_random(draws: Draws) -> Iterator[None]:
+def batch_invariant_random(draws: RandomDraws) -> Iterator[None]:
     """Replace random functions inside the block."""
     random = _Functions(draws)
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -77,7 +77,7 @@ def neutral_random(draws: Draws) -> Iterator[None]:
 
 
 @contextmanager
-def inference_statistics() -> Iterator[None]:
+def frozen_batch_norm() -> Iterator[None]:
     """Let BatchNormalization use and keep its moving statistics inside the block."""
     layer = keras.layers.BatchNormalization
     original = layer.call
@@ -117,7 +117,7 @@ _OF_TENSORFLOW = (
 class _Functions:
     """The replacements: those of Keras' backend, with its arguments, and those of TensorFlow."""
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: RandomDraws) -> None:
         self._draws = draws
 
     def keras_normal(

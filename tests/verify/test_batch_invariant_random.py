@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ktrainer.verify.neutral import Draws, inference_statistics, neutral_random
+from ktrainer.verify.batch_invariant_random import (
+    RandomDraws,
+    batch_invariant_random,
+    frozen_batch_norm,
+)
 
 DRAWN: dict[str, Callable[[int], Any]] = {
     "keras normal": lambda n: keras.random.normal((n, 5)),
@@ -33,8 +37,8 @@ DRAWN: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_each_example_draws_the_same(name: str) -> None:
-    draws = Draws()
-    with neutral_random(draws):
+    draws = RandomDraws()
+    with batch_invariant_random(draws):
         eight = np.array(DRAWN[name](8))
         draws.restart()
         two = np.array(DRAWN[name](2))
@@ -44,7 +48,7 @@ def test_each_example_draws_the_same(name: str) -> None:
 
 
 def test_draws_differ_and_dropout_keeps_some() -> None:
-    with neutral_random(Draws()):
+    with batch_invariant_random(RandomDraws()):
         a, b = keras.random.normal((2, 50)), keras.random.normal((2, 50))
         kept = np.array(keras.random.dropout(tf.ones((2, 50)), 0.4))[0]
     assert not np.allclose(a, b)
@@ -55,8 +59,8 @@ def test_draws_differ_and_dropout_keeps_some() -> None:
 
 
 def test_the_batch_may_be_another_axis() -> None:
-    draws = Draws()
-    with neutral_random(draws):
+    draws = RandomDraws()
+    with batch_invariant_random(draws):
         many = np.array(tf.random.normal([3, 8, 5]))
         draws.restart()
         few = np.array(tf.random.normal([3, 2, 5]))
@@ -67,7 +71,7 @@ def test_statistics_are_kept() -> None:
     layer = keras.layers.BatchNormalization()
     x = tf.random.normal([6, 4]) + 3.0
     layer.build(x.shape)
-    with inference_statistics():
+    with frozen_batch_norm():
         np.testing.assert_allclose(layer(x, training=True), x / np.sqrt(1.001), rtol=1e-5)
     assert not np.array(layer.moving_mean).any()
     layer(x, training=True)

@@ -1,4 +1,4 @@
-"""Arguments of a call as defaults of the script, and which of two values wins."""
+"""Which value of a key wins: of a file or the command line, else of a call's arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ KEYS = {
 }
 
 
-def with_arguments(
+def merge_call_arguments(
     config: Config, given: Mapping[str, Any], call: str = "fit"
 ) -> tuple[Config, tuple[str, ...]]:
-    """The configuration of one call, and a line for each argument that has no effect on it.
+    """The configuration of one call, and one line for each argument that is overridden.
 
     Args:
         config: of the Trainer. A key that a file or the command line set wins over the argument.
@@ -39,17 +39,17 @@ def with_arguments(
         group = getattr(config, section)
         present, origin = getattr(group, leaf), config.origin(key)
         if origin is None:
-            config = config.having(**{section: replace(group, **{leaf: value})})
+            config = config.with_changes(**{section: replace(group, **{leaf: value})})
         elif present != value:
             overruled.append(f"{argument}: {present} ({origin}) instead of {value} ({call})")
     return config, tuple(overruled)
 
 
-def named_keys(layer: Mapping[str, Any], origin: str, path: str = "") -> dict[str, str]:
+def key_origins(layer: Mapping[str, Any], origin: str, path: str = "") -> dict[str, str]:
     """The dotted keys that a layer of the configuration sets, each with `origin`."""
     found: dict[str, str] = {}
     for key, value in layer.items():
         inner = f"{path}.{key}" if path else str(key)
         nested = isinstance(value, Mapping)
-        found |= named_keys(value, origin, inner) if nested else {inner: origin}
+        found |= key_origins(value, origin, inner) if nested else {inner: origin}
     return found

@@ -1,9 +1,10 @@
-"""The order in which arrays, and the batches of a PyDataset, are drawn.
+"""The order in which arrays, and the batches of a PyDataset, are shuffled.
 
-Where a seed was chosen (`keras.utils.set_random_seed`, or `seed` in the configuration), it is the
-order that `Model.fit` draws with it. TensorFlow draws from that seed at the start of each pass, so
-that all epochs have the same order. Where none was, each epoch has another order: of the default
-`seed`, or without it of one that is drawn once for all ranks.
+If a seed was chosen (`seed` in the configuration, or `keras.utils.set_random_seed` after the
+Trainer), it is the order that `Model.fit` draws with it: TensorFlow draws from that seed at the
+start of each pass, so it is the same in every epoch. Otherwise each epoch is shuffled differently,
+reproducibly by the default seed, which is 0 and not a chosen one; with `seed=null` by one that is
+drawn once for all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ktrainer.world.base import World
 _SEEDS = 2**31 - 1  # TensorFlow takes seeds modulo this
 
 
-class Order(NamedTuple):
+class ShuffleOrder(NamedTuple):
     """Which order examples are drawn in.
 
     Attributes:
@@ -57,14 +58,15 @@ class Order(NamedTuple):
         return np.concatenate([s + random.permutation(min(batch, rows - s)) for s in starts])
 
 
-def order_of(world: World, config: Config) -> Order:
+def order_of(world: World, config: Config) -> ShuffleOrder:
     """The order of a call, as rank 0 has it."""
     seed = context.global_seed()
-    if seed is not None and (config.sets("seed") or seed_is_scripts()):
-        mine = Order(seed % _SEEDS, True)
+    chosen = config.seed is not None and config.is_set("seed")
+    if seed is not None and (chosen or seed_is_scripts()):
+        mine = ShuffleOrder(seed % _SEEDS, True)
     else:
-        mine = Order(secrets.randbits(63) if config.seed is None else config.seed)
-    return Order(*world.broadcast(tuple(mine), what="agree on the order of the data"))
+        mine = ShuffleOrder(secrets.randbits(63) if config.seed is None else config.seed)
+    return ShuffleOrder(*world.broadcast(tuple(mine), what="agree on the order of the data"))
 
 
 def _keras_rows(seed: int, rows: int, batch: int, shuffle: bool | str) -> np.ndarray:

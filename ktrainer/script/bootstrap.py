@@ -1,0 +1,152 @@
+"""The Trainer of a script that makes none, from the words of `ktrainer run`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ktrainer.script.routing import Routing
+
+_BACKEND = "KERAS_BACKEND"
+_routing: Routing | None = None
+_first = True
+
+
+def install(rank: int, seed: int | None, horovod: bool) -> None:
+    """Have training go through a Trainer as soon as the script imports TensorFlow or Keras.
+
+    The Trainer is made then, before TensorFlow runs anything: it chooses devices.
+
+    Args:
+        rank: this process's.
+        seed: of all random numbers, the same on all ranks; None leaves them alone.
+        horovod: whether the script imports Horovod.
+    """
+    global _first
+    _first = rank == 0
+    if seed is not None:
+        random.seed(seed)
+        _AfterImport("numpy", partial(_seed_numpy, seed))
+    start = partial(_start, seed, horovod)
+    _AfterImport("tensorflow", partial(_unless_importing, "keras", start))
+    _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
+
+
+def say(text: str) -> None:
+    """A line on rank 0's standard error."""
+    if _first:
+        print(f"ktrainer run: {text}", file=sys.stderr, flush=True)
+
+
+def _unless_importing(other: str, start: partial[None]) -> None:
+    # TensorFlow and Keras import one another: the outer one of them comes to its end last.
+    if not _is_importing(other):
+        start()
+
+
+def _start(seed: int | None, horovod: bool) -> None:
+    global _routing
+    if _routing is not None:
+        return
+    from ktrainer.start import note_seed
+    from ktrainer.trainer import Trainer
+
+    with _draws_kept():
+        # Without a seed of the command line's, a script has its own, or none.
+        trainer = Trainer.from_cli(argv=(), defaults={"seed": None})
+        if seed is not None:
+            import keras
+
+            keras.utils.set_random_seed(seed)
+            note_seed()
+    from ktrainer.script.routing import Routing
+
+    _routing = Routing(trainer)
+    if horovod:
+        say(
+            "the script imports Horovod, which ktrainer does not need: delete hvd.init(), "
+            "hvd.DistributedOptimizer, hvd.callbacks and what depends on hvd.rank() or hvd.size(), "
+            "such as a scaled learning rate"
+        )
+
+
+def _seed_numpy(seed: int) -> None:
+    import numpy as np
+    from numpy.random import bit_generator
+
+    np.random.seed(seed)
+    # Generators without a seed, such as default_rng(), draw theirs here.
+    vars(bit_generator)["randbits"] = random.Random(seed).getrandbits
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Python and NumPy draw after the block as before it: the script may have seeded them."""
+    import numpy as np
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _on_tensorflow() -> None:
+    asked = os.environ.get(_BACKEND)
+    if asked not in (None, "tensorflow"):
+        say(f"the script asks for Keras on {asked}; it runs on TensorFlow")
+    os.environ[_BACKEND] = "tensorflow"
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls `action()` when `module` has run, and `before()` before it does.
+
+    Args:
+        module: its full name.
+        action: called once.
+        before: called once.
+    """
+
+    def __init__(
+        self, module: str, action: Callable[[], None], before: Callable[[], None] = lambda: None
+    ) -> None:
+        self._module, self._action, self._before = module, action, before
+        if module in sys.modules:
+            action()
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        self._before()
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self._action()
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def _is_importing(name: str) -> bool:
+    """Whether a module is being imported just now."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))
