@@ -20,7 +20,7 @@ _WHERE = {
     "rank_zero_only": "ktrainer.callbacks",
     "barrier": "ktrainer.world",
     "partition": "ktrainer.backends.pipeline.manual",
-    "all_gather": "ktrainer.steps.gather",
+    "all_gather": "ktrainer.steps.all_gather",
     "register": "ktrainer.registry",
     "KtrainerError": "ktrainer.errors",
     "ConfigError": "ktrainer.errors",
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
         WorldError,
     )
     from ktrainer.registry import register
-    from ktrainer.steps.gather import all_gather
+    from ktrainer.steps.all_gather import all_gather
     from ktrainer.trainer import Trainer
     from ktrainer.world import barrier
 

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def outside_of_scopes(method: Method) -> Method:
+def leaves_strategy_scope(method: Method) -> Method:
     """A method of a Trainer that may be called in any strategy's scope, and leaves it meanwhile."""
 
     @wraps(method)
     def outside(self: CustomLoop, *args: Any, **named: Any) -> Any:
-        from ktrainer.steps.ambient import outside_of_strategies
+        from ktrainer.steps.strategy_scope import outside_strategy_scope
 
         # Replicas have their devices; elsewhere the user's `tf.device(...)` decides.
-        with outside_of_strategies(device=self.backend.name == "tf_distribute"):
+        with outside_strategy_scope(device=self.backend.name == "tf_distribute"):
             return method(self, *args, **named)
 
     return cast("Method", outside)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ktrainer.config import Config, DataParallelConfig, PipelineConfig, TfDistributeConfig
-from ktrainer.config.pipeline import as_run
+from ktrainer.config.pipeline import effective_pipeline
 from ktrainer.errors import ConfigError
 from ktrainer.facts import WorldFacts
 from ktrainer.strategy_plan import StrategyPlan, plan_strategy
@@ -152,7 +152,7 @@ def _check_copies(config: Config, size: int) -> None:
 
 def _layout(config: Config, backend: PipelineConfig, replicas: int) -> str:
     """The pipeline in words."""
-    backend = as_run(config, backend)
+    backend = effective_pipeline(config, backend)
     stages = f"{backend.partitions} partitions"
     if backend.chunks > 1:
         stages += f" of {backend.chunks} stages each"

@@ -17,7 +17,7 @@ from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster import cluster_asked
 from ktrainer.config.launched import as_launched
 from ktrainer.counted import Counted
-from ktrainer.custom import CustomLoop, outside_of_scopes
+from ktrainer.custom import CustomLoop, leaves_strategy_scope
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
@@ -145,7 +145,7 @@ class Trainer(CustomLoop):
             print(f"{who}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
 
-    @outside_of_scopes
+    @leaves_strategy_scope
     def fit(
         self,
         model: keras.Model | Callable[[], keras.Model],
@@ -246,7 +246,7 @@ class Trainer(CustomLoop):
             finally:
                 self._active.close()
 
-    @outside_of_scopes
+    @leaves_strategy_scope
     def evaluate(
         self,
         model: Any,
@@ -291,7 +291,7 @@ class Trainer(CustomLoop):
         assert self.model is not None
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
-    @outside_of_scopes
+    @leaves_strategy_scope
     def predict(
         self,
         model: Any,
@@ -324,7 +324,7 @@ class Trainer(CustomLoop):
             model, call, predict, replace(call.config.data, shard="batch", batch="global")
         )
 
-    @outside_of_scopes
+    @leaves_strategy_scope
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
         from ktrainer.checkpoint import save_model
@@ -391,7 +391,7 @@ class Trainer(CustomLoop):
         """Restore the run's newest checkpoint, or the one asked for; called by the loop."""
         self._active.resume()
 
-    @outside_of_scopes
+    @leaves_strategy_scope
     def close(self) -> None:
         """Let go of communicators. May be called twice."""
         self.backend.close()
@@ -490,9 +490,9 @@ class Trainer(CustomLoop):
             options: how steps run; None for those of its last `fit`, or of the configuration.
         """
         from ktrainer.fit_settings import step_options
-        from ktrainer.steps.programs import program_of
+        from ktrainer.steps.program_cache import cached_program
 
-        return program_of(
+        return cached_program(
             model,
             options or step_options(self.config),
             [self.backend, self.world.rank, self.world.size],

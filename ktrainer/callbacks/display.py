@@ -107,7 +107,7 @@ def headline(model: Any, world: World, trainer: Any) -> str:
     return "\n".join([first, *(f"  {line}" for line in getattr(trainer, "overruled", ()))])
 
 
-def closing(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:
+def final_report(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:
     """What to say when training has ended.
 
         training finished

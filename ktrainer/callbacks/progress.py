@@ -7,7 +7,7 @@ Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_lo
     RichProgress    a live bar on a terminal, a line per epoch above it
     PlainProgress   a line every `logging.every` and one per epoch, for logs
 
-Both end with a small table: see `display.closing`.
+Both end with a small table: see `display.final_report`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.display import (
     Meter,
-    closing,
+    final_report,
     headline,
     metrics_text,
     rate_text,
@@ -89,13 +89,13 @@ class _Progress(Reporter):
         speed = rate_text(self.meter.of_epoch(self.progress, seconds))
         return f"{self.position(epoch)}  {metrics_text(logs)}  [{span_text(seconds)}, {speed}]"
 
-    def closing(self) -> str:
+    def final_report(self) -> str:
         """What to say at the end."""
         seconds = time.perf_counter() - self._began_at
         speeds = self.throughput.epochs if self.throughput is not None else []
         facts = summary(self.progress, seconds, speeds, self.world.size)
         reason = getattr(self.trainer, "stop_reason", None)
-        said = closing(facts, self._epochs)
+        said = final_report(facts, self._epochs)
         return f"{said}\n\n  stopped because {reason}" if reason else said
 
 
@@ -126,7 +126,7 @@ class PlainProgress(_Progress):
         self._print(self.epoch_line(epoch, values))
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._print(self.closing())
+        self._print(self.final_report())
 
     def _print(self, line: str) -> None:
         if self.reports:
@@ -205,7 +205,7 @@ class RichProgress(_Progress):
         if self._live is None:
             return
         self.close()
-        self._say(self.closing())
+        self._say(self.final_report())
 
     def _say(self, line: str) -> None:
         """A line that stays, above the bar. No markup: names may hold brackets."""

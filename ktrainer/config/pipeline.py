@@ -27,7 +27,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
     Raises:
         ConfigError: for the first one found, with the nearest value that works.
     """
-    backend = as_run(config, backend)
+    backend = effective_pipeline(config, backend)
     make_schedule(
         backend.schedule,
         backend.partitions,
@@ -48,7 +48,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
         )
 
 
-def as_run(config: Config, backend: PipelineConfig) -> PipelineConfig:
+def effective_pipeline(config: Config, backend: PipelineConfig) -> PipelineConfig:
     """The pipeline's keys as they are run: `trainer.loss_scope=global` turns 1f1b, which is the
     default, into gpipe, since the loss of a whole batch needs all forward passes first.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
 from ktrainer.backends.pipeline.simulate import Costs, Timeline, simulate
 from ktrainer.config import Config, PipelineConfig
-from ktrainer.config.pipeline import as_run
+from ktrainer.config.pipeline import effective_pipeline
 from ktrainer.facts import WorldFacts
 from ktrainer.plan import Plan, make_plan
 from ktrainer.preview.mode import Previewed, asked, pretend
@@ -40,7 +40,7 @@ def show_config(config: Config) -> None:
     plan = make_plan(config, pretend(config, WorldFacts.detect(SingleWorld())))
     print(plan)
     if isinstance(config.backend, PipelineConfig):
-        backend = as_run(config, config.backend)
+        backend = effective_pipeline(config, config.backend)
         schedule = _schedule(config, backend, plan.rank_batches[0])
         _show_schedule(schedule, partial(equal_costs, schedule.stages), backend, plan)
 
@@ -68,7 +68,7 @@ def show_model(trainer: Trainer, data: Any, callbacks: Iterable[Any] = ()) -> No
         inputs, rows = _inputs(trainer, data)
         share = plan.rank_batches[0] if rows is None else math.ceil(rows / plan.replicas)
         refuse_callbacks([*trainer.callbacks, *callbacks])
-        backend = as_run(config, config.backend)
+        backend = effective_pipeline(config, config.backend)
         _show_pipeline(model, inputs, share, config, backend, plan)
     else:
         _show_whole(model)

@@ -12,8 +12,8 @@ from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.errors import ModelError
 from ktrainer.steps.elsewhere import bring_back, elsewhere
 from ktrainer.steps.optimizers import optimizers_of
-from ktrainer.steps.placement import Placement, forget, placement_of
-from ktrainer.steps.programs import forget_programs
+from ktrainer.steps.placement import Placement, placement_of, remove_placement
+from ktrainer.steps.program_cache import forget_programs
 from ktrainer.world.arrays import broadcast_arrays
 
 
@@ -23,7 +23,7 @@ def join_stages(model: Any) -> None:
     placement = placement_of(model)
     if placement is not None:
         _exchange([v for _, v in all_variables(model)], placement)
-        forget(model)
+        remove_placement(model)
         for name in ("get_weights", "set_weights"):
             vars(model).pop(name, None)  # as the cut has set them
     vars(model).pop(PLANNED, None)

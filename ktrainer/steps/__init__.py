@@ -2,26 +2,26 @@
 
 The parts of this package:
 
-    base.py           what a backend makes of a model: the interface
-    options.py        how steps run, from the configuration
-    program.py        a model's steps, compiled
-    programs.py       a model's programs, kept until it is compiled again
-    model_step.py     the model's own step, and what several ranks must do after it
-    captured.py       an update of several shares: accumulation, XLA with several ranks
-    multi.py          several updates in one call
-    context.py        what a traced step must know of the other shares
-    checks.py         conditions that are known only when a step runs
-    sums.py           vectors over examples that a loss adds up
-    gather.py         rows of all ranks in one tensor
-    loss_scope.py     losses of the whole batch
-    seams.py          the functions of Keras that are replaced while a step is traced
-    guard.py          leaves out updates that would spoil a model
-    logged.py         which logs are results of metrics, whatever they are called
-    metric_states.py  whether the states of a metric add up over parts of the data
-    optimizers.py     the optimizers that a model holds
-    placement.py      where a model's variables are
-    elsewhere.py      a variable that another stage of a pipeline holds
-    ambient.py        the scopes that a call of the Trainer finds itself in, and leaves
+    base.py                what a backend makes of a model: the interface
+    options.py             how steps run, from the configuration
+    program.py             a model's steps, compiled
+    program_cache.py       a model's programs, kept until it is compiled again
+    model_step.py          the model's own step, and what several ranks must do after it
+    captured.py            an update of several shares: accumulation, XLA with several ranks
+    multi.py               several updates in one call
+    context.py             what a traced step must know of the other shares
+    assertions.py          conditions that are known only when a step runs
+    vector_losses.py       vectors over examples that a loss adds up
+    all_gather.py          rows of all ranks in one tensor
+    loss_scope.py          losses of the whole batch
+    seams.py               the functions of Keras that are replaced while a step is traced
+    guard.py               leaves out updates that would spoil a model
+    logged.py              which logs are results of metrics, whatever they are called
+    metric_states.py       whether the states of a metric add up over parts of the data
+    optimizers.py          the optimizers that a model holds
+    placement.py           where a model's variables are
+    elsewhere.py           a variable that another stage of a pipeline holds
+    strategy_scope.py      the strategy's scope that a call of the Trainer leaves meanwhile
 """
 
 from __future__ import annotations

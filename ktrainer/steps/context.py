@@ -24,14 +24,14 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.checks import checked
+from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.guard import Guard
 from ktrainer.steps.options import GradientHook
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
 
 
 @dataclass(frozen=True)
-class Gathered:
+class GatheredRows:
     """Rows that were gathered from all ranks.
 
     Attributes:
@@ -39,7 +39,8 @@ class Gathered:
         total: int64 scalar; how many there are.
         weight: float64 scalar; the weights of all ranks' shares together: 1, unless an update has
             several batches.
-        views: there may be tensors of several such rows one after another, as of several views.
+        views: whether a loss may stack several gathered tensors along the first axis (two views of
+            each example).
     """
 
     own: tf.Tensor
@@ -53,7 +54,7 @@ class StepContext:
     """The surroundings of one step while it is traced.
 
     Attributes:
-        weight: float64 scalar; this share's part of the update's examples, 0 for a stand-in.
+        weight: float64 scalar; this share's part of the update's examples, 0 for padding.
         plane: sums over ranks; None in one process.
         rank: this process's number; other ranks than 0 draw other random numbers. An int32 scalar
             where replicas learn their numbers only when the step runs.
@@ -75,12 +76,12 @@ class StepContext:
         times: how many times the weights of gradients are those of shares.
         loss_of_all: float64; that of the whole update, once gradients are reduced.
         bad: whether the update is left out, once that is known.
-        rows: rows of this share's batch as its tensors have them (1 for a stand-in): an int where
+        rows: rows of this share's batch as its tensors have them (1 for padding): an int where
             their number is static.
-        gathered: row counts and weights of what was gathered in this step; see `steps.gather`.
-        whole: a loss of the whole batch is computed now, the same on all ranks; see
+        gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
+        in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
-        split: the batch comes in microbatches of a pipeline, which cannot meet in a step.
+        split: the batch is split into microbatches, so rows cannot be gathered within a step.
     """
 
     weight: tf.Tensor
@@ -104,17 +105,17 @@ class StepContext:
     loss_of_all: tf.Tensor | None = None
     bad: tf.Tensor | None = None
     rows: int | tf.Tensor | None = None
-    gathered: list[Gathered] = field(default_factory=list)
-    whole: bool = False
+    gathered: list[GatheredRows] = field(default_factory=list)
+    in_global_loss: bool = False
     split: bool = False
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
-        """1 for a share of real examples, 0 for a stand-in."""
+        """1 for a share of real examples, 0 for padding."""
         return tf.cast(self.weight > 0, dtype)
 
     def as_mean(self, part: tf.Tensor) -> tf.Tensor:
-        """The L of which `part` is w * L; 0 for a stand-in."""
+        """The L of which `part` is w * L; 0 for padding."""
         return tf.math.divide_no_nan(
             part * self.present(part.dtype), tf.cast(self.weight, part.dtype)
         )
@@ -146,7 +147,7 @@ class StepContext:
         every = ~ours & tf.reduce_any(rows == tf.stack([g.total for g in self.gathered]))
         views = [tf.maximum(g.total, 1) for g in self.gathered if g.views]
         unclear = tf.reduce_any(rows % tf.stack(views) == 0) if views else tf.constant(False)
-        check = checked(
+        check = assert_in_graph(
             ours | every | ~unclear,
             "a loss has a multiple of the rows that ktrainer.all_gather has gathered, so it "
             "cannot be told whether it is of the examples of all ranks or of one. Reduce it to its "
@@ -159,7 +160,7 @@ class StepContext:
 
     def scale_of_sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """What elements of a tensor over examples are multiplied with for their sum over all
-        examples of the update to be its L; 0 for a stand-in."""
+        examples of the update to be its L; 0 for padding."""
         return self.as_mean(self.part(tensor))
 
     def denominator(self, local: tf.Tensor) -> tf.Tensor:
@@ -266,7 +267,7 @@ def current() -> StepContext | None:
     return _traced[-1] if _traced else None
 
 
-def alone() -> Any:
+def single_process_step() -> Any:
     """Within it a step is one process's, which communicates with no other: to make variables."""
     return tracing(StepContext(tf.ones([], tf.float64)))
 

@@ -19,14 +19,14 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.checks import checked
-from ktrainer.steps.context import Gathered, StepContext
-from ktrainer.steps.gather import count_rows, gather_rows
+from ktrainer.steps.all_gather import exchange_row_counts, gather_rows
+from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.context import GatheredRows, StepContext
 from ktrainer.steps.options import StepOptions
 from ktrainer.world.plane import GradientPlane
 
 
-def check_compiled(options: StepOptions, plane: GradientPlane | None) -> None:
+def refuse_xla(options: StepOptions, plane: GradientPlane | None) -> None:
     """Refuse losses of the whole batch in steps that cannot communicate.
 
     Raises:
@@ -40,7 +40,7 @@ def check_compiled(options: StepOptions, plane: GradientPlane | None) -> None:
 
 
 @contextmanager
-def losses_of_all(context: StepContext, model: keras.Model, scope: str) -> Iterator[None]:
+def gather_loss_inputs(context: StepContext, model: keras.Model, scope: str) -> Iterator[None]:
     """Have `compute_loss` see the rows of all ranks; a step is traced inside.
 
     Args:
@@ -64,31 +64,31 @@ def _on_all_rows(context: StepContext, original: Callable[..., Any]) -> Callable
     unused = ("x",) if original.__module__.startswith("keras.") else ()
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if context.whole or context.plane is None:
+        if context.in_global_loss or context.plane is None:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         names = [n for n in given.arguments if n not in ("self", "training", *unused)]
         gathered = _gathered(context, [given.arguments[name] for name in names])
         given.arguments.update(zip(names, gathered, strict=True))
-        with _as_one(context):
+        with _same_on_all_ranks(context):
             loss = original(*given.args, **given.kwargs)
         if context.gathered and loss.shape.rank != 0:
             total = tf.shape(loss, out_type=tf.int64)[0]
             weight = context.gathered[0].weight
-            context.gathered.append(Gathered(-tf.ones_like(total), total, weight, views=False))
+            context.gathered.append(GatheredRows(-tf.ones_like(total), total, weight, views=False))
         return loss
 
     return compute_loss
 
 
 @contextmanager
-def _as_one(context: StepContext) -> Iterator[None]:
+def _same_on_all_ranks(context: StepContext) -> Iterator[None]:
     """Compute what all ranks compute alike: the same random numbers, sums and means unsplit."""
-    rank, context.rank, context.whole = context.rank, 0, True
+    rank, context.rank, context.in_global_loss = context.rank, 0, True
     try:
         yield
     finally:
-        context.rank, context.whole = rank, False
+        context.rank, context.in_global_loss = rank, False
 
 
 def _gathered(context: StepContext, structure: Any) -> Any:
@@ -101,7 +101,9 @@ def _gathered(context: StepContext, structure: Any) -> Any:
     tensors = list(found.values())
     if not tensors:
         return structure
-    rows = count_rows(context, [_of_batch(context, tensor) for tensor in tensors], views=False)
+    rows = exchange_row_counts(
+        context, [_of_batch(context, tensor) for tensor in tensors], views=False
+    )
     every = {
         id(tensor): gather_rows(context, tensor, place, same_loss=True)
         for tensor, place in zip(tensors, rows, strict=True)
@@ -123,7 +125,7 @@ def _of_batch(context: StepContext, tensor: tf.Tensor) -> tf.Tensor:
     if context.rows is None:
         return tensor
     rows = tf.shape(tensor, out_type=tf.int64)[0]
-    check = checked(
+    check = assert_in_graph(
         rows == tf.cast(context.rows, tf.int64),
         "trainer.loss_scope=global gathers the outputs, targets and weights of compute_loss, which "
         "must have one row for each example. Stack several views of an example on another axis, "

@@ -29,7 +29,7 @@ def is_uniform(batch: Any) -> bool:
 
 
 def rows_of(batch: Any) -> int | tf.Tensor | None:
-    """The rows of a batch, which may be a stand-in's; an int where their number is static."""
+    """The rows of a batch, which may be padding; an int where their number is static."""
     for leaf in keras.tree.flatten(batch):
         shape: Any = getattr(leaf, "shape", ())
         if len(shape) > 0:

@@ -17,7 +17,7 @@ def stack_shares(
 ) -> tuple[Any, np.ndarray] | None:
     """Batches stacked on a new first axis, and their weights; None if they do not stack.
 
-    Shares stack when all have the same shapes and none is a stand-in.
+    Shares stack when all have the same shapes and none is padding.
 
     Args:
         shares: one for each step.

@@ -66,6 +66,6 @@ def placement_of(model: Any) -> Placement | None:
     return _placements.get(model)
 
 
-def forget(model: Any) -> None:
+def remove_placement(model: Any) -> None:
     """Note that all variables of `model` are in every process again."""
     _placements.pop(model, None)

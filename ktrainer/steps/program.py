@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.logs import Path
+from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
-from ktrainer.steps.checks import checks_explained
-from ktrainer.steps.context import StepContext, alone
+from ktrainer.steps.context import StepContext, single_process_step
 from ktrainer.steps.guard import Before, check_one_update
 from ktrainer.steps.logged import LoggedResults, Source
-from ktrainer.steps.loss_scope import check_compiled, losses_of_all
+from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.model_step import (
     ShareLike,
     average_statistics,
@@ -57,7 +57,7 @@ class Program(Steps):
         plane: GradientPlane | None = None,
         rank: int = 0,
     ) -> None:
-        check_compiled(options, plane)
+        refuse_xla(options, plane)
         self.model, self.options, self.plane, self.rank = model, options, plane, rank
         self._functions: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._specs: dict[str, Any] = {}
@@ -168,7 +168,7 @@ class Program(Steps):
             trace(model.train_step, spec)
 
     def _function(self, kind: str, blank: bool) -> Callable[..., Any]:
-        """The compiled step for shares of examples, or for stand-ins, made at first use."""
+        """The compiled step for shares of examples, or for padding, made at first use."""
         key = (kind, blank)
         if key not in self._functions:
             step = {
@@ -214,14 +214,14 @@ class Program(Steps):
                 context.guard, context.loss = guard, before.loss
             with (
                 seams(context, optimizers_of(self.model)),
-                losses_of_all(context, self.model, self.options.loss_scope),
+                gather_loss_inputs(context, self.model, self.options.loss_scope),
                 logged.recording(),
             ):
                 logs = logged.noting(step)(batch)
             if kind == "train":
                 check_applied(context, self.model)
                 average_statistics(context, self.model)
-            for variable, value in kept:  # a stand-in must not be counted
+            for variable, value in kept:  # padding must not be counted
                 variable.assign(value)
             if before is not None and context.bad is not None:
                 check_one_update(context.applies, self.model)
@@ -233,7 +233,7 @@ class Program(Steps):
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            with checks_explained():
+            with explain_assertions():
                 return function(*args)
         except tf.errors.OpError as error:
             cause = self.plane.failure(error) if self.plane is not None else None
@@ -254,7 +254,7 @@ def on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
 def trace(step: Callable[..., Any], spec: Any) -> None:
     """Trace a step and forget it; the variables that it made stay."""
     own = python_step(step)
-    with alone():
+    with single_process_step():
         tf.function(lambda batch: own(batch), autograph=False).get_concrete_function(spec)
 
 

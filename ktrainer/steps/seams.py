@@ -36,7 +36,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 
 from ktrainer.steps.context import StepContext, tracing
-from ktrainer.steps.sums import aggregate_added, gradient_of_sums
+from ktrainer.steps.vector_losses import aggregate_added, gradient_of_sums
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 
@@ -87,7 +87,7 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
         dtype: Any = None,
     ) -> Any:
         values = ops.convert_to_tensor(values, dtype=dtype)
-        if context.whole or reduction in (None, "none") or values.shape.rank == 0:
+        if context.in_global_loss or reduction in (None, "none") or values.shape.rank == 0:
             return original(values, sample_weight, mask, reduction, dtype)
         if sample_weight is not None:
             sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
@@ -130,7 +130,9 @@ def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
         if isinstance(sample_weight, int):
             eagerly = tf.executing_eagerly()
             rows = tf.cast(sample_weight, self.dtype)
-            sample_weight = rows * tf.cast(context.weight, self.dtype) if context.whole else rows
+            sample_weight = (
+                rows * tf.cast(context.weight, self.dtype) if context.in_global_loss else rows
+            )
             sample_weight = sample_weight if eagerly else None
         if sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank:
             values, sample_weight = _share_of(context, self.dtype, values, sample_weight)

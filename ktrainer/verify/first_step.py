@@ -22,8 +22,8 @@ from ktrainer.config import Config
 from ktrainer.feed import Feed
 from ktrainer.feed.source import count_rows, take_slice
 from ktrainer.plan import Plan
-from ktrainer.steps.ambient import outside_of_strategies
 from ktrainer.steps.placement import placement_of
+from ktrainer.steps.strategy_scope import outside_strategy_scope
 from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.compare import Difference, difference, explain
 from ktrainer.verify.passes import CheckSkipped, GradientPasses, eager_passes
@@ -60,7 +60,7 @@ def check_first_step(
     try:
         if failed is not None:
             raise CheckSkipped(failed)
-        with outside_of_strategies():  # in a scope, copies would be variables of the strategy
+        with outside_strategy_scope():  # in a scope, copies would be variables of the strategy
             found = _check(model, batch, feed.uniform, plan, split.parts)
     except Exception as error:
         _say_skipped(error, config)

@@ -24,8 +24,8 @@ from ktrainer.callbacks import (
 )
 from ktrainer.callbacks.display import (
     Meter,
-    closing,
     count_text,
+    final_report,
     metrics_text,
     rate_text,
     span_text,
@@ -138,7 +138,7 @@ def test_closing_table() -> None:
         1: {"loss": 0.0123456, "accuracy": 0.5, "val_accuracy": 0.5, "val_loss": 1234.56},
     }
     facts = {"epochs": "2", "examples/s": "25.1k (fastest epoch)"}
-    assert closing(facts, epochs).splitlines() == [
+    assert final_report(facts, epochs).splitlines() == [
         "training finished",
         "  epochs      2",
         "  examples/s  25.1k (fastest epoch)",
@@ -147,12 +147,12 @@ def test_closing_table() -> None:
         "  loss       0.01235        1235          0.125",
         "  accuracy       0.5         0.5           0.75",
     ]
-    assert closing(facts, {0: {"loss": 0.5, "rate": 1.0}}).splitlines()[4:] == [
+    assert final_report(facts, {0: {"loss": 0.5, "rate": 1.0}}).splitlines()[4:] == [
         "  epoch 1  training",
         "  loss          0.5",
         "  rate            1",
     ]
-    assert closing(facts, {}).splitlines()[-1] == "  examples/s  25.1k (fastest epoch)"
+    assert final_report(facts, {}).splitlines()[-1] == "  examples/s  25.1k (fastest epoch)"
 
 
 def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktrainer.config import load_config
-from ktrainer.config.pipeline import as_run, memory_limit, stage_patterns
+from ktrainer.config.pipeline import effective_pipeline, memory_limit, stage_patterns
 from ktrainer.errors import ConfigError
 
 PIPELINE = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]
@@ -115,9 +115,9 @@ def test_what_cannot_have_the_loss_of_a_whole_batch(words, path, says):
 def test_the_loss_of_a_whole_batch_runs_gpipe():
     for words in ([], ["backend.schedule=gpipe"]):
         config = load_config(None, [*PIPELINE, GLOBAL, *words])
-        assert as_run(config, config.backend).schedule == "gpipe"
+        assert effective_pipeline(config, config.backend).schedule == "gpipe"
     config = load_config(None, PIPELINE)
-    assert as_run(config, config.backend) is config.backend
+    assert effective_pipeline(config, config.backend) is config.backend
 
 
 def test_a_default_stage_takes_the_place_of_a_pattern():

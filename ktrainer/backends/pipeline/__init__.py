@@ -44,7 +44,7 @@ What is marked with * is pure: numbers and names in and out, tested without proc
     parts.py              a traced stage as functions; split.py takes graphs apart
     arguments.py          what a stage is compiled with
     turns.py              one large gradient at a time
-    head.py               loss and metrics, on the last stage; whole.py: of a whole batch
+    head.py               loss and metrics, on the last stage; global_loss.py: of a whole batch
 
     between processes
     transfers.py *        what crosses, and in which order

@@ -27,7 +27,7 @@ class StageSettings:
         may_weigh_losses: a microbatch's weight may be in its loss, which is for nothing, and not
             put to each gradient, where all gradients are linear. In 16 bits a small factor could
             lose, or hide, what a loss scale looks for.
-        whole_loss: the last stage hands its outputs on to a `WholeLoss`, which computes the loss.
+        global_loss: the last stage sends its outputs to a `GlobalLoss`, which computes the loss.
         split: a batch has several microbatches, in this replica or others.
     """
 
@@ -38,7 +38,7 @@ class StageSettings:
     recompute: bool = False
     xla: bool = False
     may_weigh_losses: bool = False
-    whole_loss: bool = False
+    global_loss: bool = False
     split: bool = False
 
 

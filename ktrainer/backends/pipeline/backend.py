@@ -16,7 +16,7 @@ from ktrainer.backends.pipeline.post import Waits
 from ktrainer.backends.pipeline.program import PipelineProgram
 from ktrainer.backends.pipeline.refusals import refuse_callbacks, refuse_model
 from ktrainer.backends.tf_distribute.moving import move_out
-from ktrainer.config.pipeline import as_run
+from ktrainer.config.pipeline import effective_pipeline
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.world.base import SingleWorld
 from ktrainer.world.layout import Layout
@@ -43,7 +43,7 @@ class Pipeline(Backend):
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         super().__init__(config, plan, world)
-        self._keys = as_run(config, cast("PipelineConfig", config.backend))
+        self._keys = effective_pipeline(config, cast("PipelineConfig", config.backend))
         partitions = self._keys.partitions
         self.layout = Layout(partitions, world.size // partitions, self._keys.placement)
         replica = self.layout.replica_of(world.rank)
@@ -83,8 +83,10 @@ class Pipeline(Backend):
                 "that one, or save it and load it anew"
             )
         planned.check_unchanged()
-        whole_loss = self.config.trainer.loss_scope == "global"
-        return PipelineProgram(planned, options, self._keys, *self._planes, self._waits, whole_loss)
+        global_loss = self.config.trainer.loss_scope == "global"
+        return PipelineProgram(
+            planned, options, self._keys, *self._planes, self._waits, global_loss
+        )
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Refuse those that need a whole model; see `refuse_callbacks`."""

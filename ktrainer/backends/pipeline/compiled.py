@@ -13,12 +13,12 @@ from keras.src.random import seed_generator
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings
 from ktrainer.backends.pipeline.cut import StageGraph
+from ktrainer.backends.pipeline.global_loss import GlobalLoss
 from ktrainer.backends.pipeline.head import Denominators
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, specs_of
 from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.stage import CompiledStage
-from ktrainer.backends.pipeline.whole import WholeLoss
 from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
 
@@ -33,7 +33,7 @@ class CompiledModel:
         planned: the model, cut and placed.
         settings: of this process.
         post: to the other partitions.
-        whole: computes losses on whole batches; None: each microbatch has its own.
+        global_loss: computes losses on whole batches; None: each microbatch has its own.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class CompiledModel:
         planned: PlannedModel,
         settings: StageSettings,
         post: Post,
-        whole: WholeLoss | None = None,
+        global_loss: GlobalLoss | None = None,
     ) -> None:
-        self.planned, self.settings, self.post, self.whole = planned, settings, post, whole
+        self.planned, self.settings, self.post = planned, settings, post
+        self.global_loss = global_loss
         self._partitions = planned.config.partitions
         self._made: dict[Any, list[CompiledStage]] = {}
         self._denominators: dict[Any, Denominators] = {}
@@ -109,7 +110,7 @@ class CompiledModel:
         model, state, data = self.settings.model, self._state(stage, mode), specs_of(microbatch)
         received, adds, bends = self._told(stage, before)
         count = 0
-        if stage.is_last and mode != "predict" and self.whole is None:
+        if stage.is_last and mode != "predict" and self.global_loss is None:
             denominators = Denominators(model, stage, data, mode == "train", self.uniform)
             self._denominators[mode, microbatch.shapes] = denominators
             count = denominators.count
@@ -140,10 +141,10 @@ class CompiledModel:
         weighted, which the last one knows; then compile."""
         reaching: list[bool] = []
         weighs = self.settings.may_weigh_losses and not made[-1].bends
-        if self.whole is not None:  # each microbatch's part of the loss has its weight in it
+        if self.global_loss is not None:  # each microbatch's part of the loss has its weight in it
             weighs = True
             if made[-1].stage.is_last and made[-1].mode == "train":
-                reaching = self.whole.reaches(made[-1], data)
+                reaching = self.global_loss.reaches(made[-1], data)
         for compiled in reversed(made):
             stage, what = compiled.stage, "what the loss depends on"
             if not stage.is_last and self._partitions > 1 and compiled.mode == "train":

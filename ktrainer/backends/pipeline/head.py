@@ -53,7 +53,7 @@ def metrics_of(model: keras.Model, data: Any, y_pred: Any) -> Any:
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
 
-def open_shapes(
+def loss_shapes_of_any_batch(
     model: keras.Model,
     stage: StageGraph,
     received: Sequence[Any],

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.arguments import Mode, StageSettings
 from ktrainer.backends.pipeline.compiled import CompiledModel
+from ktrainer.backends.pipeline.global_loss import GlobalLoss
 from ktrainer.backends.pipeline.head import build_metrics
 from ktrainer.backends.pipeline.microbatches import Microbatch, cut_batches, leaves, with_leaves
 from ktrainer.backends.pipeline.planned import PlannedModel
@@ -19,7 +20,6 @@ from ktrainer.backends.pipeline.runner import Outcome, Runner, Values
 from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
 from ktrainer.backends.pipeline.shared import SharedGradients, densify
 from ktrainer.backends.pipeline.update import StageUpdate
-from ktrainer.backends.pipeline.whole import WholeLoss
 from ktrainer.config import PipelineConfig
 from ktrainer.feed.specs import spec_of
 from ktrainer.logs import leaves as leaves_of
@@ -41,7 +41,7 @@ class PipelineProgram(Steps):
         stages: sums over the partitions of this replica; None for one.
         replicas: sums over the copies of this partition; None for one.
         waits: where the time spent waiting for other stages is added up.
-        whole_loss: compute the loss on the whole batch (trainer.loss_scope=global).
+        global_loss: compute the loss on the whole batch (trainer.loss_scope=global).
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class PipelineProgram(Steps):
         stages: GradientPlane | None,
         replicas: GradientPlane | None,
         waits: Waits,
-        whole_loss: bool = False,
+        global_loss: bool = False,
     ) -> None:
         self.planned, self.options, self.config = planned, options, config
         self.model = planned.model
         self.post: Post | None = None
         self._planes = (stages, replicas)
-        self._whole_loss = whole_loss
-        self._whole: WholeLoss | None = None
+        self._has_global_loss = global_loss
+        self._global_loss: GlobalLoss | None = None
         self._schedules: dict[Any, Schedule] = {}
         self._sums, self._waits = planned.sums, waits
         self._sums.keep_memory = options.xla
@@ -126,12 +126,12 @@ class PipelineProgram(Steps):
             recompute=self.config.recompute,
             xla=self.options.xla,
             may_weigh_losses=planned.in_full_precision,
-            whole_loss=self._whole_loss,
+            global_loss=self._has_global_loss,
             split=self.config.microbatches > 1 or planned.placement.replicas > 1,
         )
-        if self._whole_loss:
-            self._whole = WholeLoss(self.model, held, planned.placement.copies)
-        self._compiled = CompiledModel(planned, settings, self.post, self._whole)
+        if self._has_global_loss:
+            self._global_loss = GlobalLoss(self.model, held, planned.placement.copies)
+        self._compiled = CompiledModel(planned, settings, self.post, self._global_loss)
         self._compiled.forget(is_uniform(spec))
         self._runner = Runner(self.post, self._shared)
         self._update = StageUpdate(
@@ -238,11 +238,11 @@ class PipelineProgram(Steps):
             values,
             scale,
             self._count(mode, microbatches),
-            self._whole if self.counts_metrics and mode != "predict" else None,
+            self._global_loss if self.counts_metrics and mode != "predict" else None,
         )
         # What may move is the same in all replicas, also in one that had nothing to do.
         changing = {id(v) for stages in compiled for stage in stages for v in stage.changes}
-        changing |= set(self._whole.changes) if self._whole is not None else set()
+        changing |= set(self._global_loss.changes) if self._global_loss is not None else set()
         self._moved = [v for v in state if id(v) in changing]
         for variable in self._moved:
             if values.state[id(variable)] is not before[id(variable)]:
@@ -273,7 +273,7 @@ class PipelineProgram(Steps):
     def _count(self, mode: Mode, microbatches: list[Microbatch]) -> Any:
         """What losses are divided by, counted over all microbatches and replicas; on the last
         stage."""
-        if not self.counts_metrics or mode == "predict" or self._whole is not None:
+        if not self.counts_metrics or mode == "predict" or self._global_loss is not None:
             return None
         total = np.zeros(0)
         for microbatch in microbatches:
@@ -302,7 +302,7 @@ class PipelineProgram(Steps):
             structure = self._compiled.stages(mode, microbatches[-1])[-1].logs
             values = [x.numpy() for x in outcome.results[-1]]
             logs = keras.tree.pack_sequence_as(structure, values)
-            if (put_back or self._whole is not None) and isinstance(logs, dict):
+            if (put_back or self._global_loss is not None) and isinstance(logs, dict):
                 again = self.model.get_metrics_result()
                 known = leaves_of(logs)
                 kept = {p: np.asarray(again[str(p[-1])]) for p in known if p[-1] in again}

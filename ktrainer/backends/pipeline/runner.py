@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.actions import Action, Schedule
 from ktrainer.backends.pipeline.arguments import Arguments
+from ktrainer.backends.pipeline.global_loss import GlobalLoss
 from ktrainer.backends.pipeline.microbatches import Microbatch
 from ktrainer.backends.pipeline.parts import Kept
 from ktrainer.backends.pipeline.post import Post
@@ -17,7 +18,6 @@ from ktrainer.backends.pipeline.python_functions import check_order
 from ktrainer.backends.pipeline.shared import SharedGradients
 from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.backends.pipeline.transfers import Transfers
-from ktrainer.backends.pipeline.whole import WholeLoss
 
 _AHEAD = 2  # receives are posted for so many actions before they are needed
 
@@ -68,7 +68,7 @@ class Runner:
         values: Values,
         scale: float = 1.0,
         denominators: Any = None,
-        whole: WholeLoss | None = None,
+        global_loss: GlobalLoss | None = None,
     ) -> Outcome:
         """Run the actions of `rank`, this process's partition, in order.
 
@@ -76,14 +76,14 @@ class Runner:
             compiled: for each microbatch, the stages of this process, in order.
             scale: what losses are multiplied by.
             denominators: float64 vector, what losses are divided by; on the last stage.
-            whole: computes the loss, once the last stage has run all microbatches forward; on
+            global_loss: computes the loss, once the last stage has run all microbatches forward; on
                 the last stage.
 
         Raises:
             ModelError: a Python function would be differentiated for the wrong microbatch.
         """
         step = _Step(
-            self.post, schedule, microbatches, compiled, values, scale, denominators, whole
+            self.post, schedule, microbatches, compiled, values, scale, denominators, global_loss
         )
         row = schedule.actions[rank]
         check_order(row, step.stage)
@@ -115,7 +115,7 @@ class _Step:
         values: Values,
         scale: float,
         denominators: Any,
-        whole: WholeLoss | None,
+        global_loss: GlobalLoss | None,
     ) -> None:
         self.post, self._compiled, self._ranks = post, compiled, schedule.ranks
         self.transfers = Transfers(schedule)
@@ -124,7 +124,7 @@ class _Step:
         self.denominators = denominators
         self.outcome = Outcome()
         self._kept: dict[tuple[int, int], Kept] = {}
-        self._whole = whole
+        self._global_loss = global_loss
         self._sent: dict[int, list[Any]] = {}  # by the last stage, for the loss of the whole
         self._of_outputs: list[list[Any]] = []
 
@@ -199,17 +199,21 @@ class _Step:
 
     def complete_loss(self) -> None:
         """Compute the loss of the whole batch, unless that was done."""
-        if self._whole is None or not self._sent:
+        if self._global_loss is None or not self._sent:
             return
         stages = [stages[-1] for stages in self._compiled]
         sent = [self._sent.pop(k) for k in range(len(self.microbatches))]
         trainable, state = self.values.trainable, self.values.state
-        self._of_outputs = self._whole(
+        self._of_outputs = self._global_loss(
             stages, sent, self.microbatches, trainable, state, self._scale
         )
 
     def _received(self, action: Action, specs: Sequence[tf.TensorSpec]) -> list[Any]:
-        if self._whole is not None and action.kind in "BI" and self.stage(action).stage.is_last:
+        if (
+            self._global_loss is not None
+            and action.kind in "BI"
+            and self.stage(action).stage.is_last
+        ):
             self.complete_loss()
             return self._of_outputs[action.microbatch]
         return [

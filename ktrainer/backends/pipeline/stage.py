@@ -13,8 +13,8 @@ from ktrainer.backends.pipeline.cut import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.head import (
     count_loss,
     loss_of,
+    loss_shapes_of_any_batch,
     metrics_of,
-    open_shapes,
     outputs_of,
 )
 from ktrainer.backends.pipeline.microbatches import Microbatch, leaves, with_leaves
@@ -104,10 +104,9 @@ class CompiledStage:
         )
 
     @property
-    def hands_on(self) -> bool:
-        """Whether what it makes goes on: to the stage after, or to the loss of a whole batch."""
-        whole = self.settings.whole_loss and self.mode != "predict"
-        return not self.stage.is_last or whole
+    def sends_outputs(self) -> bool:
+        """Whether its outputs are sent: to the next stage, or to the loss of the whole batch."""
+        return not self.stage.is_last or (self.settings.global_loss and self.mode != "predict")
 
     @property
     def sends(self) -> list[tf.TensorSpec]:
@@ -183,7 +182,7 @@ class CompiledStage:
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
-        self._sent = [*sent, added] if self.hands_on else []
+        self._sent = [*sent, added] if self.sends_outputs else []
         self._results = results
         old = zip(self.state, given.state, strict=True)
         new = [(v, scope.get_current_value(v), before) for v, before in old]
@@ -216,7 +215,7 @@ class CompiledStage:
                 self.logs = keras.tree.map_structure(lambda t: None, y_pred)
                 return added, list(keras.tree.flatten(y_pred)), []
             data = with_leaves(self._data, given.data)
-            if self.hands_on:
+            if self.sends_outputs:
                 sent = [tf.identity(tensors[i]) for i in stage.graph.needed_at_the_end]
             else:
                 sent, losses = [], [added] if self.adds else []
@@ -244,7 +243,7 @@ class CompiledStage:
             return sums
         rows = leaves(self._data)[0].shape[0]
         try:
-            shapes = open_shapes(
+            shapes = loss_shapes_of_any_batch(
                 self.settings.model,
                 self.stage,
                 given.received[:-1],
@@ -262,7 +261,7 @@ class CompiledStage:
 
     def _differentiate(self, tape: tf.GradientTape, sources: list[Any], given: Arguments) -> None:
         weight, seed = given.scalars
-        if self.hands_on:
+        if self.sends_outputs:
             targets = [t for t in self._sent[:-1] if is_differentiable(t)]
             # What layers add may be weighted by `compute_loss`, or left out.
             targets += [self._sent[-1]] if self.adds else []

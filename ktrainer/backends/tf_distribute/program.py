@@ -21,10 +21,10 @@ from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
 from ktrainer.logs import Path
 from ktrainer.steps import Program, StepOptions
+from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.base import Logs, Steps
-from ktrainer.steps.checks import checks_explained
 from ktrainer.steps.logged import LoggedResults, Source
-from ktrainer.steps.loss_scope import check_compiled
+from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
@@ -55,7 +55,7 @@ class ReplicatedProgram(Steps):
     ) -> None:
         if replicas.one_trace:  # and with XLA, as ever on a TPU
             options = replace(options, xla=False)
-        check_compiled(options, replicas.plane)
+        refuse_xla(options, replicas.plane)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
         self._generation = generation()
@@ -89,7 +89,7 @@ class ReplicatedProgram(Steps):
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         self._renew_for(*shares)
         if self.options.accumulate == 1 and not self.options.xla:
-            with self.guard(), checks_explained():
+            with self.guard(), explain_assertions():
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
         if self._accumulated is None:
             self._accumulated = Accumulated(
@@ -99,7 +99,7 @@ class ReplicatedProgram(Steps):
                 self._specs.get("train"),
                 self._logged["train"],
             )
-        with self.guard(), checks_explained():
+        with self.guard(), explain_assertions():
             return self._accumulated(shares)
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
@@ -115,12 +115,12 @@ class ReplicatedProgram(Steps):
         self._renew_for(*shares)
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))
-        with self.guard(), checks_explained():
+        with self.guard(), explain_assertions():
             return self._functions["many"](*stacked)
 
     def test(self, share: ShareLike) -> Logs:
         self._renew_for(share)
-        with self.guard(), checks_explained():
+        with self.guard(), explain_assertions():
             return self._function("test")(share.batch, *facts_of([share]))
 
     def predict(self, share: ShareLike) -> Any:

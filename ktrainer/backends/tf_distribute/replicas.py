@@ -31,7 +31,7 @@ from ktrainer.backends.tf_distribute.scopes import (
     ReplicaScope,
     keras_as_one_replica,
     losses_by_replica,
-    outside_of_scopes,
+    outside_stateless_scope,
     with_settings_of_this_thread,
 )
 from ktrainer.errors import ModelError
@@ -39,7 +39,7 @@ from ktrainer.steps import optimizers_of
 from ktrainer.steps.context import StepContext
 from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.logged import LoggedResults
-from ktrainer.steps.loss_scope import losses_of_all
+from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.model_step import check_applied, is_uniform, rows_of
 from ktrainer.steps.seams import seams
@@ -265,7 +265,7 @@ class Replicas:
         def together(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
             @tf.autograph.experimental.do_not_convert
             def once(_: Any, reduced: list[Any]) -> None:
-                with self.contexts.entered(context), outside_of_scopes():
+                with self.contexts.entered(context), outside_stateless_scope():
                     update([None if g is None else self.local(g)[0] for g in reduced])
 
             tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
@@ -279,7 +279,7 @@ class Replicas:
 
         @tf.autograph.experimental.do_not_convert
         def once(_: Any, values: Any) -> None:
-            with self.contexts.entered(context), outside_of_scopes():
+            with self.contexts.entered(context), outside_stateless_scope():
                 variable.assign(self.local(values)[0])
 
         tf.distribute.get_replica_context().merge_call(once, args=(tf.convert_to_tensor(value),))
@@ -294,7 +294,7 @@ class Replicas:
         """What must be different in Keras while a step is traced on replicas."""
         with ExitStack() as stack:
             stack.enter_context(seams(self.contexts, optimizers_of(self.model)))  # type: ignore[arg-type]
-            scope: Any = losses_of_all(self.contexts, self.model, self.loss_scope)  # type: ignore[arg-type]
+            scope: Any = gather_loss_inputs(self.contexts, self.model, self.loss_scope)  # type: ignore[arg-type]
             stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
@@ -310,7 +310,7 @@ class Replicas:
         def for_each(_: Any, args: Any, weights: Any) -> None:
             every = zip(self.each(args), self.local(weights), strict=True)
             for number, ((words, named), weight) in enumerate(every):
-                with self.contexts.entered(self._entered[number]), outside_of_scopes():
+                with self.contexts.entered(self._entered[number]), outside_stateless_scope():
                     tf.cond(weight > 0, lambda w=words, n=named: _done(original(*w, **n)), _done)
 
         def update_state(*words: Any, **named: Any) -> None:

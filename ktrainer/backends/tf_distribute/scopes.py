@@ -153,7 +153,7 @@ def adding_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def outside_of_scopes() -> Iterator[None]:
+def outside_stateless_scope() -> Iterator[None]:
     """Let assignments reach the variables themselves, also within a `StatelessScope`."""
     before = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)

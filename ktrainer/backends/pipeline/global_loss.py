@@ -1,6 +1,6 @@
 """The loss of a whole batch, for `trainer.loss_scope=global`.
 
-The last stage hands its outputs on, as a stage in the middle does. Once it has run all microbatches
+The last stage sends its outputs, as a stage in the middle does. Once it has run all microbatches
 forward, their outputs, targets and weights, and those of the other replicas, are put together in
 the order of the batch; Keras computes the loss on them as in one process; and each microbatch goes
 backward from its part of the gradient.
@@ -32,7 +32,7 @@ from ktrainer.world import World
 _WHAT = "the outputs of all replicas, for trainer.loss_scope=global"
 
 
-class WholeLoss:
+class GlobalLoss:
     """Loss and gradients of the outputs of all microbatches together, on the last stage.
 
     Args:
@@ -209,8 +209,8 @@ class WholeLoss:
         with (
             keras.StatelessScope(state_mapping=mapping) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
-            _part_of_means(portion),
-            tracing(StepContext(portion, whole=True)),
+            scale_mean_metrics(portion),
+            tracing(StepContext(portion, in_global_loss=True)),
         ):
             if training:
                 tape.watch([*sources, *trainable])
@@ -261,7 +261,7 @@ def _by_microbatch(
 
 
 @contextmanager
-def _part_of_means(portion: tf.Tensor) -> Iterator[None]:
+def scale_mean_metrics(portion: tf.Tensor) -> Iterator[None]:
     """Count means with this replica's part of the batch: all replicas compute the same loss, and
     their metrics are added up."""
     original = reduction_metrics.Mean.update_state

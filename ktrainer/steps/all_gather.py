@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.checks import checked
-from ktrainer.steps.context import Gathered, StepContext, current
+from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.context import GatheredRows, StepContext, current
 from ktrainer.world import current as current_world
 
 _WHERE = (
@@ -58,14 +58,14 @@ def all_gather(tensor: Any) -> Any:
     if context.plane is None:
         return tensor
     tensor = tf.convert_to_tensor(tensor)
-    if context.whole:
+    if context.in_global_loss:
         return tensor  # of all ranks already
-    (rows,) = count_rows(context, [tensor])
+    (rows,) = exchange_row_counts(context, [tensor])
     return gather_rows(context, tensor, rows)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowOffset:
     """Where the rows of this rank are among those of all.
 
     Attributes:
@@ -75,18 +75,18 @@ class Rows:
     """
 
     first: tf.Tensor
-    gathered: Gathered
+    gathered: GatheredRows
     shape: tf.Tensor
 
 
-def count_rows(
+def exchange_row_counts(
     context: StepContext, tensors: Sequence[tf.Tensor], views: bool = True
-) -> list[Rows]:
+) -> list[RowOffset]:
     """How many rows all ranks have of some tensors, in one message.
 
     Args:
-        tensors: this rank's rows, or stand-ins.
-        views: as in `Gathered`.
+        tensors: this rank's rows, or padding.
+        views: as in `GatheredRows`.
 
     Raises:
         ModelError: the step is compiled with XLA or for a TPU, or a tensor has no rows.
@@ -114,20 +114,20 @@ def count_rows(
         dims = every[:, column + 1 : column + tensor.shape.rank]
         column += tensor.shape.rank
         with tf.control_dependencies(_same_shapes(rows, dims)):
-            gathered = Gathered(tf.identity(rows[rank]), tf.reduce_sum(rows), weight, views)
+            gathered = GatheredRows(tf.identity(rows[rank]), tf.reduce_sum(rows), weight, views)
         context.gathered.append(gathered)
-        found.append(Rows(tf.reduce_sum(rows[:rank]), gathered, tf.reduce_max(dims, 0)))
+        found.append(RowOffset(tf.reduce_sum(rows[:rank]), gathered, tf.reduce_max(dims, 0)))
     return found
 
 
 def gather_rows(
-    context: StepContext, tensor: tf.Tensor, rows: Rows, same_loss: bool = False
+    context: StepContext, tensor: tf.Tensor, rows: RowOffset, same_loss: bool = False
 ) -> tf.Tensor:
     """The rows of all ranks in one tensor.
 
     Args:
-        tensor: this rank's rows, or a stand-in.
-        rows: what `count_rows` has found of it.
+        tensor: this rank's rows, or padding.
+        rows: what `exchange_row_counts` has found of it.
         same_loss: all ranks differentiate the same loss of what is gathered, so that each of them
             knows the gradient of its own rows by itself.
     """
@@ -158,7 +158,7 @@ def _check_rows(tensor: tf.Tensor) -> None:
 
 def _same_shapes(rows: tf.Tensor, dims: tf.Tensor) -> list[Any]:
     same = tf.reduce_all(dims == tf.reduce_max(dims, 0), axis=1) | (rows == 0)
-    return checked(
+    return assert_in_graph(
         tf.reduce_all(same),
         "rows of some ranks have other dimensions than those of others, so they cannot be gathered "
         "in one tensor. Pad them to one length. Rows and dimensions, rank by rank:",

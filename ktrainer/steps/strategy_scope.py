@@ -1,4 +1,4 @@
-"""The scopes of TensorFlow that a call of the Trainer finds itself in, and leaves meanwhile."""
+"""The strategy's scope that a call of the Trainer may be in, and leaves meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorflow.python.framework.ops import get_default_graph
 
 
 @contextmanager
-def outside_of_strategies(device: bool = False) -> Iterator[None]:
+def outside_strategy_scope(device: bool = False) -> Iterator[None]:
     """Leave the distribution strategy that is in scope, if any, and come back to it.
 
     In its scope metrics, optimizers and steps would make variables of the strategy, which nothing

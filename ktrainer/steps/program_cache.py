@@ -20,13 +20,13 @@ _KEPT = 2  # of one model, with different options
 
 
 @dataclass(eq=False)
-class _Programs:
+class _ProgramCache:
     """Programs of one model, the last one used last; no container, which Keras would track."""
 
     known: list[tuple[list[Any], StepOptions, Steps]] = field(default_factory=list)
 
 
-def program_of(
+def cached_program(
     model: keras.Model,
     options: StepOptions,
     owner: list[Any],
@@ -43,8 +43,8 @@ def program_of(
             to be run, not an update.
     """
     # With the model, past Keras' tracking: they live as long as it does.
-    programs = vars(model).setdefault(_ATTRIBUTE, _Programs())
-    state = [*owner, *_compiled(model)]
+    programs = vars(model).setdefault(_ATTRIBUTE, _ProgramCache())
+    state = [*owner, *_compile_state(model)]
     known = [entry for entry in programs.known if _same(entry[0], state)]
     fitting = [e for e in known if any_options or e[1] == options]
     if fitting:
@@ -62,7 +62,7 @@ def forget_programs(model: keras.Model) -> None:
     vars(model).pop(_ATTRIBUTE, None)
 
 
-def _compiled(model: keras.Model) -> list[Any]:
+def _compile_state(model: keras.Model) -> list[Any]:
     """Objects that are others once the model was compiled again, or has another schedule."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

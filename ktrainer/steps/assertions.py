@@ -14,7 +14,7 @@ from ktrainer.errors import ModelError
 _CHECK = "ktrainer: "  # marks our own checks among TensorFlow's
 
 
-def checked(condition: tf.Tensor, message: str, *numbers: Any) -> list[Any]:
+def assert_in_graph(condition: tf.Tensor, message: str, *numbers: Any) -> list[Any]:
     """Have a step fail unless `condition` is true, which is known only when it runs.
 
     Args:
@@ -29,8 +29,8 @@ def checked(condition: tf.Tensor, message: str, *numbers: Any) -> list[Any]:
 
 
 @contextmanager
-def checks_explained() -> Iterator[None]:
-    """Turn failures of `checked` into errors of this package; steps run inside.
+def explain_assertions() -> Iterator[None]:
+    """Turn failures of `assert_in_graph` into errors of this package; steps run inside.
 
     Raises:
         ModelError: one has failed.
