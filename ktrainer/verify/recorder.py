@@ -83,9 +83,6 @@ class Recorder(Callback):
             self.arrays["precision"] = np.array(precision_of(self.model))
             self.arrays["parts"] = np.array(split_of(self.trainer.config, self.trainer.plan).parts)
             self.arrays["statistics"] = np.array(_statistics(self.model))
-            self.arrays["own_step"] = np.array(
-                type(self.model).train_step is not keras.Model.train_step
-            )
             _save(self.verify_run.recorded(self.world.rank), self.arrays)
         return RecordingDone()
 
