@@ -19,7 +19,7 @@ from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
-from ktrainer.logs import Path
+from ktrainer.step_logs import LogPath
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.base import Logs, Steps
@@ -130,7 +130,7 @@ class ReplicatedProgram(Steps):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
         return self._logged[kind].sources
 
     def _function(self, kind: str) -> Callable[..., Any]:
