@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
-from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
+from ktrainer.backends.tf_distribute.moving import move_in
 from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
@@ -29,6 +29,7 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
+from ktrainer.steps.strategy_variables import generation, unwrap_variables
 
 Share = tf.TensorSpec([2], tf.float64)
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
@@ -185,7 +186,7 @@ class ReplicatedProgram(Steps):
         if not built:
             # Tracing can make no variables inside of a strategy.
             self._functions.clear()
-            move_out(self.model)
+            unwrap_variables(self.model)
             build()
         move_in(self.model, strategy)
         self._generation = generation()
