@@ -71,7 +71,8 @@ def test_a_stop_at_the_last_batch_of_a_short_epoch_cuts_nothing() -> None:
 
 def test_no_batches_is_an_error_in_whatever_epoch_is_first() -> None:
     def empty() -> Any:
-        yield from ()
+        for _ in range(3):
+            yield np.ones((0, 6), "float32"), np.ones(0)
 
     with trainer() as it, pytest.raises(DataError, match="no batches"):
         it.fit(build, empty(), initial_epoch=5, epochs=7)

@@ -106,7 +106,11 @@ def test_a_fit_inside_another_ends_with_its_error_alone() -> None:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             with pytest.raises(DataError, match="no rows"):
                 it.fit(build(), (np.ones((0, 6), "float32"), np.ones(0)), epochs=7)
-            assert (it.config.trainer.epochs, it.model, it.progress.step) == (2, model, 6 * epoch + 6)
+            assert (it.config.trainer.epochs, it.model, it.progress.step) == (
+                2,
+                model,
+                6 * epoch + 6,
+            )
 
     model = build()
     with trainer(trainer__epochs=2) as it:
