@@ -45,6 +45,7 @@ class CallArguments:
             `trainer.validate_every`.
         validation_batch_size: rows of a validation batch, for arrays; None for
             `data.batch_size`.
+        verbose: as given, for callbacks that ask `params` for it.
     """
 
     config: Config
@@ -57,6 +58,7 @@ class CallArguments:
     batches_per_epoch: int | None = None
     validation_epochs: frozenset[int] | None = None
     validation_batch_size: int | None = None
+    verbose: int | str = "auto"
 
     def facts(self) -> dict[str, Any]:
         """What all ranks must have been given alike: the configuration, and what is beside it."""
@@ -123,6 +125,7 @@ def fit_arguments(
         batches_per_epoch=steps,
         validation_epochs=epochs,
         validation_batch_size=validation_batch_size,
+        verbose="auto" if settings.get("verbose") is None else settings["verbose"],
     )
 
 

@@ -70,7 +70,9 @@ class Fit:
         check_agreement(trainer.world, config=call.facts(), data_facts=given)
         try:
             self._open_feeds(None, check=config.health.check_data)
-            self._prepare([*trainer.callbacks, *call.callbacks])
+            # Those of the Trainer belong to the `fit` that this one is inside of, if to any.
+            always = [] if trainer.inside else trainer.callbacks
+            self._prepare([*always, *call.callbacks])
         except BaseException:
             self.close()
             raise
@@ -95,6 +97,8 @@ class Fit:
             schedule,
             interruption,
         )
+        if self.trainer.inside:  # the `fit` outside notes signals, and ends as it can
+            return loop.run()
         with interruption.noted(), recorded_run(self.verify_run):
             return self._train(loop)
 
@@ -192,6 +196,8 @@ class Fit:
         mode = config.checkpoint.resume
         if config.trainer.fast_dev_run:
             return
+        if self.trainer.inside:  # it is run again, whole, if what is outside goes back before it
+            return
         # An earlier start of the same launch is further than what `resume` names.
         run = self.trainer.world.broadcast(run_before(self.trainer.checkpoint_dir), 0, "restart")
         mode = mode if run is None else "auto"
@@ -265,7 +271,7 @@ class Fit:
             model=self.model,
             epochs=make_schedule(config).epochs,
             steps=trainer.steps_per_epoch,
-            verbose=1,
+            verbose=self.call.verbose,
         )
         # Keras may hand events to a thread, where collectives of callbacks would lose their order.
         self.callbacks._async_train = self.callbacks._async_test = False

@@ -113,7 +113,7 @@ class Loop:
         self._start_clock()
         skip_to_initial_epoch(self.trainer, self.schedule.initial_epoch)
         progress = self.trainer.progress
-        ended = self.steps_left == 0 or progress.batch == self.trainer.steps_per_epoch
+        ended = self.steps_left == 0 or not self._is_cut()
         self._owed = progress.validation_due or (ended and progress.batch > 0)
         if self.schedule.max_seconds is not None:  # over restarts: it may have been used up
             try:
@@ -199,7 +199,7 @@ class Loop:
         self.callbacks.on_epoch_begin(epoch)
         cut = self._batches(epoch, skip=first * self.schedule.accumulate)
         if progress.batch == 0:
-            if self.feed.exhausted and epoch > 0:
+            if self.feed.exhausted and epoch > self.feed.first_epoch:
                 self.model.stop_training = True  # a generator that has nothing more to give
             else:
                 raise DataError(NO_BATCHES)
@@ -247,8 +247,9 @@ class Loop:
 
     def _is_cut(self) -> bool:
         """Whether a stop now leaves some of the epoch."""
-        known = self.trainer.steps_per_epoch
-        return known is None or self.trainer.progress.batch < known
+        progress = self.trainer.progress
+        taken = progress.batch * self.schedule.accumulate
+        return not self.feed.is_complete(progress.epoch, taken)
 
     def _updates(self, shares: Iterator[Share]) -> Iterator[list[list[Share]]]:
         """Lists of updates that go into one call, each a list of shares."""

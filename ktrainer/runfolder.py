@@ -82,13 +82,21 @@ def hold_run_folder(path: Path, world: World) -> FolderLock | None:
     return lock
 
 
-def of_fit(path: Path, fit: int) -> Path:
-    """`path` for the first `fit` of a script; for the third `metrics-3.csv`, `checkpoints-3`."""
-    if fit <= 1:
+def of_fit(path: Path, fit: int, inside: int = 0) -> Path:
+    """`path` for the first `fit` of a script; for the third `metrics-3.csv`, `checkpoints-3`.
+
+    Args:
+        path: of the first.
+        fit: its number, from 1.
+        inside: the number of one that its callbacks have called, whose path is
+            `metrics-inside-1.csv`; 0 for the `fit` itself.
+    """
+    added = (f"-{fit}" if fit > 1 else "") + (f"-inside-{inside}" if inside else "")
+    if not added:
         return path
     # What follows a dot is an ending of our own files only; a user's folder may be named `a.b`.
     ending = path.suffix if path.suffix in _ENDINGS else ""
-    return path.with_name(f"{path.name.removesuffix(ending)}-{fit}{ending}")
+    return path.with_name(f"{path.name.removesuffix(ending)}{added}{ending}")
 
 
 @functools.cache

@@ -37,6 +37,21 @@ if TYPE_CHECKING:
     from ktrainer.feed import Feed
     from ktrainer.steps import StepOptions, Steps
 
+# Attributes that come back when a `fit` inside another has ended.
+_STATE_OF_FIT = (
+    "model",
+    "progress",
+    "counted",
+    "timers",
+    "steps_per_epoch",
+    "epoch_complete",
+    "stop_reason",
+    "unsound",
+    "rollback",
+    "inside",
+    "_active",
+)
+
 
 class Trainer(CustomLoop):
     """Trains any Keras 3 model, on as many processes as there are.
@@ -68,11 +83,14 @@ class Trainer(CustomLoop):
         world: rank, size, and collectives for user code.
         backend: how steps run on this rank.
         progress: counters of the current or last `fit`.
-        model: the model of the current or last call.
+        model: the model of the `fit` that runs, or else of the last call.
         timers: seconds spent so far, by what: "data", "step", "communication"
             (where the engine can tell).
         steps_per_epoch: updates an epoch; None when unknown.
-        fits: how often `fit` has begun to train; one that is refused before does not count.
+        fits: how often `fit` has begun to train; one that is refused before does not count, nor
+            does one inside another.
+        inside: the number of this `fit` among those that callbacks of another have called; 0 for
+            one that no callback has called.
         healed: what became of the ranks since this Trainer was made, as `ktrainer.healing.Healed`.
         joining: whether this process is about to join ranks that train already.
         stop_reason: why a callback has asked for the end of training; None if none has.
@@ -111,10 +129,11 @@ class Trainer(CustomLoop):
         self.unsound = False
         self.rollback: str | None = None
         self._run_dir: Path | None = None
-        self.fits = 0
+        self.fits = self.inside = self._fits_inside = 0
         self.healed: list[Any] = []
         self.joining = bool(getattr(self.world, "alone", False))
         self._active: Any = None
+        self._fitting = False
         self.overruled: tuple[str, ...] = ()
         self._shown: set[str] = set()  # lines of `overruled` of evaluate and predict
         self._start_tensorflow()
@@ -207,7 +226,6 @@ class Trainer(CustomLoop):
                 same step; a SystemExit.
         """
         from ktrainer.arguments import fit_arguments
-        from ktrainer.fit import Fit
 
         call = fit_arguments(
             self._config,
@@ -228,19 +246,22 @@ class Trainer(CustomLoop):
             validation_batch_size=validation_batch_size,
             validation_freq=validation_freq,
         )
-        self.model = self._resolve(model)
+        with self._state_of_its_own(model):
+            self.model = self._resolve(model)
+            return self._fit(call)
+
+    def _fit(self, call: CallArguments) -> keras.callbacks.History:
+        from ktrainer.fit import Fit
+
         if asked() is not None:
             from ktrainer.preview.report import show_model
 
             with self._configured(call):
                 show_model(self, call.data, call.callbacks)
-        self.progress, self.counted = Progress(), Counted()
-        self.timers.clear()
-        self.stop_reason = self.rollback = None
-        self.unsound = False
         with self.backend.watching(), self._configured(call):
             self._active = Fit(self, call)
-            self.fits += 1
+            if not self.inside:
+                self.fits += 1
             try:
                 return self._active.run()
             finally:
@@ -287,9 +308,9 @@ class Trainer(CustomLoop):
             callbacks=callbacks,
         )
         run = partial(evaluate, common_logs=common_logs(self))
+        model = self._resolve(model)
         logs = self._over(model, call, run, call.config.data)
-        assert self.model is not None
-        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+        return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     @leaves_strategy_scope
     def predict(
@@ -355,7 +376,8 @@ class Trainer(CustomLoop):
         """
         from ktrainer.runfolder import of_fit
 
-        return of_fit(Path(self.config.checkpoint.dir or self.run_dir / "checkpoints"), self.fits)
+        path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
+        return of_fit(path, self.fits, self.inside)
 
     @property
     def feed(self) -> Feed | None:
@@ -434,13 +456,52 @@ class Trainer(CustomLoop):
     @contextmanager
     def _configured(self, call: CallArguments) -> Iterator[None]:
         """Have the configuration of a call while it runs."""
-        plan = self.plan
+        before = self.config, self.overruled, self.plan
         self.config, self.overruled = call.config, call.overruled
         try:
             self.plan = make_plan(call.config, self._facts)
             yield
         finally:
-            self.config, self.overruled, self.plan = self._config, (), plan
+            self.config, self.overruled, self.plan = before
+
+    @contextmanager
+    def _state_of_its_own(self, model: Any) -> Iterator[None]:
+        """Begin the state of a `fit`; after one that a callback has called, the state of the `fit`
+        that it is inside of comes back."""
+        outer = {name: getattr(self, name) for name in _STATE_OF_FIT} if self._fitting else None
+        if outer is not None:
+            self._check_inside(model)
+            self._fits_inside += 1
+            self.inside = self._fits_inside
+        else:
+            self._fits_inside = 0
+        self.progress, self.counted, self.timers = Progress(), Counted(), defaultdict(float)
+        self.stop_reason = self.rollback = None
+        self.unsound, self._fitting = False, True
+        try:
+            yield
+        finally:
+            self._fitting = outer is not None
+            for name, value in (outer or {}).items():
+                setattr(self, name, value)
+
+    def _check_inside(self, model: Any) -> None:
+        """Refuse a `fit` of `model` in a callback of another.
+
+        Raises:
+            ModelError: it cannot run there.
+        """
+        where = "a callback of fit calls fit"
+        if self.world.heals:
+            raise ModelError(
+                f"{where}, which cannot be healed: ranks that join would not know of it. Set "
+                "world.heal=off, or train the other model before or after this one."
+            )
+        if model is self.model and self.backend.name == "pipeline":
+            raise ModelError(
+                f"{where} for the same model, whose stages are being trained. Train it before or "
+                "after this fit, or make another model."
+            )
 
     def _show_overruled(self, call: CallArguments) -> None:
         """Say once what the configuration overrides of `evaluate` and `predict`; of `fit`, its
@@ -460,8 +521,10 @@ class Trainer(CustomLoop):
         from ktrainer.feed import make_feed, require_end
 
         self._show_overruled(call)
-        self.model = self._resolve(model)
-        program = self.program_for(self.model)
+        model = self._resolve(model)
+        if not self._fitting:  # stops and rollbacks mean the model that is trained
+            self.model = model
+        program = self.program_for(model)
         check = self.config.health.check_data
         feed = make_feed(
             call.data,
@@ -473,7 +536,7 @@ class Trainer(CustomLoop):
         )
         require_end(feed, "steps=...")
         callbacks = keras.callbacks.CallbackList(
-            list(call.callbacks), model=self.model, add_history=False
+            list(call.callbacks), model=model, add_history=False
         )
         try:
             if check and self.world.size > 1:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import Callback, Trainer
+from ktrainer import Callback, DataError, Trainer
 from tests.small import BATCH, ROWS, build, close, data, fit, trainer, watch
 
 
@@ -56,6 +56,41 @@ def test_a_stop_at_the_last_batch_cuts_nothing() -> None:
         it.fit(build, data())
         assert (it.progress.epoch, it.progress.batch) == (2, 0)
     assert judge.seen == [(True, True)] * 2
+
+
+def test_a_stop_at_the_last_batch_of_a_short_epoch_cuts_nothing() -> None:
+    judge = Judge()
+    with trainer([judge], trainer__epochs=9, trainer__max_steps=6) as it:
+        it.fit(build, data(), steps_per_epoch=4)  # epochs of four batches and two
+        assert (it.progress.epoch, it.progress.batch) == (2, 0)
+    assert [complete for complete, _ in judge.seen] == [True, True]
+    with trainer([judge], trainer__epochs=9, trainer__max_steps=5) as it:
+        it.fit(build, data(), steps_per_epoch=4)
+        assert (it.progress.epoch, it.progress.batch) == (1, 1)
+
+
+def test_no_batches_is_an_error_in_whatever_epoch_is_first() -> None:
+    def empty() -> Any:
+        for _ in range(3):
+            yield np.ones((0, 6), "float32"), np.ones(0)
+
+    with trainer() as it, pytest.raises(DataError, match="no batches"):
+        it.fit(build, empty(), initial_epoch=5, epochs=7)
+
+
+def test_callbacks_see_verbose_as_given() -> None:
+    seen: list[Any] = []
+
+    class Params(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            seen.append(self.params["verbose"])
+
+    with trainer() as it:
+        for given in ({"verbose": 0}, {"verbose": 2}, {}):
+            it.fit(build, data(), callbacks=[Params()], **given)
+    model = build()
+    model.fit(*data(), callbacks=[Params()])
+    assert seen == [0, 2, "auto", "auto"]
 
 
 def test_max_time() -> None:

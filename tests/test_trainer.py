@@ -75,6 +75,49 @@ def test_two_models_one_after_the_other() -> None:
     assert first == second
 
 
+class Looks(keras.callbacks.Callback):
+    """Predicts with another model in every step, and has the third one end in NaN."""
+
+    def __init__(self, it: Trainer, other: keras.Model) -> None:
+        super().__init__()
+        self.it, self.other = it, other
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.it.predict(self.other, data()[0])
+        self.it.evaluate(self.other, data())
+        assert self.it.model is self.model
+        if batch == 2:
+            self.model.layers[-1].bias.assign([np.nan] * 3)
+
+
+@pytest.mark.filterwarnings("ignore:the loss is not finite:UserWarning")
+def test_a_stop_means_the_model_that_is_trained() -> None:
+    model, other = build(), build()
+    with trainer(trainer__epochs=3, logging__every="1ba", health__nan="stop") as it:
+        it.fit(model, data(), callbacks=[Looks(it, other)])
+        assert it.progress.step == 3
+        assert (model.stop_training, other.stop_training) == (True, False)
+        it.predict(other, data()[0])
+        assert it.model is other
+
+
+def test_a_fit_inside_another_ends_with_its_error_alone() -> None:
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            with pytest.raises(DataError, match="no rows"):
+                it.fit(build(), (np.ones((0, 6), "float32"), np.ones(0)), epochs=7)
+            assert (it.config.trainer.epochs, it.model, it.progress.step) == (
+                2,
+                model,
+                6 * epoch + 6,
+            )
+
+    model = build()
+    with trainer(trainer__epochs=2) as it:
+        assert it.fit(model, data(), callbacks=[Fails()]).epoch == [0, 1]
+        assert it.fits == 1
+
+
 def test_callbacks_of_the_trainer_and_of_the_call() -> None:
     always, once = Watch(), Watch()
     with trainer([always]) as it:

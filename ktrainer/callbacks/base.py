@@ -129,7 +129,8 @@ class Callback(keras.callbacks.Callback):
         """Where in the run's folder this `fit` writes what is called `name`: each `fit` of a script
         has files of its own (`metrics.csv`, `metrics-2.csv`, ...). None without a trainer."""
         folder = self.run_dir
-        return of_fit(folder / name, getattr(self.trainer, "fits", 1)) if folder else None
+        fit = (getattr(self.trainer, "fits", 1), getattr(self.trainer, "inside", 0))
+        return of_fit(folder / name, *fit) if folder else None
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of training after this step. Call it on all ranks alike."""

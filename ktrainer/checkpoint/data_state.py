@@ -1,7 +1,8 @@
 """Where the data stand in the middle of an epoch: every rank's own, as `data/<rank>`.
 
-Only tf.data pipelines have a state: the position in arrays and PyDatasets follows from the progress
-alone, and Python's iterators are read again and passed over.
+tf.data pipelines have a state, and PyDatasets whose batches Python's `random` orders; the position
+in arrays and other PyDatasets follows from the progress alone, and Python's iterators are read
+again and passed over.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class OwnFeed(Feed):
                 share = self._agree(piece, failure)
                 if share is None:
                     break
+                self.shuffle_order = self.source.order  # with what was drawn
                 yield share
                 left -= 1
         self.exhausted = left != 0 and not self.source.reopens
@@ -128,7 +129,7 @@ class OwnFeed(Feed):
     def set_shuffle_order(self, order: ShuffleOrder) -> None:
         if self.source.shuffle(order):
             self._cursor.drop_peeked()
-            self.shuffle_order = order
+            self.shuffle_order = self.source.order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

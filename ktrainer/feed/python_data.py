@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import types
 from abc import abstractmethod
@@ -137,7 +138,29 @@ class PyDatasetSource(PythonSource):
         if not self.num_batches:
             return False
         self._order = order
+        if order.drawn is not None:
+            self._draw_again(*order.drawn)
         return True
+
+    @property
+    def order(self) -> ShuffleOrder | None:
+        return self._order
+
+    def _draw_again(self, epoch: int, state: Any) -> None:
+        """Have the order that an epoch was drawn in, and `random` as it was then: on all ranks, of
+        which some may be new, and some have used it since."""
+        random.setstate(state)
+        self._draws = epoch
+        self._indices(epoch)
+
+    def state(self) -> bytes | None:
+        drawn = None if self._order is None else self._order.drawn
+        return None if drawn is None else json.dumps(drawn[1]).encode()
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        version, words, gauss = json.loads(state)
+        self._draw_again(epoch, (version, tuple(words), gauss))
+        return self.open(epoch, skip)
 
     def _indices(self, epoch: int) -> Sequence[int]:
         """Which batches to draw, in which order."""
@@ -146,6 +169,7 @@ class PyDatasetSource(PythonSource):
             order = None if self._order is None else self._order.rows(epoch, stop, 1, False)
             return range(stop) if order is None else order.tolist()
         while self._draws <= epoch:  # those of skipped epochs too: the next ones follow them
+            self._order = self._order._replace(drawn=(self._draws, random.getstate()))
             self._drawn = list(range(stop))
             random.shuffle(self._drawn)
             self._draws += 1

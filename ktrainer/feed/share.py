@@ -100,6 +100,14 @@ class Feed(ABC):
         self.batches_per_epoch, known = batches, self.source_batches
         self.num_batches = batches if known is None else min(batches, known)
 
+    def is_complete(self, epoch: int, batches: int) -> bool:
+        """Whether so many batches are all of an epoch, as far as is known."""
+        if self.num_batches is not None and batches >= self.num_batches:
+            return True
+        if self.batches_per_epoch is None or self.source_batches is None:
+            return False
+        return self._locate(epoch - self.first_epoch, batches)[1] >= self.source_batches
+
     def _continued(self, epoch: int, skip: int) -> Iterator[Share]:
         """The batches of an epoch; the next pass begins where one has ended."""
         assert self.batches_per_epoch is not None

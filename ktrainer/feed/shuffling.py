@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -31,10 +31,13 @@ class ShuffleOrder(NamedTuple):
     Attributes:
         seed: of the order.
         keras: whether it is the order of `Model.fit` under this seed.
+        drawn: of batches that Python's `random` orders as in `Model.fit`, the newest epoch that was
+            drawn, and the state that it was drawn from.
     """
 
     seed: int = 0
     keras: bool = False
+    drawn: tuple[int, Any] | None = None
 
     def __str__(self) -> str:
         return f"shuffled by seed {self.seed}" + (" as in Model.fit" if self.keras else "")

@@ -76,6 +76,11 @@ class Source(ABC):
         """Draw batches in this order from here on; whether they can be."""
         return False
 
+    @property
+    def order(self) -> ShuffleOrder | None:
+        """The order of batches, as it was drawn so far; None where they are not shuffled."""
+        return None
+
     def structure(self) -> str:
         """The names, dtypes and shapes of a batch."""
         return describe(self.spec)

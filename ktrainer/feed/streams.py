@@ -70,6 +70,7 @@ class StreamFeed(Feed):
                 if not self.source.checked and not fits(piece.batch, self.spec):
                     self.spec = widen(self.spec, spec_of(piece.batch))
                 start, stop = bounds(piece.rows, replica, replicas)
+                self.shuffle_order = self.source.order  # with what was drawn
                 yield Share(piece.batch, stop - start, piece.rows)
                 left -= 1
                 if left == 0:
@@ -123,7 +124,7 @@ class StreamFeed(Feed):
     def set_shuffle_order(self, order: ShuffleOrder) -> None:
         if self.source.shuffle(order):
             self._cursor.drop_peeked()
-            self.shuffle_order = order
+            self.shuffle_order = self.source.order
 
     def read_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)

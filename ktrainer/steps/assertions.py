@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from ktrainer.errors import ModelError
+from ktrainer.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from ktrainer.steps.model_step import ShareLike
 
 _CHECK = "ktrainer: "  # marks our own checks among TensorFlow's
 
@@ -43,3 +46,36 @@ def explain_assertions() -> Iterator[None]:
             raise
         numbers = re.sub(r"[^-0-9 ]", " ", found[2])
         raise ModelError(" ".join(f"{found[1]} {numbers}".split())) from error
+
+
+def error_of_split(
+    error: tf.errors.OpError, shares: Sequence[ShareLike], replicas: int, advice: str
+) -> DataError | None:
+    """What an error of a step says if the step had a part of a batch only, else None: the model
+    may need all of it, as where its first axis is not examples.
+
+    Args:
+        error: of TensorFlow.
+        shares: those of the step.
+        replicas: how many parts of a share are stepped on in this process.
+        advice: what to do, as the end of a sentence.
+    """
+    split = [share for share in shares if share.examples < share.global_examples or replicas > 1]
+    if not split or not isinstance(error, tf.errors.InvalidArgumentError):
+        return None
+    rows = -(-split[0].examples // replicas)
+    return DataError(
+        f"a step failed on a part of a batch, {rows} of its {split[0].global_examples} rows: "
+        f"{_reason(str(error.message))} If the first axis of these batches is not examples, they "
+        f"cannot be cut by it: {advice}."
+    )
+
+
+def _reason(message: str) -> str:
+    """TensorFlow's reason, without the frames before it and the nodes after it."""
+    lines = [line.split(" [[")[0].split(" [Op:")[0].strip() for line in message.splitlines()]
+    lines = [re.sub(r"^\(0\) [A-Z_]+:\s*|^\{\{.*?\}\}\s*", "", line) for line in lines]
+    frames = ("File ", "Graph execution", "Detected", "[[")
+    said = [line for line in lines if " " in line and not line.startswith(frames)]
+    said = [line for line in said if "root error(s) found" not in line]
+    return (said[0] if said else "").rstrip(".") + "."

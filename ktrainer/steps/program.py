@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.step_logs import LogPath
-from ktrainer.steps.assertions import explain_assertions
+from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
 from ktrainer.steps.context import StepContext, single_process_step
@@ -38,6 +38,8 @@ from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.options import StepOptions
 from ktrainer.steps.seams import seams
 from ktrainer.world.plane import GradientPlane
+
+_WHOLE_BATCHES = "set data.batch=per_worker, or train with backend=local"
 
 
 class Program(Steps):
@@ -91,7 +93,7 @@ class Program(Steps):
         if self.options.accumulate == 1 and not (self.options.xla and self.plane):
             (share,) = shares
             return self._call(
-                self._function("train", share.examples == 0), share.batch, _weight(share)
+                shares, self._function("train", share.examples == 0), share.batch, _weight(share)
             )
         if self._captured is None:
             spec = self._specs.get("train")
@@ -100,7 +102,7 @@ class Program(Steps):
                 self.model, self.options, self.plane, self.rank, uniform, self._logged["train"]
             )
         captured = self._captured
-        return self._call(captured, shares)
+        return self._call(shares, captured, shares)
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
         """One update per share, all in one compiled call; the logs of the last."""
@@ -114,7 +116,7 @@ class Program(Steps):
         key = ("many", False)
         if key not in self._functions:
             self._functions[key] = compile_many(self._function("train", shares[0].examples == 0))
-        return self._call(self._functions[key], *stacked)
+        return self._call(shares, self._functions[key], *stacked)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
         if self.plane is not None and kind in self._specs and not self._logged[kind].logs:
@@ -127,13 +129,13 @@ class Program(Steps):
 
     def test(self, share: ShareLike) -> Logs:
         """Loss and metrics of one share, the weights left as they are."""
-        return self._call(self._function("test", share.examples == 0), share.batch, _weight(share))
+        function = self._function("test", share.examples == 0)
+        return self._call([share], function, share.batch, _weight(share))
 
     def predict(self, share: ShareLike) -> Any:
         """The model's outputs for one share's true examples, as NumPy arrays."""
-        outputs = self._call(
-            self._function("predict", share.examples == 0), share.batch, _weight(share)
-        )
+        function = self._function("predict", share.examples == 0)
+        outputs = self._call([share], function, share.batch, _weight(share))
         return keras.tree.map_structure(lambda t: t.numpy()[: share.examples], outputs)
 
     def is_built(self, training: bool) -> bool:
@@ -231,12 +233,13 @@ class Program(Steps):
 
         return distributed
 
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, shares: Sequence[ShareLike], function: Callable[..., Any], *args: Any) -> Any:
         try:
             with explain_assertions():
                 return function(*args)
         except tf.errors.OpError as error:
             cause = self.plane.failure(error) if self.plane is not None else None
+            cause = cause or error_of_split(error, shares, 1, _WHOLE_BATCHES)
             if cause is not None:
                 raise cause from error
             raise

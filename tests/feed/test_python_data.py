@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import traceback
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -72,6 +73,43 @@ def test_a_pydataset_is_shuffled_as_fit_would() -> None:
     keras.utils.set_random_seed(3)
     resumed = feed(Numbers(), order=ShuffleOrder(3, keras=True))
     assert rows(resumed.epoch(2, skip=3)) == model.seen[17:]
+
+
+class Augmented(Numbers):
+    """Draws from Python's `random` for each batch, as augmentation does."""
+
+    def on_epoch_end(self) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> Any:
+        random.random()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("from_what", ["checkpoint", "order"])
+def test_an_order_drawn_inside_an_epoch_is_kept_where_random_was_used(from_what: str) -> None:
+    keras.utils.set_random_seed(3)
+    made = feed(Augmented(), order=ShuffleOrder(3, keras=True))
+    first, shares = rows(made.epoch(0)), made.epoch(1)
+    begun = rows([next(shares) for _ in range(3)])
+    state, order = made.state(inside_epoch=True), made.shuffle_order
+    expected = begun + rows(shares)
+    assert first != expected
+    assert sorted(first) == sorted(expected)
+    keras.utils.set_random_seed(5)  # a process that has used other random numbers
+    if from_what == "checkpoint":
+        resumed = feed(Augmented(), order=ShuffleOrder(3, keras=True))
+        assert state is not None
+        resumed.go_on_from(state)
+    else:
+        resumed = feed(Augmented(), order=order)
+    assert begun + rows(resumed.epoch(1, skip=3)) == expected
+    known = random.getstate()
+    resumed.close()
+    again = feed(Augmented(), order=resumed.shuffle_order)  # and so do those that follow
+    assert begun + rows(again.epoch(1, skip=3)) == expected
+    assert random.getstate() == known
+    assert rows(again.epoch(2)) != expected
 
 
 def test_without_a_seed_the_batches_of_a_pydataset_depend_on_the_epoch() -> None:

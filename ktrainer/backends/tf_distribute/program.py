@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
 from ktrainer.step_logs import LogPath
 from ktrainer.steps import Program, StepOptions
-from ktrainer.steps.assertions import explain_assertions
+from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import refuse_xla
@@ -90,7 +90,7 @@ class ReplicatedProgram(Steps):
     def train(self, shares: Sequence[ShareLike]) -> Logs:
         self._renew_for(*shares)
         if self.options.accumulate == 1 and not self.options.xla:
-            with self.guard(), explain_assertions():
+            with self._explained(shares):
                 return self._function("train")(shares[0].batch, facts_of(shares)[0])
         if self._accumulated is None:
             self._accumulated = Accumulated(
@@ -100,7 +100,7 @@ class ReplicatedProgram(Steps):
                 self._specs.get("train"),
                 self._logged["train"],
             )
-        with self.guard(), explain_assertions():
+        with self._explained(shares):
             return self._accumulated(shares)
 
     def train_many(self, shares: Sequence[ShareLike]) -> Logs:
@@ -116,23 +116,35 @@ class ReplicatedProgram(Steps):
         self._renew_for(*shares)
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))
-        with self.guard(), explain_assertions():
+        with self._explained(shares):
             return self._functions["many"](*stacked)
 
     def test(self, share: ShareLike) -> Logs:
         self._renew_for(share)
-        with self.guard(), explain_assertions():
+        with self._explained([share]):
             return self._function("test")(share.batch, *facts_of([share]))
 
     def predict(self, share: ShareLike) -> Any:
         self._renew_for(share)
         self._place_for_prediction(share)
-        with self.guard():
+        with self._explained([share]):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
         return self._logged[kind].sources
+
+    @contextmanager
+    def _explained(self, shares: Sequence[ShareLike]) -> Iterator[None]:
+        """In which a step runs, and its errors are explained."""
+        try:
+            with self.guard(), explain_assertions():
+                yield
+        except tf.errors.OpError as error:
+            cause = error_of_split(error, shares, self.replicas.count, f"s{_ONE_DEVICE[1:]}")
+            if cause is not None:
+                raise cause from error
+            raise
 
     def _function(self, kind: str) -> Callable[..., Any]:
         """The compiled step, made at first use."""
