@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any, cast
 
 import numpy as np
@@ -135,6 +135,9 @@ class OwnFeed(Feed):
 
     def go_on_from(self, state: bytes) -> None:
         self._cursor.go_on_from(state)
+
+    def paused(self, timeout: float) -> AbstractContextManager[str | None]:
+        return self.source.paused(timeout)
 
     def fingerprint(self) -> dict[str, str]:
         return {"structure": describe(self.spec), **self._facts}

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
-from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -26,6 +25,7 @@ from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.model_step import python_step, rows_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.seams import seams
+from ktrainer.steps.threads import entered_in_this_thread, replaced_in
 from ktrainer.verify.batch_invariant_random import (
     RandomDraws,
     batch_invariant_random,
@@ -182,14 +182,15 @@ def eager_passes(draws: RandomDraws) -> Iterator[None]:
 @contextmanager
 def _until(end: float) -> Iterator[None]:
     """Let calls of layers fail once it is later than `end`: eagerly, a long sequence takes long."""
-    original = keras.layers.Layer.__call__
+    layer, scope = keras.layers.Layer, object()
+    original = layer.__call__
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
         if time.monotonic() > end:
             raise CheckSkipped("it would take too long")
         return original(self, *args, **named)
 
-    with patch.object(keras.layers.Layer, "__call__", call):
+    with entered_in_this_thread(scope), replaced_in(scope, [(layer, "__call__", call)]):
         yield
 
 
@@ -212,6 +213,7 @@ class _Untouched:
         self.model = model
         self.changed: list[str] = []
         self._kept: dict[int, tuple[Any, Any]] = {}
+        self._replaced = ExitStack()
 
     def __enter__(self) -> _Untouched:
         self._states = random.getstate(), np.random.get_state()
@@ -228,12 +230,13 @@ class _Untouched:
             copy(variable)
             return original(variable, value)
 
-        self._patch = patch.object(tf_core.Variable, "_direct_assign", direct_assign)
-        self._patch.start()
+        self._replaced.enter_context(entered_in_this_thread(self))
+        replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
+        self._replaced.enter_context(replaced_in(self, replaced))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._patch.stop()
+        self._replaced.close()
         for variable, value in self._kept.values():
             variable._value = value
         for raw, value in self._raw:
