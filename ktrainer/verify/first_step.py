@@ -27,7 +27,8 @@ from ktrainer.steps.placement import placement_of
 from ktrainer.steps.strategy_scope import outside_strategy_scope
 from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.compare import Difference, difference, explain
-from ktrainer.verify.passes import CheckSkipped, GradientPasses, eager_passes
+from ktrainer.verify.passes import GradientPasses, eager_passes
+from ktrainer.verify.side_effects import CheckSkipped, no_communication
 from ktrainer.verify.split import Split, split_of
 from ktrainer.world import World
 
@@ -65,7 +66,7 @@ def check_first_step(
         if failed is not None:
             raise CheckSkipped(failed)
         # In a strategy's scope, copies would be variables of the strategy.
-        with _paused(feeds), outside_strategy_scope():
+        with _paused(feeds), outside_strategy_scope(), no_communication(world):
             found = _check(model, batch, feeds[0].uniform, plan, split.parts)
     except Exception as error:
         _say_skipped(error, config)

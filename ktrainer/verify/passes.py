@@ -31,13 +31,8 @@ from ktrainer.verify.batch_invariant_random import (
     batch_invariant_random,
     frozen_batch_norm,
 )
+from ktrainer.verify.side_effects import CheckSkipped, KeptState, variables_kept
 from ktrainer.world.plane import densified
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-class CheckSkipped(Exception):
-    """Why a model is not checked."""
 
 
 @dataclass
@@ -202,8 +197,11 @@ class _NoRanks:
 
 
 class _Untouched:
-    """Sends what is assigned to Keras variables inside the block to copies, and restores plain
-    Python attributes of the model's layers and TensorFlow variables that they hold.
+    """Sends what is assigned to Keras variables inside the block to copies, and restores what else
+    the model changes; see `side_effects`.
+
+    Raises:
+        CheckSkipped: on leaving, if a list or the like has changed, which may be more than that.
 
     Attributes:
         changed: names of the attributes that had to be restored.
@@ -217,9 +215,7 @@ class _Untouched:
 
     def __enter__(self) -> _Untouched:
         self._states = random.getstate(), np.random.get_state()
-        self._layers = list(self.model._flatten_layers(include_self=True, recursive=True))
-        self._attributes = [_plain_attributes(layer) for layer in self._layers]
-        self._raw = [(v, tf.identity(v)) for layer in self._layers for v in _raw_variables(layer)]
+        self._state = KeptState(list(self.model._flatten_layers(include_self=True)))
         for variable in self.model.variables:
             # Outside of its strategy's replicas, such a variable cannot be differentiated by.
             if getattr(variable._value, "_distribute_strategy", None) is not None:
@@ -230,6 +226,7 @@ class _Untouched:
             copy(variable)
             return original(variable, value)
 
+        self._replaced.enter_context(variables_kept(self.changed))
         self._replaced.enter_context(entered_in_this_thread(self))
         replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
         self._replaced.enter_context(replaced_in(self, replaced))
@@ -239,19 +236,13 @@ class _Untouched:
         self._replaced.close()
         for variable, value in self._kept.values():
             variable._value = value
-        for raw, value in self._raw:
-            if not bool(tf.reduce_all(tf.equal(raw, value))):
-                self.changed.append(raw.name)
-                raw.assign(value)
-        for layer, attributes in zip(self._layers, self._attributes, strict=True):
-            now = vars(layer)
-            for name, value in attributes.items():
-                if now.get(name) is not value and now.get(name) != value:
-                    self.changed.append(f"{layer.name}.{name}")
-                    now[name] = value
+        attributes, containers = self._state.restore()
+        self.changed += attributes
         self.model._clear_losses()
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])
+        if containers:
+            raise CheckSkipped(f"its step changes {', '.join(containers[:3])}")
 
     def _copy(self, variable: Any) -> None:
         if id(variable) in self._kept or variable._value is None:
@@ -261,19 +252,6 @@ class _Untouched:
         variable._value = tf.Variable(
             value.numpy(), dtype=value.dtype, trainable=variable.trainable
         )
-
-
-def _plain_attributes(layer: Any) -> dict[str, Any]:
-    """What Python code may count in, such as `self.step`; Keras' own notes are not looked at."""
-    return {
-        name: value
-        for name, value in vars(layer).items()
-        if isinstance(value, _PLAIN) and name not in ("_called", "built", "_is_built")
-    }
-
-
-def _raw_variables(layer: Any) -> list[tf.Variable]:
-    return [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
 
 
 def _float(value: float) -> tf.Tensor:
