@@ -303,7 +303,7 @@ class Fit:
     def _check_first_step(self) -> None:
         trainer = self.trainer
         if not trainer.joining:
-            check_first_step(self.model, self.feed, trainer.config, trainer.plan, trainer.world)
+            check_first_step(self.model, self._feeds, trainer.config, trainer.plan, trainer.world)
 
     def _data_facts(self) -> dict[str, str]:
         """What all ranks must see first, of both kinds of data."""

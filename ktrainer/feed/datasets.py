@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -93,6 +94,12 @@ class DatasetSource(Source):
             return None
         return _SKIPPED.pack(self._skipped) + state
 
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        # TensorFlow's threads cannot be paused; without Python they share nothing with this one.
+        called = calls_python(self._dataset)
+        yield "its tf.data pipeline calls Python, in other threads meanwhile" if called else None
+
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
         # Every iterator draws a seed from the pipeline's shuffles: the same epochs must see the
         # same orders as in Model.fit.
@@ -152,6 +159,14 @@ class DatasetSource(Source):
 def shuffles(dataset: tf.data.Dataset) -> bool:
     """Whether a pipeline shuffles."""
     return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+
+
+def calls_python(dataset: tf.data.Dataset) -> bool:
+    """Whether a pipeline calls Python, as `from_generator` and `tf.py_function` do."""
+    graphs = (f.function.graph.as_graph_def() for f in dataset._functions())
+    return any(b"PyFunc" in graph.SerializeToString() for graph in graphs) or any(
+        map(calls_python, dataset._inputs())
+    )
 
 
 def rows_in_graph(leaf: Any) -> tf.Tensor:

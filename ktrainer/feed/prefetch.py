@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -25,7 +26,7 @@ class Prefetcher:
         self._ready: deque[Any] = deque()
         self._changed = threading.Condition()
         self._depth = max(1, depth)
-        self._stopping = self._done = False
+        self._stopping = self._done = self._held = self._waits = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=(items,), name=f"ktrainer-feed-{name}", daemon=True
@@ -50,13 +51,33 @@ class Prefetcher:
 
     def _put(self, item: Any) -> bool:
         with self._changed:
-            while len(self._ready) >= self._depth and not self._stopping:
+            self._waits = True
+            self._changed.notify_all()
+            while (len(self._ready) >= self._depth or self._held) and not self._stopping:
                 self._changed.wait()
+            self._waits = False
             if self._stopping:
                 return False
             self._ready.append(item)
             self._changed.notify_all()
             return True
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[bool]:
+        """Compute nothing inside the block; gives whether the thread has come to rest.
+
+        Args:
+            timeout: seconds that the item which is computed now may take.
+        """
+        with self._changed:
+            self._held = True
+            rests = self._changed.wait_for(lambda: self._waits or self._done, timeout)
+        try:
+            yield rests
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
 
     def _quietly(self, close: Callable[[], None] | None) -> None:
         try:

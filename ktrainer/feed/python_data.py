@@ -8,7 +8,7 @@ import random
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, cast
 
 import keras
@@ -102,6 +102,14 @@ class PythonSource(Source):
         self.close()
         self._prefetcher = Prefetcher(self._pieces(batches), self._prefetch, name)
         return self._prefetcher
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        if self._prefetcher is None:
+            yield None
+            return
+        with self._prefetcher.paused(timeout) as rests:
+            yield None if rests else f"a batch of its data takes more than {timeout:g} s to make"
 
     def close(self) -> None:
         if self._prefetcher is not None:
@@ -199,6 +207,13 @@ class PyDatasetSource(PythonSource):
                 yield from pieces
         finally:
             self.dataset.on_epoch_end()
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        with super().paused(timeout) as problem:
+            if self.dataset.workers > 1 and not self.dataset.use_multiprocessing:
+                problem = "several threads of its PyDataset make batches meanwhile"
+            yield problem
 
     def _begin(self, epoch: int) -> None:
         if not self._reset or epoch < self._epochs_begun:  # validation opens the same one again

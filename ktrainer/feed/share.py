@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +174,16 @@ class Feed(ABC):
 
     def go_on_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need no more than `skip`
         """Let the next epoch, if it begins where `state` was told, begin with that state."""
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        """Run none of the user's code in other threads inside the block; gives why that is not so,
+        if it is not.
+
+        Args:
+            timeout: seconds to wait for a batch that is made now.
+        """
+        yield None
 
     @abstractmethod
     def fingerprint(self) -> dict[str, str]:

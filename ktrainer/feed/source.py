@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,16 @@ class Source(ABC):
     def structure(self) -> str:
         """The names, dtypes and shapes of a batch."""
         return describe(self.spec)
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        """Run none of the user's code in other threads inside the block; gives why that is not so,
+        if it is not.
+
+        Args:
+            timeout: seconds to wait for a batch that is made now.
+        """
+        yield None
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing that needs closing
         """Stop background work. May be called twice."""

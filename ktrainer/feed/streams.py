@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, cast
 
 from ktrainer.feed.agree import (
@@ -131,6 +131,11 @@ class StreamFeed(Feed):
 
     def go_on_from(self, state: bytes) -> None:
         self._cursor.go_on_from(state)
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        with self.source.paused(timeout) as problem:
+            yield problem
 
     def fingerprint(self) -> dict[str, str]:
         length = self.source.num_batches

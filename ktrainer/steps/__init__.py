@@ -9,6 +9,7 @@ The parts of this package:
     model_step.py          the model's own step, and what several ranks must do after it
     captured.py            an update of several shares: accumulation, XLA with several ranks
     multi.py               several updates in one call
+    threads.py             replacements of functions that act in some threads alone
     context.py             what a traced step must know of the other shares
     assertions.py          conditions that are known only when a step runs
     vector_losses.py       vectors over examples that a loss adds up

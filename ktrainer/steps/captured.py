@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -24,6 +23,7 @@ from ktrainer.steps.model_step import (
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.options import StepOptions
 from ktrainer.steps.seams import seams
+from ktrainer.steps.threads import replaced_in
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
 
 _SLICES = object()  # marks a gradient that is an IndexedSlices
@@ -115,10 +115,11 @@ class CapturedUpdate:
             xla=self.options.xla,
             rows=rows_of(batch),
         )
+        no_penalties = (keras.layers.Layer, "_get_regularization_losses", _no_penalties)
         with (
             _Counting(),
             seams(context, optimizers_of(self.model)),
-            patch.object(keras.layers.Layer, "_get_regularization_losses", _no_penalties),
+            replaced_in(context, [no_penalties]),
         ):
             self._step(batch)
         counted = context.denominators or []

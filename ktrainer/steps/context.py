@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
@@ -27,6 +27,7 @@ from ktrainer.errors import ModelError
 from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.guard import Guard
 from ktrainer.steps.options import GradientHook
+from ktrainer.steps.threads import entered_here, entered_in_this_thread
 from ktrainer.world.plane import GradientPlane, InOrder, weighted
 
 
@@ -49,8 +50,12 @@ class GatheredRows:
     views: bool = True
 
 
+class TracedContext:
+    """What a step is traced with: a `StepContext`, or what stands for that of each replica."""
+
+
 @dataclass
-class StepContext:
+class StepContext(TracedContext):
     """The surroundings of one step while it is traced.
 
     Attributes:
@@ -248,23 +253,20 @@ class StepContext:
         return gradients
 
 
-_traced: list[StepContext] = []
-
-
 @contextmanager
 def tracing(context: StepContext) -> Iterator[None]:
-    """Let `current()` be `context`, in all threads."""
-    _traced.append(context)
-    try:
+    """Let `current()` be `context`, in this thread and in those of its replicas."""
+    with entered_in_this_thread(context):
         yield
-    finally:
-        _traced.pop()
 
 
 def current() -> StepContext | None:
-    """The context of the step that is traced now; None outside of steps, and in the steps of one
-    process, which need none."""
-    return _traced[-1] if _traced else None
+    """The context of the step that this thread traces now; None outside of steps, and in the steps
+    of one process, which need none."""
+    for scope in reversed(entered_here()):
+        if isinstance(scope, TracedContext):
+            return cast(StepContext, scope)
+    return None
 
 
 def single_process_step() -> Any:

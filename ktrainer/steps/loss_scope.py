@@ -23,6 +23,7 @@ from ktrainer.steps.all_gather import exchange_row_counts, gather_rows
 from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.context import GatheredRows, StepContext
 from ktrainer.steps.options import StepOptions
+from ktrainer.steps.threads import in_threads_of
 from ktrainer.world.plane import GradientPlane
 
 
@@ -54,7 +55,8 @@ def gather_loss_inputs(context: StepContext, model: keras.Model, scope: str) -> 
     with ExitStack() as stack:
         for cls in classes:
             original = vars(cls)["compute_loss"]
-            stack.enter_context(patch.object(cls, "compute_loss", _on_all_rows(context, original)))
+            on_all_rows = in_threads_of(context, _on_all_rows(context, original), original)
+            stack.enter_context(patch.object(cls, "compute_loss", on_all_rows))
         yield
 
 

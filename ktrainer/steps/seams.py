@@ -1,7 +1,8 @@
 """The places in Keras where a step must know that it sees one share of a larger batch.
 
 Keras 3 has no interface for a distribution that is not its own, so `seams(context)` replaces
-a few functions of Keras for as long as a step is traced, and puts them back:
+a few functions of Keras for as long as a step is traced, in the threads that trace it, and puts
+them back:
 
 | replaced | because |
 |---|---|
@@ -20,9 +21,8 @@ The source of each replacement is the function of that name in Keras 3.15.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import tensorflow as tf
@@ -36,6 +36,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 
 from ktrainer.steps.context import StepContext, tracing
+from ktrainer.steps.threads import replaced_in
 from ktrainer.steps.vector_losses import aggregate_added, gradient_of_sums
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
@@ -62,12 +63,11 @@ def seams(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None
     ]
     replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
     applying = _Applying(context)
-    with ExitStack() as stack:
-        stack.enter_context(tracing(context))
-        for owner, name, replacement in replaced:
-            original = getattr(owner, name)
-            argument = applying if name == "apply" else context
-            stack.enter_context(patch.object(owner, name, replacement(argument, original)))
+    functions = [
+        (owner, name, replacement(applying if name == "apply" else context, getattr(owner, name)))
+        for owner, name, replacement in replaced
+    ]
+    with tracing(context), replaced_in(context, functions):
         yield
 
 

@@ -2,6 +2,7 @@
 
 first_step.py   `health.verify`: the check that `fit` makes before its first update
 passes.py       one pass of a model's `train_step` that leaves nothing behind: loss and gradients
+side_effects.py what else a pass changes, undone
 compare.py      gradients at once beside those in parts; the likely cause of a difference
 mode.py         whether `ktrainer verify` runs this process, and how it is then configured
 recorder.py     records the first updates of such a run

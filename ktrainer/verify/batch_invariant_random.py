@@ -11,14 +11,15 @@ Replaced are the random functions of Keras' TensorFlow backend, `tf.random` and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
 from tensorflow.python.ops import random_ops
+
+from ktrainer.steps.threads import entered_in_this_thread, replaced_in
 
 _GOLDEN = 0.6180339887498949
 _EDGE = 1e-3  # keeps the inverse of a distribution finite
@@ -56,7 +57,8 @@ class RandomDraws:
 
 @contextmanager
 def batch_invariant_random(draws: RandomDraws) -> Iterator[None]:
-    """Replace random functions inside the block."""
+    """Replace random functions inside the block, in this thread and in those of its replicas: data
+    sources draw what they always do."""
     random = _Functions(draws)
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         *((keras_random, name, getattr(random, f"keras_{name}")) for name in _OF_KERAS),
@@ -70,9 +72,7 @@ def batch_invariant_random(draws: RandomDraws) -> Iterator[None]:
             lambda self, *args, **named: random.uniform(*args, **named),
         ),
     ]
-    with ExitStack() as stack:
-        for owner, name, replacement in replaced:
-            stack.enter_context(patch.object(owner, name, replacement))
+    with entered_in_this_thread(random), replaced_in(random, replaced):
         yield
 
 
@@ -85,7 +85,8 @@ def frozen_batch_norm() -> Iterator[None]:
     def call(self: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return original(self, inputs, training=False, mask=mask)
 
-    with patch.object(layer, "call", call):
+    scope = object()
+    with entered_in_this_thread(scope), replaced_in(scope, [(layer, "call", call)]):
         yield
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.verify.diagnosis import TOLERANCES, cause, common_factor
-from ktrainer.verify.passes import CheckSkipped, GradientPass
+from ktrainer.verify.passes import GradientPass
+from ktrainer.verify.side_effects import CheckSkipped
 
 
 @dataclass(frozen=True)

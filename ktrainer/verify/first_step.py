@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -26,7 +27,8 @@ from ktrainer.steps.placement import placement_of
 from ktrainer.steps.strategy_scope import outside_strategy_scope
 from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.compare import Difference, difference, explain
-from ktrainer.verify.passes import CheckSkipped, GradientPasses, eager_passes
+from ktrainer.verify.passes import GradientPasses, eager_passes
+from ktrainer.verify.side_effects import CheckSkipped, no_communication
 from ktrainer.verify.split import Split, split_of
 from ktrainer.world import World
 
@@ -41,11 +43,14 @@ _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def check_first_step(
-    model: keras.Model, feed: Feed, config: Config, plan: Plan, world: World
+    model: keras.Model, feeds: Sequence[Feed], config: Config, plan: Plan, world: World
 ) -> None:
     """Warn if the loss of `model` is another one in parts than at once; all ranks call it.
 
     Call it where this process has all of the model: under a pipeline before it is cut.
+
+    Args:
+        feeds: all that are open; the first one's examples are used.
     """
     split = split_of(config, plan)
     if config.health.verify == "off" or split.parts == 1:
@@ -54,19 +59,35 @@ def check_first_step(
         return  # exact whatever the loss is
     if _is_checked(model, split):
         return
-    batch, failed = _first_rows(feed, _ROWS_A_PART * _PARTS)
+    batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
     if not world.is_root:
         return
     try:
         if failed is not None:
             raise CheckSkipped(failed)
-        with outside_strategy_scope():  # in a scope, copies would be variables of the strategy
-            found = _check(model, batch, feed.uniform, plan, split.parts)
+        # In a strategy's scope, copies would be variables of the strategy.
+        with _paused(feeds), outside_strategy_scope(), no_communication(world):
+            found = _check(model, batch, feeds[0].uniform, plan, split.parts)
     except Exception as error:
         _say_skipped(error, config)
         return
     if found is not None:
         warnings.warn(explain(found, str(split), _FULL_CHECK), stacklevel=2)
+
+
+@contextmanager
+def _paused(feeds: Sequence[Feed]) -> Iterator[None]:
+    """Let data sources wait: random generators are rewound, and functions run eagerly, for the
+    whole process.
+
+    Raises:
+        CheckSkipped: one cannot wait.
+    """
+    with ExitStack() as stack:
+        for feed in feeds:
+            if problem := stack.enter_context(feed.paused(SECONDS)):
+                raise CheckSkipped(problem)
+        yield
 
 
 def _is_checked(model: keras.Model, split: Split) -> bool:

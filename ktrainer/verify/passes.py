@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
-from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -26,18 +25,14 @@ from ktrainer.steps.guard import LossOfStep
 from ktrainer.steps.model_step import python_step, rows_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.seams import seams
+from ktrainer.steps.threads import entered_in_this_thread, replaced_in
 from ktrainer.verify.batch_invariant_random import (
     RandomDraws,
     batch_invariant_random,
     frozen_batch_norm,
 )
+from ktrainer.verify.side_effects import CheckSkipped, KeptState, variables_kept
 from ktrainer.world.plane import densified
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
-
-
-class CheckSkipped(Exception):
-    """Why a model is not checked."""
 
 
 @dataclass
@@ -182,14 +177,15 @@ def eager_passes(draws: RandomDraws) -> Iterator[None]:
 @contextmanager
 def _until(end: float) -> Iterator[None]:
     """Let calls of layers fail once it is later than `end`: eagerly, a long sequence takes long."""
-    original = keras.layers.Layer.__call__
+    layer, scope = keras.layers.Layer, object()
+    original = layer.__call__
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
         if time.monotonic() > end:
             raise CheckSkipped("it would take too long")
         return original(self, *args, **named)
 
-    with patch.object(keras.layers.Layer, "__call__", call):
+    with entered_in_this_thread(scope), replaced_in(scope, [(layer, "__call__", call)]):
         yield
 
 
@@ -201,8 +197,11 @@ class _NoRanks:
 
 
 class _Untouched:
-    """Sends what is assigned to Keras variables inside the block to copies, and restores plain
-    Python attributes of the model's layers and TensorFlow variables that they hold.
+    """Sends what is assigned to Keras variables inside the block to copies, and restores what else
+    the model changes; see `side_effects`.
+
+    Raises:
+        CheckSkipped: on leaving, if a list or the like has changed, which may be more than that.
 
     Attributes:
         changed: names of the attributes that had to be restored.
@@ -212,12 +211,11 @@ class _Untouched:
         self.model = model
         self.changed: list[str] = []
         self._kept: dict[int, tuple[Any, Any]] = {}
+        self._replaced = ExitStack()
 
     def __enter__(self) -> _Untouched:
         self._states = random.getstate(), np.random.get_state()
-        self._layers = list(self.model._flatten_layers(include_self=True, recursive=True))
-        self._attributes = [_plain_attributes(layer) for layer in self._layers]
-        self._raw = [(v, tf.identity(v)) for layer in self._layers for v in _raw_variables(layer)]
+        self._state = KeptState(list(self.model._flatten_layers(include_self=True)))
         for variable in self.model.variables:
             # Outside of its strategy's replicas, such a variable cannot be differentiated by.
             if getattr(variable._value, "_distribute_strategy", None) is not None:
@@ -228,27 +226,23 @@ class _Untouched:
             copy(variable)
             return original(variable, value)
 
-        self._patch = patch.object(tf_core.Variable, "_direct_assign", direct_assign)
-        self._patch.start()
+        self._replaced.enter_context(variables_kept(self.changed))
+        self._replaced.enter_context(entered_in_this_thread(self))
+        replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
+        self._replaced.enter_context(replaced_in(self, replaced))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._patch.stop()
+        self._replaced.close()
         for variable, value in self._kept.values():
             variable._value = value
-        for raw, value in self._raw:
-            if not bool(tf.reduce_all(tf.equal(raw, value))):
-                self.changed.append(raw.name)
-                raw.assign(value)
-        for layer, attributes in zip(self._layers, self._attributes, strict=True):
-            now = vars(layer)
-            for name, value in attributes.items():
-                if now.get(name) is not value and now.get(name) != value:
-                    self.changed.append(f"{layer.name}.{name}")
-                    now[name] = value
+        attributes, containers = self._state.restore()
+        self.changed += attributes
         self.model._clear_losses()
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])
+        if containers:
+            raise CheckSkipped(f"its step changes {', '.join(containers[:3])}")
 
     def _copy(self, variable: Any) -> None:
         if id(variable) in self._kept or variable._value is None:
@@ -258,19 +252,6 @@ class _Untouched:
         variable._value = tf.Variable(
             value.numpy(), dtype=value.dtype, trainable=variable.trainable
         )
-
-
-def _plain_attributes(layer: Any) -> dict[str, Any]:
-    """What Python code may count in, such as `self.step`; Keras' own notes are not looked at."""
-    return {
-        name: value
-        for name, value in vars(layer).items()
-        if isinstance(value, _PLAIN) and name not in ("_called", "built", "_is_built")
-    }
-
-
-def _raw_variables(layer: Any) -> list[tf.Variable]:
-    return [value for value in vars(layer).values() if isinstance(value, tf.Variable)]
 
 
 def _float(value: float) -> tf.Tensor:

@@ -59,3 +59,41 @@ def test_closing_does_not_wait_for_a_slow_source() -> None:
         items.close(timeout=0.05)
     release.set()
     items.close()
+
+
+def test_nothing_is_computed_while_paused() -> None:
+    made: list[int] = []
+    enough = threading.Event()
+
+    def slow() -> Iterator[int]:
+        for i in range(100):
+            time.sleep(0.02)
+            made.append(i)
+            if i == 2:
+                enough.set()
+            yield i
+
+    items = Prefetcher(slow(), 50, "test")
+    assert enough.wait(30)
+    with items.paused(30) as rests:
+        assert rests
+        before = len(made)
+        time.sleep(0.1)
+        assert len(made) == before
+    assert [next(items) for _ in range(20)] == [*range(20)]
+    items.close()
+
+
+def test_a_pause_does_not_wait_for_ever() -> None:
+    release = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        release.wait(30)
+        yield 1
+
+    items = Prefetcher(stuck(), 1, "test")
+    with items.paused(0.05) as rests:
+        assert not rests
+        release.set()
+    assert next(items) == 1
+    items.close()

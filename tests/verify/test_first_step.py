@@ -18,7 +18,7 @@ from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
 from tests.dist.small import more
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
-from tests.verify import models
+from tests.verify import models, neutral
 
 Ranks = Callable[..., Any]
 FLOATS = ["float32", "float64"]
@@ -236,3 +236,20 @@ def test_off_and_one_part_and_a_second_fit(unhurried: None) -> None:
         model.compile("sgd")
         with pytest.warns(UserWarning, match="couples examples"):
             trainer.fit(model, data)
+
+
+def test_what_changes_a_list_is_not_compared(skipped: Callable[..., str]) -> None:
+    model = models.net(neutral.Keeping)
+    model.compile("sgd")
+    said = skipped(model, (floats(models.ROWS, 8), floats(models.ROWS, 5)))
+    assert "its step changes keeping.state" in said
+
+
+def test_python_in_a_pipeline_of_tensorflow_is_not_disturbed(skipped: Callable[..., str]) -> None:
+    data = tf.data.Dataset.from_generator(
+        lambda: iter([(floats(models.ROWS, 8), floats(models.ROWS, 5))]),
+        output_signature=(tf.TensorSpec([None, 8]), tf.TensorSpec([None, 5])),
+    )
+    model = models.net()
+    model.compile("sgd", "mse")
+    assert "calls Python" in skipped(model, data)

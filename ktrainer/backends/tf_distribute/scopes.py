@@ -15,13 +15,14 @@ from keras.src.backend.tensorflow import core as tf_core
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 
-from ktrainer.steps.context import StepContext
+from ktrainer.steps.context import StepContext, TracedContext
+from ktrainer.steps.threads import as_in_this_thread
 
 # What Keras keeps by thread, and was set or made in the main one.
 _SETTINGS = ("dtype_policy", "flash_attention", seed_generator.GLOBAL_SEED_GENERATOR)
 
 
-class Contexts:
+class Contexts(TracedContext):
     """Each replica's `StepContext`, as one object: the seams of Keras are the same for all.
 
     Attributes are those of the context that the present thread has entered.
@@ -44,8 +45,14 @@ class Contexts:
 
     @property
     def here(self) -> StepContext:
-        """The context that this thread has entered."""
-        context: StepContext = self._threads.context
+        """The context that this thread has entered.
+
+        Raises:
+            LookupError: it has entered none.
+        """
+        context: StepContext | None = getattr(self._threads, "context", None)
+        if context is None:
+            raise LookupError("no replica's step is traced in this thread")
         return context
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +171,9 @@ def outside_stateless_scope() -> Iterator[None]:
 
 
 def with_settings_of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, for another thread: it finds the Keras settings that this one has."""
+    """`function`, for another thread: it finds the Keras settings that this one has, and traces the
+    same step."""
+    function = as_in_this_thread(function)
     settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
 
     def called_elsewhere(*args: Any) -> Any:

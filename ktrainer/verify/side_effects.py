@@ -1,0 +1,193 @@
+"""What a pass changes beside Keras' variables, and how it is undone.
+
+Restored are TensorFlow variables, wherever they are held, and what can be reached from a model's
+own attributes: numbers, lists, dicts, sets, arrays and plain objects. Globals are not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
+
+from ktrainer.steps.threads import entered_in_this_thread, replaced_in
+from ktrainer.world import World
+
+PLAIN = (bool, int, float, str, bytes, type(None))
+_MOST_VISITED, _MOST_BYTES = 10_000, 64 * 2**20
+_COLLECTIVES = ("barrier", "broadcast", "allgather", "oob_allreduce", "allreduce", "any")
+_OTHERS = {*sys.stdlib_module_names, "keras", "ktrainer", "numpy", "tensorflow", "torch"}
+
+
+class CheckSkipped(Exception):
+    """Why a model is not checked."""
+
+
+class KeptState:
+    """Python state of a model's layers as it is now.
+
+    Raises:
+        CheckSkipped: it is too large to be kept.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = list(layers)
+        own = _attributes_of_keras()
+        self._attributes = [dict(vars(layer)) for layer in self._layers]
+        self._kept: dict[int, tuple[str, Any, Any]] = {}
+        self._visited = 0
+        for layer, attributes in zip(self._layers, self._attributes, strict=True):
+            if not _is_of_others(layer):
+                for name, value in attributes.items():
+                    if name not in own:
+                        self._keep(f"{layer.name}.{name}", value)
+        self._own = own
+
+    def restore(self) -> tuple[list[str], list[str]]:
+        """Put everything back; the names of attributes, and of containers, that had changed."""
+        attributes: list[str] = []
+        for layer, before in zip(self._layers, self._attributes, strict=True):
+            attributes += [
+                f"{layer.name}.{name}" for name in self._restore_attributes(layer, before)
+            ]
+        containers = []
+        for name, thing, before in self._kept.values():
+            if not _is_as_before(thing, before):
+                containers.append(name)
+                _put_back(thing, before)
+        return attributes, containers
+
+    def _restore_attributes(self, layer: Any, before: dict[str, Any]) -> Iterator[str]:
+        now, of_others = vars(layer), _is_of_others(layer)
+        for name, value in before.items():
+            if name in ("_called", "built", "_is_built") or now.get(name) is value:
+                continue
+            plain = isinstance(value, PLAIN)
+            if plain and type(now.get(name)) is type(value) and now[name] == value:
+                continue
+            if plain or not (of_others or name in self._own):
+                yield name
+                now[name] = value
+        for name in [] if of_others else set(now) - set(before) - self._own:
+            if not isinstance(now[name], (keras.layers.Layer, keras.Variable, tf.Variable)):
+                yield name
+                del now[name]
+
+    def _keep(self, name: str, thing: Any) -> None:
+        if isinstance(thing, PLAIN) or id(thing) in self._kept or self._visited > _MOST_VISITED:
+            return
+        self._visited += 1
+        inside: Any = ()
+        if isinstance(thing, np.ndarray):
+            if thing.nbytes > _MOST_BYTES:
+                raise CheckSkipped(f"{name} is an array of {thing.nbytes / 2**20:.0f} MiB")
+            self._kept[id(thing)] = name, thing, thing.copy()
+        elif isinstance(thing, dict):
+            self._kept[id(thing)] = name, thing, dict(thing)
+            inside = thing.items()
+        elif isinstance(thing, (list, deque, set)):
+            self._kept[id(thing)] = name, thing, list(thing)
+            inside = enumerate(thing)
+        elif isinstance(thing, tuple):
+            inside = enumerate(thing)
+        elif hasattr(thing, "__dict__") and not _is_of_others(thing) and not _is_known(thing):
+            self._keep(name, vars(thing))
+        for key, value in inside:
+            self._keep(f"{name}[{key!r}]", value)
+
+
+@contextmanager
+def variables_kept(changed: list[str]) -> Iterator[None]:
+    """Restore, after the block, all TensorFlow variables that this thread assigns inside.
+
+    Args:
+        changed: to which the names of those that had changed are added.
+    """
+    kept: dict[int, tuple[Any, Any]] = {}
+
+    def keeping(original: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
+        if id(self) not in kept:
+            kept[id(self)] = self, tf.identity(self)
+        return original(self, *args, **named)
+
+    def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **named: keeping(original, self, *args, **named)
+
+    replaced = [
+        (cls, name, replacement(original))
+        for cls in (BaseResourceVariable, ResourceVariable)
+        for name, original in vars(cls).items()
+        if name.startswith(("assign", "scatter", "batch_scatter", "_strided_slice_assign"))
+    ]
+    try:
+        with entered_in_this_thread(kept), replaced_in(kept, replaced):
+            yield
+    finally:
+        for variable, value in kept.values():
+            if not bool(tf.reduce_all(tf.equal(variable, value))):
+                changed.append(variable.name)
+                variable.assign(value)
+
+
+@contextmanager
+def no_communication(world: World) -> Iterator[None]:
+    """Let collectives that this thread calls inside the block raise `CheckSkipped`: no other rank
+    takes part."""
+
+    def refuse(name: str, *_: Any, **__: Any) -> Any:
+        raise CheckSkipped(f"its step communicates with other ranks ({name})")
+
+    replaced = [(type(world), name, partial(refuse, name)) for name in _COLLECTIVES]
+    with entered_in_this_thread(world), replaced_in(world, replaced):
+        yield
+
+
+def _attributes_of_keras() -> set[str]:
+    # Named, as a number in Keras' own name would be missing in the names of later models.
+    return {*vars(keras.Model(name="attributes")), *vars(keras.layers.Layer(name="attributes"))}
+
+
+def _is_of_others(thing: Any) -> bool:
+    """Whether a class is not the user's: such objects keep no count of steps."""
+    return type(thing).__module__.partition(".")[0] in _OTHERS - {"__main__"}
+
+
+def _is_known(thing: Any) -> bool:
+    """Whether Keras or TensorFlow look after it, or it is no object with a state."""
+    known = (keras.layers.Layer, keras.Variable, keras.Metric, keras.optimizers.Optimizer)
+    return isinstance(thing, (*known, tf.Module, type)) or callable(thing)
+
+
+def _is_as_before(thing: Any, before: Any) -> bool:
+    if isinstance(thing, np.ndarray):
+        return bool(np.array_equal(thing, before, equal_nan=thing.dtype.kind in "fc"))
+    if isinstance(thing, dict):
+        pairs = zip(thing.items(), before.items(), strict=False)
+        same = all(a is c and _is_same(b, d) for (a, b), (c, d) in pairs)
+    else:
+        same = all(_is_same(a, b) for a, b in zip(thing, before, strict=False))
+    return len(thing) == len(before) and same
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
+
+
+def _put_back(thing: Any, before: Any) -> None:
+    # Not by methods of its own class, in which Keras keeps account of layers and variables.
+    if isinstance(thing, np.ndarray):
+        thing[...] = before
+    elif isinstance(thing, list):
+        list.__setitem__(thing, slice(None), before)
+    else:
+        kind: Any = next(kind for kind in (dict, deque, set) if isinstance(thing, kind))
+        kind.clear(thing)
+        (kind.extend if kind is deque else kind.update)(thing, before)

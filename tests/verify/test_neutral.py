@@ -1,0 +1,37 @@
+"""`health.verify` changes nothing that trains, to the last bit, on any rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.tf_distribute.running import ONE_PROCESS
+from tests.verify import neutral
+from tests.verify.test_first_step import under_mirrored
+
+Ranks = Callable[..., Any]
+
+
+def assert_same_bits(found: dict[str, list[Any]]) -> None:
+    for name, (with_check, without) in found.items():
+        assert with_check[0] == without[0], name
+        assert with_check[2] == without[2], name
+        for ours, truth in zip(with_check[1], without[1], strict=True):
+            np.testing.assert_array_equal(ours, truth, err_msg=name)
+
+
+def test_two_ranks(ranks: Ranks) -> None:
+    found = ranks(2).run(neutral.both, [*neutral.CASES], name="data_parallel", deadline=200)
+    for rank in found:
+        assert_same_bits(rank)
+    kept = [rank["keeping"][0][2] for rank in found]
+    assert kept[0] == kept[1]  # on the rank that checks and on the other
+    assert kept[0][0] == neutral.STEPS
+
+
+def test_mirrored_devices(ranks: Ranks) -> None:
+    names = ["numpy", "keras", "keeping"]
+    run = ranks(1, ONE_PROCESS).run
+    assert_same_bits(run(under_mirrored, neutral.both, names, deadline=200)[0])
