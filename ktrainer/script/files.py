@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -64,14 +65,28 @@ def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any
                 except Exception as caught:
                     error = caught
         what = f"{original.__name__} {paths[0] if paths else ''}".strip()
-        told = world.broadcast(error and f"{type(error).__name__}: {error}", 0, what)
-        if error is not None:
-            raise error
-        if told is not None:
-            raise CheckpointError(f"rank 0 failed in {what}: {told}")
+        _raise_alike(world, error, what)
         return result
 
     return write
+
+
+def _raise_alike(world: World, error: Exception | None, what: str) -> None:
+    """Raise on all ranks what rank 0 has run into, if anything: a script may catch it."""
+    told = world.broadcast(error and _portable(error), 0, what)
+    if error is not None:
+        raise error
+    if told is not None:
+        raise told
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception that other processes can be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class needs
+        return CheckpointError(f"rank 0 failed with {type(error).__name__}: {error}")
+    return error
 
 
 def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,13 +102,7 @@ def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any
                 result = original(*args, **kwargs)
             except Exception as caught:
                 error = caught
-        told = world.broadcast(
-            error and f"{type(error).__name__}: {error}", 0, "download by rank 0"
-        )
-        if error is not None:
-            raise error
-        if told is not None:
-            raise OSError(f"rank 0 could not download: {told}")
+        _raise_alike(world, error, "download by rank 0")
         return result if world.is_root else original(*args, **kwargs)
 
     return get

@@ -168,6 +168,31 @@ def test_a_script_keeps_its_own_seeds_and_its_lack_of_them(tmp_path: Path) -> No
     assert "SEED 5" in several.stdout
 
 
+FAILING = """
+import keras
+caught = []
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+for save in (
+    lambda: model.save("none/there/model.txt"),
+    lambda: keras.utils.get_file("x", origin="file:///not/there", cache_dir="cache"),
+):
+    try:
+        save()
+    except Exception as error:
+        caught.append(f"{type(error).__name__} {error}"[:40])
+print(caught)
+"""
+
+
+def test_what_rank_0_fails_in_fails_alike_on_all(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = run(tmp_path, "-n", 2, "--all-ranks", "failing.py", *TWO)
+    lines = done.stdout.splitlines()[-2:]
+    assert lines[0] == lines[1]
+    assert lines[0].startswith("['ValueError ")
+    assert lines[0].count("', '") == 1
+
+
 ON_RANK_0 = """
 import keras
 import numpy as np
