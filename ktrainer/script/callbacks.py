@@ -70,7 +70,10 @@ def _saves(callback: Any) -> bool:
 
 
 def _hears_batches(callback: Any) -> bool:
-    """Whether code of the script's own hears of the end of batches."""
+    """Whether code of the script's own hears of the end of batches, or the logs of one say whether
+    and where the model is saved."""
+    if _saves(callback) and callback.save_freq != "epoch":
+        return True
     given = vars(callback) if isinstance(callback, keras.callbacks.LambdaCallback) else {}
     heard = [given.get(name) or getattr(type(callback), name, None) for name in _BATCH_ENDS]
     modules = [str(getattr(method, "__module__", "keras")) for method in heard]
