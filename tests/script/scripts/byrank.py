@@ -19,12 +19,12 @@ told = {"seen": [], "files": []}
 class StopOnBatch(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         told["seen"].append(float(logs["loss"]))
-        if len(told["seen"]) > 9 and logs["loss"] < told["seen"][0]:
+        if len(told["seen"]) > 20 and logs["loss"] < told["seen"][0]:
             self.model.stop_training = True
 
 
 checkpoint = keras.callbacks.ModelCheckpoint
-best = checkpoint("best.keras", "loss", save_best_only=True, mode="min", save_freq=1)
+best = checkpoint("best.keras", "loss", save_best_only=True, mode="min", save_freq=5)
 model.fit(x, y, epochs=9, batch_size=16, verbose=0, callbacks=[best, StopOnBatch()])
 told["best"] = float(best.best)
 told["saved"] = [float(w.sum()) for w in keras.models.load_model("best.keras").get_weights()]
