@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktrainer.logs import leaves, rebuilt
+from ktrainer.step_logs import flatten_paths, unflatten_paths
 
 
 @dataclass
@@ -27,7 +27,9 @@ class Counted:
         """The logs with their scalars as floats; None for what is no scalar, of which only the
         name counts."""
         logs = self.logs or {}
-        return rebuilt(logs, {path: _scalar(value) for path, value in leaves(logs).items()})
+        return unflatten_paths(
+            logs, {path: _scalar(value) for path, value in flatten_paths(logs).items()}
+        )
 
     def take_over(self, every: list[list[Any]], sources: list[int], counting: list[int]) -> None:
         """Make these the counts of other ranks.
@@ -47,9 +49,9 @@ class Counted:
         known = [every[rank][1:] for rank in counting if every[rank][2] is not None]
         if known:
             weights, logs = zip(*known, strict=True)
-            every_leaf = [leaves(each) for each in logs]
+            every_leaf = [flatten_paths(each) for each in logs]
             means = {p: _mean(weights, [each.get(p) for each in every_leaf]) for p in every_leaf[0]}
-            self.logs = rebuilt(logs[0], means)
+            self.logs = unflatten_paths(logs[0], means)
 
 
 def _mean(weights: Sequence[int], values: Sequence[float | None]) -> float | None:

@@ -44,10 +44,10 @@ from ktrainer.durations import Every
 from ktrainer.errors import DataError
 from ktrainer.evaluation import common_logs, logs_so_far, validate
 from ktrainer.interruption import Asked, Interruption, leave
-from ktrainer.logs import leaves, rebuilt
 from ktrainer.progress import Phase, Progress
 from ktrainer.rollback import roll_back
 from ktrainer.schedule import Schedule
+from ktrainer.step_logs import flatten_paths, unflatten_paths
 from ktrainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ class Loop:
         """
         self.feed, self.validation = feed, validation
         self.late = late
-        known = rebuilt(logs, {p: value for p, value in leaves(logs).items() if value is not None})
+        known = unflatten_paths(
+            logs, {p: value for p, value in flatten_paths(logs).items() if value is not None}
+        )
         self._untold = known if phase == Phase.UPDATED else None
         self.trainer.counted.logs = logs
         progress = self.trainer.progress

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from ktrainer.backends.base import Backend
-from ktrainer.backends.tf_distribute.moving import move_out
 from ktrainer.errors import ConfigError
 from ktrainer.steps import Program, StepOptions
+from ktrainer.steps.strategy_variables import unwrap_variables
 
 if TYPE_CHECKING:
     import keras
@@ -31,7 +31,7 @@ class DataParallel(Backend):
         )
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
-        move_out(model)  # of a strategy of the user's own
+        unwrap_variables(model)  # of a strategy of the user's own
         # Not the rank, which changes when others die; the step is not compiled anew for that.
         return Program(model, options, self._plane, self.world.slot)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ktrainer.backends.base import Backend
-from ktrainer.backends.tf_distribute.moving import move_out
 from ktrainer.steps import Program, StepOptions
+from ktrainer.steps.strategy_variables import unwrap_variables
 
 if TYPE_CHECKING:
     import keras
@@ -18,5 +18,5 @@ class Local(Backend):
     name = "local"
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
-        move_out(model)  # of a strategy of the user's own
+        unwrap_variables(model)  # of a strategy of the user's own
         return Program(model, options)

@@ -57,9 +57,9 @@ from typing import Any, TypeVar
 
 import keras
 
-from ktrainer.logs import as_floats as as_floats
 from ktrainer.progress import Progress
 from ktrainer.runfolder import of_fit
+from ktrainer.step_logs import as_floats as as_floats
 from ktrainer.world import World, current
 
 F = TypeVar("F", bound=Callable[..., Any])

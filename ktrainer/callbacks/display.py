@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktrainer.logs import as_floats
 from ktrainer.progress import Progress
+from ktrainer.step_logs import as_floats
 from ktrainer.world import World
 
 Rates = tuple[float | None, ...]  # steps and examples per second

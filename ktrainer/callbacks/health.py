@@ -17,9 +17,9 @@ from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.variables import model_variables, view_of
 from ktrainer.durations import Duration, Every
 from ktrainer.errors import DivergenceError
-from ktrainer.logs import as_number, leaves
 from ktrainer.preflight import audit
 from ktrainer.progress import Progress
+from ktrainer.step_logs import as_number, flatten_paths
 from ktrainer.steps.placement import placement_of
 from ktrainer.world import World
 
@@ -28,7 +28,9 @@ def finite_loss(logs: Mapping[str, Any] | None) -> bool:
     """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
     logs = logs or {}
     every = {
-        p: n for p, v in leaves(logs).items() if (n := as_number(v)) is not None and not n.ndim
+        p: n
+        for p, v in flatten_paths(logs).items()
+        if (n := as_number(v)) is not None and not n.ndim
     }
     losses = {p: v for p, v in every.items() if any(_is_loss(part) for part in p)}
     return all(math.isfinite(value) for value in (losses or every).values())

@@ -18,7 +18,14 @@ import keras
 import numpy as np
 
 from ktrainer.errors import DivergenceError
-from ktrainer.logs import Path, as_number, flattened, label, leaves, rebuilt
+from ktrainer.step_logs import (
+    LogPath,
+    as_keras_flattens,
+    as_number,
+    flatten_paths,
+    path_name,
+    unflatten_paths,
+)
 from ktrainer.steps.logged import Source
 from ktrainer.steps.metric_states import adds_up, is_compiled_metrics
 from ktrainer.world import World
@@ -41,7 +48,7 @@ def global_results(
     states: States | None = None,
     examples: float | None = None,
     last_examples: float | None = None,
-    sources: Mapping[Path, Source | None] | None = None,
+    sources: Mapping[LogPath, Source | None] | None = None,
 ) -> dict[str, Any]:
     """Results of `metrics` over the data of all ranks, without changing any rank's states.
 
@@ -103,12 +110,14 @@ class _Reduction:
         states: States,
         logs: Mapping[str, Any] | None,
         world: World,
-        sources: Mapping[Path, Source | None] | None,
+        sources: Mapping[LogPath, Source | None] | None,
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.given = logs or {}
-        self.logs = {p: n for p, v in leaves(self.given).items() if (n := as_number(v)) is not None}
-        self.sources = {p: s for p, s in (sources or {}).items() if p in leaves(self.given)}
+        self.logs = {
+            p: n for p, v in flatten_paths(self.given).items() if (n := as_number(v)) is not None
+        }
+        self.sources = {p: s for p, s in (sources or {}).items() if p in flatten_paths(self.given)}
         self._by_inner_name = sources is None
         self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
 
@@ -119,8 +128,8 @@ class _Reduction:
             for leaf in self.leaves
         ]
         here += [
-            f"log {label(path)!r}" + ("" if path in self.extra else " of metrics")
-            for path in sorted({*self.named, *self._of_metrics, *self.extra}, key=label)
+            f"log {path_name(path)!r}" + ("" if path in self.extra else " of metrics")
+            for path in sorted({*self.named, *self._of_metrics, *self.extra}, key=path_name)
         ]
         digest = zlib.crc32("\n".join(here).encode())
         both = np.array([digest, -digest], np.int64)
@@ -170,7 +179,7 @@ class _Reduction:
         return _result(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
 
     @cached_property
-    def named(self) -> set[Path]:
+    def named(self) -> set[LogPath]:
         """The paths of the logs that are metrics' by what they are called."""
         names = {leaf.metric.name for leaf in self.leaves}
         rest = self.logs.keys() - self.sources.keys()
@@ -181,17 +190,17 @@ class _Reduction:
         return named
 
     @cached_property
-    def extra(self) -> list[Path]:
+    def extra(self) -> list[LogPath]:
         """The paths of the logs that are no metrics', but scalars: arrays are a rank's own."""
         others = self.logs.keys() - self.named - self._of_metrics
-        return sorted((path for path in others if not self.logs[path].ndim), key=label)
+        return sorted((path for path in others if not self.logs[path].ndim), key=path_name)
 
     @cached_property
-    def _of_metrics(self) -> set[Path]:
+    def _of_metrics(self) -> set[LogPath]:
         """The paths of the logs that are known to be computed from metrics' results."""
         return {path for path, source in self.sources.items() if source is not None}
 
-    def _name(self, path: Path) -> str | None:
+    def _name(self, path: LogPath) -> str | None:
         """The metric's that a log would be, going by what it is called."""
         inner = [key for key in path if isinstance(key, str)]
         return inner[-1] if inner and (self._by_inner_name or len(path) == 1) else None
@@ -200,7 +209,7 @@ class _Reduction:
         found = self._metric_results()
         if not self.given or set(self.given) == set(found):
             return found
-        values: dict[Path, Any] = dict(self.logs)
+        values: dict[LogPath, Any] = dict(self.logs)
         if self.world.size > 1:
             values = {path: self.logs[path] for path in self.extra}
             names = {path: self._name(path) for path in self.named}
@@ -209,7 +218,7 @@ class _Reduction:
                 if source is not None:
                     values[path] = source.of([self._result_of(m) for m in source.metrics])
         plain = {path: _plain(value) for path, value in values.items()}
-        return flattened(rebuilt(self.given, plain))
+        return as_keras_flattens(unflatten_paths(self.given, plain))
 
     def _result_of(self, metric: Any) -> Any:
         """The result over all ranks of one of the metrics, which may be a compiled one."""
@@ -309,8 +318,8 @@ def _warn_once(names: Iterable[str]) -> None:
         )
 
 
-def _warn_of_lists(paths: Iterable[Path]) -> None:
-    new = sorted({label(path) for path in paths} - _warned)
+def _warn_of_lists(paths: Iterable[LogPath]) -> None:
+    new = sorted({path_name(path) for path in paths} - _warned)
     if new:
         _warned.update(new)
         warnings.warn(

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def _single_process_words(words: Sequence[str], folder: Path) -> list[str]:
     end = words.index("--") if "--" in words else len(words)
     words, arguments = words[:end], words[end:]  # the second ones are the script's
     path, _, _ = parse_known_cli(words)
-    kept = [word for word in words if word.partition("=")[0].partition(".")[0] != "backend"]
+    kept = [word for word in words if not re.match(r"backend(\.[^=]*)?=", word)]
     if path is None:
         return [*kept, *arguments]
     config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}

@@ -121,7 +121,7 @@ class Routing:
         return routed
 
     def _compile(self, original: Callable[..., None]) -> Callable[..., None]:
-        """A model that is cut into stages is cut anew when it is compiled again."""
+        """A model that is cut into stages is cut again when it is compiled again."""
 
         @functools.wraps(original)
         def compile(model: keras.Model, *args: Any, **kwargs: Any) -> None:

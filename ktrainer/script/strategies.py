@@ -46,7 +46,7 @@ def route_strategies(trainer: Trainer, replaced: Replacements) -> None:
 
 
 class _StrategyClassProxy(type):
-    """The class of names that stand for a class of strategies."""
+    """The metaclass of what takes the place of a class of strategies."""
 
     original: type
     trainer: Trainer

@@ -22,6 +22,7 @@ The parts of this package:
     placement.py           where a model's variables are
     elsewhere.py           a variable that another stage of a pipeline holds
     strategy_scope.py      the strategy's scope that a call of the Trainer leaves meanwhile
+    strategy_variables.py  a model's variables, taken out of a strategy
 """
 
 from __future__ import annotations

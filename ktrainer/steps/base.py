@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import keras
 
-from ktrainer.logs import Path
+from ktrainer.step_logs import LogPath
 from ktrainer.steps.logged import Source
 from ktrainer.steps.model_step import ShareLike
 
@@ -59,7 +59,7 @@ class Steps(ABC):
     def check_unchanged(self) -> None:  # noqa: B027 - most steps serve until the next compile
         """Refuse to go on with a model that has changed since these steps were made."""
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None] | None:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None] | None:
         """Where logs come from that are no metrics' of their names, by path; see `steps.logged`.
         None where each is a metric's that is called like one."""
         return None

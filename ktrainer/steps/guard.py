@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
-from ktrainer.logs import leaves, rebuilt
+from ktrainer.step_logs import flatten_paths, unflatten_paths
 from ktrainer.steps.logged import LoggedResults
 
 
@@ -113,9 +113,9 @@ class Before:
         """A step's logs; those of metrics as `put_back` has left them, if it is `bad`."""
         if not isinstance(logs, dict):
             return logs
-        again, values = logged.now(logs), leaves(logs)
+        again, values = logged.now(logs), flatten_paths(logs)
         put_back = {path: tf.where(bad, value, values[path]) for path, value in again.items()}
-        return rebuilt(logs, {**values, **put_back})
+        return unflatten_paths(logs, {**values, **put_back})
 
 
 class LossOfStep:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import keras
 import tensorflow as tf
 
-from ktrainer.logs import Path, leaves, rebuilt
+from ktrainer.step_logs import LogPath, flatten_paths, unflatten_paths
 from ktrainer.steps.metric_states import is_compiled_metrics, leaf_metrics
 
 
@@ -71,7 +71,7 @@ class LoggedResults:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self.logs: Any = {}
-        self.sources: dict[Path, Source | None] = {}
+        self.sources: dict[LogPath, Source | None] = {}
         self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
         self._updated: set[int] = set()
 
@@ -93,28 +93,28 @@ class LoggedResults:
         def noted(batch: Any) -> Any:
             logs = step(batch)
             if isinstance(logs, Mapping):
-                found = leaves(logs)
-                self.logs = rebuilt(logs, dict.fromkeys(found))
+                found = flatten_paths(logs)
+                self.logs = unflatten_paths(logs, dict.fromkeys(found))
                 for path, value in found.items():
                     self._note(path, value)
             return logs
 
         return noted
 
-    def of_metrics(self, paths: Collection[Path], names: Collection[str]) -> set[Path]:
+    def of_metrics(self, paths: Collection[LogPath], names: Collection[str]) -> set[LogPath]:
         """Those of `paths` that are metrics' results, whose names are `names`."""
         called = {(name,) for name in names} - self.sources.keys()
         return {p for p in paths if self.sources.get(p) is not None or p in called}
 
-    def now(self, logs: Any) -> dict[Path, Any]:
+    def now(self, logs: Any) -> dict[LogPath, Any]:
         """Those of the `logs` that are metrics' results, by path, as the metrics stand now."""
         if not isinstance(logs, Mapping):
             return {}
-        paths = leaves(logs)
+        paths = flatten_paths(logs)
         named: Mapping[str, Any] = {}
         if self._model.metrics and not self.sources.keys() >= paths.keys():
             named = self._model.get_metrics_result()
-        values: dict[Path, Any] = {(name,): value for name, value in named.items()}
+        values: dict[LogPath, Any] = {(name,): value for name, value in named.items()}
         for path, source in self.sources.items():
             if source is not None and path in paths:
                 values[path] = source.of([metric.result() for metric in source.metrics])
@@ -143,7 +143,7 @@ class LoggedResults:
 
         return update_state
 
-    def _note(self, path: Path, value: Any) -> None:
+    def _note(self, path: LogPath, value: Any) -> None:
         idle = {
             metric.name
             for metric in self._model.metrics
@@ -158,7 +158,7 @@ class LoggedResults:
         elif path in {(name,) for name in idle}:
             self.sources[path] = None
 
-    def _computed(self, path: Path, value: Any) -> Source | None:
+    def _computed(self, path: LogPath, value: Any) -> Source | None:
         """What `value` is computed from, if that is metrics' results and nothing else."""
         if not tf.is_symbolic_tensor(value):
             return None

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.logs import Path
+from ktrainer.step_logs import LogPath
 from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.captured import CapturedUpdate
@@ -116,7 +116,7 @@ class Program(Steps):
             self._functions[key] = compile_many(self._function("train", shares[0].examples == 0))
         return self._call(self._functions[key], *stacked)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
         if self.plane is not None and kind in self._specs and not self._logged[kind].logs:
             self._function(kind, blank=False)  # a newcomer has not traced it yet
         return self._logged[kind].sources

@@ -90,7 +90,10 @@ def cause(factor: float | None, parts: int) -> str:
             f"All gradients differ by one factor ({factor:.3g}, with {parts} parts): the loss is "
             "divided or multiplied by something that is counted in the batch."
         )
-    return f"{text} Return the mean, or one number an example, or set trainer.loss_scope=global."
+    return (
+        f"{text} Take the mean; where compute_loss or a compiled loss computes it, one number an "
+        "example or trainer.loss_scope=global will do, too."
+    )
 
 
 def _norm(values: np.ndarray) -> float:

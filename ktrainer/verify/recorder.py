@@ -20,7 +20,7 @@ from ktrainer.steps.placement import placement_of
 from ktrainer.verify.batch_invariant_random import RandomDraws, batch_invariant_random
 from ktrainer.verify.compare import precision_of
 from ktrainer.verify.mode import RecordingDone, VerifyRun
-from ktrainer.verify.split import split_of
+from ktrainer.verify.split import Split, split_of
 from ktrainer.world.plane import densified
 
 
@@ -81,11 +81,9 @@ class Recorder(Callback):
         first = self.world.is_root if placement is None else placement.replica == 0
         if first:
             self.arrays["precision"] = np.array(precision_of(self.model))
-            self.arrays["parts"] = np.array(split_of(self.trainer.config, self.trainer.plan).parts)
-            self.arrays["statistics"] = np.array(_statistics(self.model))
-            self.arrays["own_step"] = np.array(
-                type(self.model).train_step is not keras.Model.train_step
-            )
+            split = split_of(self.trainer.config, self.trainer.plan)
+            self.arrays["parts"] = np.array(split.parts)
+            self.arrays["statistics"] = np.array(_statistics(self.model, split))
             _save(self.verify_run.recorded(self.world.rank), self.arrays)
         return RecordingDone()
 
@@ -166,12 +164,16 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     return tf.concat(list(parts), 0)
 
 
-def _statistics(model: keras.Model) -> bool:
-    """Whether layers use statistics of their part of a batch."""
-    return any(
-        isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+def _statistics(model: keras.Model, split: Split) -> str:
+    """By what layers use statistics of their part of a batch: "replica", "microbatch" or ""."""
+    layers = [
+        layer
         for layer in model._flatten_layers()
-    )
+        if isinstance(layer, keras.layers.BatchNormalization)
+    ]
+    if layers and split.microbatches * split.accumulate > 1:
+        return "microbatch"
+    return "" if all(layer.synchronized for layer in layers) else "replica"
 
 
 def _save(path: Path, arrays: dict[str, Any]) -> None:

@@ -12,6 +12,14 @@ from ktrainer.verify.diagnosis import TOLERANCES, Tolerances, cause, common_fact
 
 _SHOWN = 30
 _ORDER = ("loss", "metric", "gradient", "weight")
+# By what they are taken over; see `recorder`.
+_STATISTICS = {
+    "replica": "BatchNormalization uses the statistics of its part of a batch: make it with "
+    "synchronized=True, or accept the difference.",
+    "microbatch": "BatchNormalization normalises each microbatch or accumulated batch by itself, "
+    "which synchronized=True does not change: accept the difference, or verify the rest with "
+    "backend.microbatches=1 and trainer.accumulate=1.",
+}
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -170,11 +178,9 @@ def _cause(unsplit: Arrays, split: Arrays, result: Comparison, close: Tolerances
         )
     first = [row for row in result.rows if row.differs and row.update == 1]
     kinds = {row.kind for row in first} or {row.kind for row in result.rows if row.differs}
-    if bool(split.get("statistics", False)):
-        return (
-            "BatchNormalization uses the statistics of its part of a batch: make it with "
-            "synchronized=True, or accept the difference."
-        )
+    statistics = str(split.get("statistics", ""))
+    if statistics:
+        return _STATISTICS[statistics]
     if kinds <= {"metric"}:
         return (
             "Loss and gradients agree, and metrics do not: a metric's result is not what its "

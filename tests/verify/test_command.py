@@ -88,7 +88,7 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_the_words_of_the_run_in_one_process(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
+    config = tmp_path / "backend.yaml"
     config.write_text("backend: {name: pipeline, partitions: 2}\nseed: 3\n")
     words = ["--config", str(config), "backend.microbatches=2", "data.batch_size=8", "--steps", "9"]
     own = ["--", "backend=cairo", "--config", "own.yaml"]

@@ -52,8 +52,10 @@ def test_a_factor_of_some_variables_is_none() -> None:
 
 def test_other_gradients_couple_examples_or_use_statistics() -> None:
     assert "couples examples" in compare(recorded(), recorded(noise=0.5)).cause
-    normalised = {**recorded(noise=0.5), "statistics": np.array(True)}
-    assert "synchronized=True" in compare(recorded(), normalised).cause
+    by_replica = {**recorded(noise=0.5), "statistics": np.array("replica")}
+    assert "make it with synchronized=True" in compare(recorded(), by_replica).cause
+    by_microbatch = {**recorded(noise=0.5), "statistics": np.array("microbatch")}
+    assert "backend.microbatches=1" in compare(recorded(), by_microbatch).cause
 
 
 def one(changed: str, variables: int = 3) -> Arrays:

@@ -15,9 +15,9 @@ from ktrainer.backends.pipeline.planned import PlannedModel
 from ktrainer.backends.pipeline.post import Waits
 from ktrainer.backends.pipeline.program import PipelineProgram
 from ktrainer.backends.pipeline.refusals import refuse_callbacks, refuse_model
-from ktrainer.backends.tf_distribute.moving import move_out
 from ktrainer.config.pipeline import effective_pipeline
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.steps.strategy_variables import unwrap_variables
 from ktrainer.world.base import SingleWorld
 from ktrainer.world.layout import Layout
 
@@ -64,7 +64,7 @@ class Pipeline(Backend):
         refuse_model(model, self.layout.replicas)
         planned = vars(model).get(PLANNED)
         if planned is None:
-            move_out(model)  # of a strategy of the user's own
+            unwrap_variables(model)  # of a strategy of the user's own
             batch = max(self.plan.rank_batches)
             planned = PlannedModel(
                 model,

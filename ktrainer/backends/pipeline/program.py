@@ -22,8 +22,7 @@ from ktrainer.backends.pipeline.shared import SharedGradients, densify
 from ktrainer.backends.pipeline.update import StageUpdate
 from ktrainer.config import PipelineConfig
 from ktrainer.feed.specs import spec_of
-from ktrainer.logs import leaves as leaves_of
-from ktrainer.logs import rebuilt
+from ktrainer.step_logs import flatten_paths, unflatten_paths
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.guard import Guard, LossOfStep, scales_loss
@@ -304,9 +303,9 @@ class PipelineProgram(Steps):
             logs = keras.tree.pack_sequence_as(structure, values)
             if (put_back or self._global_loss is not None) and isinstance(logs, dict):
                 again = self.model.get_metrics_result()
-                known = leaves_of(logs)
+                known = flatten_paths(logs)
                 kept = {p: np.asarray(again[str(p[-1])]) for p in known if p[-1] in again}
-                logs = rebuilt(logs, {**known, **kept})
+                logs = unflatten_paths(logs, {**known, **kept})
         world = self.planned.placement.model
         return world.broadcast(logs, world.size - 1, "logs of the last stage")
 

@@ -222,7 +222,8 @@ class CompiledStage:
                 loss = loss_of(model, data, y_pred, losses, self.mode == "train")
                 count_loss(model, data, loss)  # as Keras does: of a vector the mean
                 self._loss = self._counted([*scope.losses, loss], context, given)[-1]
-            logs = metrics_of(model, data, y_pred)
+            # A metric may return its variable itself, which has its value inside this scope.
+            logs = keras.tree.map_structure(_value_of, metrics_of(model, data, y_pred))
         self.logs = logs
         return added, list(keras.tree.flatten(logs)), sent
 
@@ -282,6 +283,10 @@ class CompiledStage:
         weighted = [(v, _weighted(g, weight)) for v, g in plain]
         self._gradients = Gradients(of_inputs, weighted, placeholders, seed)
         self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, seed)
+
+
+def _value_of(result: Any) -> Any:
+    return tf.identity(result.value) if isinstance(result, keras.Variable) else result
 
 
 def _weighted(gradient: Any, weight: tf.Tensor) -> Any:

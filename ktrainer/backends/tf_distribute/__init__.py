@@ -7,7 +7,7 @@ The parts of this package:
     clusters.py     which processes are a cluster: TF_CONFIG, Slurm, or the ranks of MPI
     loopback.py     TensorFlow's server, kept off other interfaces where all is on one host
     lost.py         what TensorFlow says when a process has gone, as errors that name it
-    moving.py       a model's variables into a strategy, and out again
+    moving.py       a model's variables into a strategy
     program.py      a model's steps: split, run, put together
     replicas.py     one step on all replicas of this process
     parts.py        each replica's part of a batch, and its way there

@@ -14,7 +14,7 @@ from ktrainer.backends.devices import claim_device
 from ktrainer.backends.tf_distribute.clusters import cluster_of, forget
 from ktrainer.backends.tf_distribute.loopback import kept_on_loopback
 from ktrainer.backends.tf_distribute.lost import ending_in_time, naming_lost_workers
-from ktrainer.backends.tf_distribute.moving import move_out, scope_of
+from ktrainer.backends.tf_distribute.moving import scope_of
 from ktrainer.backends.tf_distribute.plane import ReplicaPlane
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas import Replicas
@@ -27,6 +27,7 @@ from ktrainer.config.cluster import Cluster, tf_config
 from ktrainer.errors import PeerLost
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.base import Steps
+from ktrainer.steps.strategy_variables import unwrap_variables
 from ktrainer.strategy_plan import StrategyPlan
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class TfDistribute(Backend):
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Steps:
         if self.layout.strategy == "default":
-            move_out(model)  # of a strategy of the user's own
+            unwrap_variables(model)  # of a strategy of the user's own
             return Program(model, options)
         self._moved.add(model)
         if self.layout.strategy == "parameter_server":
@@ -100,7 +101,7 @@ class TfDistribute(Backend):
             if self.workers is not None and self.workers.lost_weights:
                 continue
             with suppress(tf.errors.UnavailableError, PeerLost), self.watching():
-                move_out(model, self.strategy)
+                unwrap_variables(model, self.strategy)
         self._moved.clear()
         forget()
 

@@ -28,7 +28,7 @@ from ktrainer.backends.tf_distribute.replicas import Outcome, Replicas
 from ktrainer.backends.tf_distribute.scopes import adding_at_once
 from ktrainer.backends.tf_distribute.sharded import sharded_variables
 from ktrainer.backends.tf_distribute.workers import Workers
-from ktrainer.logs import label, leaves, rebuilt
+from ktrainer.step_logs import flatten_paths, path_name, unflatten_paths
 from ktrainer.steps import StepOptions
 from ktrainer.steps.base import Logs
 from ktrainer.steps.logged import LoggedResults
@@ -93,9 +93,9 @@ class RemoteReplicas(Replicas):
         joined = joined_logs(logs, outcome.weights, {})
         if not isinstance(joined, dict):
             return joined
-        values = leaves(joined)
+        values = flatten_paths(joined)
         counted = logged.of_metrics(values, self._names)
-        return {label(path): value for path, value in values.items() if path not in counted}
+        return {path_name(path): value for path, value in values.items() if path not in counted}
 
     def _place_of(self, variable: Any) -> int:
         for place, each in enumerate(self.counted):
@@ -209,8 +209,12 @@ class CoordinatedProgram(ReplicatedProgram):
         self._remote.add_counts(total)
         if isinstance(self._logs, dict):
             logged = self._logged["test" if self._kind == "test" else "train"]
-            known = {p: self._logs[label(p)] for p in leaves(logged.logs) if label(p) in self._logs}
-            self._logs = rebuilt(logged.logs, {**known, **logged.now(logged.logs)})
+            known = {
+                p: self._logs[path_name(p)]
+                for p in flatten_paths(logged.logs)
+                if path_name(p) in self._logs
+            }
+            self._logs = unflatten_paths(logged.logs, {**known, **logged.now(logged.logs)})
 
     def _function(self, kind: str) -> Callable[..., Any]:
         if kind not in self._functions:

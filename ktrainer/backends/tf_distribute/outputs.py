@@ -11,12 +11,12 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.feed.datasets import graph_bounds
-from ktrainer.logs import Path, leaves, rebuilt
+from ktrainer.step_logs import LogPath, flatten_paths, unflatten_paths
 from ktrainer.steps.context import StepContext
 
 
 def joined_logs(
-    logs: Sequence[Any], weights: Sequence[tf.Tensor], results: Mapping[Path, Any]
+    logs: Sequence[Any], weights: Sequence[tf.Tensor], results: Mapping[LogPath, Any]
 ) -> Any:
     """The logs of all replicas: of metrics their results, of the rest the weighted mean.
 
@@ -28,13 +28,13 @@ def joined_logs(
     first = logs[0]
     if not isinstance(first, Mapping):
         return _mean(list(logs), weights)
-    every = [leaves(each) for each in logs]
+    every = [flatten_paths(each) for each in logs]
     means = {
         path: _mean([values[path] for values in every], weights)
         for path in every[0]
         if path not in results
     }
-    return rebuilt(first, {**means, **results})
+    return unflatten_paths(first, {**means, **results})
 
 
 def joined_outputs(outputs: Sequence[Any], rows: tf.Tensor) -> Any:

@@ -13,13 +13,13 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
-from ktrainer.backends.tf_distribute.moving import generation, move_in, move_out
+from ktrainer.backends.tf_distribute.moving import move_in
 from ktrainer.backends.tf_distribute.outputs import joined_outputs
 from ktrainer.backends.tf_distribute.replicas import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.feed.source import require_examples
 from ktrainer.feed.specs import spec_of
-from ktrainer.logs import Path
+from ktrainer.step_logs import LogPath
 from ktrainer.steps import Program, StepOptions
 from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.base import Logs, Steps
@@ -29,6 +29,7 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.model_step import ShareLike, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
+from ktrainer.steps.strategy_variables import generation, unwrap_variables
 
 Share = tf.TensorSpec([2], tf.float64)
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
@@ -130,7 +131,7 @@ class ReplicatedProgram(Steps):
             outputs = self._function("predict")(share.batch, *facts_of([share]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[Path, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
         return self._logged[kind].sources
 
     def _function(self, kind: str) -> Callable[..., Any]:
@@ -185,7 +186,7 @@ class ReplicatedProgram(Steps):
         if not built:
             # Tracing can make no variables inside of a strategy.
             self._functions.clear()
-            move_out(self.model)
+            unwrap_variables(self.model)
             build()
         move_in(self.model, strategy)
         self._generation = generation()

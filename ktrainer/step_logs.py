@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy as np
 
-Path = tuple[str | int, ...]  # keys of dicts and positions in lists, from the outside in
+LogPath = tuple[str | int, ...]  # keys of dicts and positions in lists, from the outside in
 
 _ABSENT = object()
 
 _warned: set[str] = set()
 
 
-def leaves(logs: Any) -> dict[Path, Any]:
+def flatten_paths(logs: Any) -> dict[LogPath, Any]:
     """What is nested in `logs`, by path, in order."""
-    return dict(_leaves(logs, ()))
+    return dict(_flatten(logs, ()))
 
 
-def rebuilt(logs: Any, values: Mapping[Path, Any]) -> Any:
+def unflatten_paths(logs: Any, values: Mapping[LogPath, Any]) -> Any:
     """`logs` with other `values`; entries of dicts that have none are left out, those of lists
     are None."""
-    known = _rebuilt(logs, values, ())
+    known = _unflatten(logs, values, ())
     return None if known is _ABSENT else known
 
 
-def label(path: Path) -> str:
+def path_name(path: LogPath) -> str:
     """A path as one string, which no other path has."""
     return str(path[0]) if len(path) == 1 else json.dumps(path)
 
@@ -42,7 +42,7 @@ def as_number(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "fiub" or _is_half(array) else None
 
 
-def flattened(logs: Mapping[str, Any]) -> dict[str, Any]:
+def as_keras_flattens(logs: Mapping[str, Any]) -> dict[str, Any]:
     """`logs` as Keras gives them to callbacks: without dicts in dicts, each entry called by its
     inner key alone. Of several with one name Keras keeps one; that is warned of."""
     found: dict[str, dict[tuple[str, ...], Any]] = {}
@@ -56,9 +56,9 @@ def flattened(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_floats(logs: Mapping[str, Any] | None) -> dict[str, float]:
-    """The scalars among `logs` as floats, `flattened`; the rest is left out."""
+    """The scalars among `logs` as floats, named as Keras does; the rest is left out."""
     scalars: dict[str, float] = {}
-    for key, value in flattened(logs or {}).items():
+    for key, value in as_keras_flattens(logs or {}).items():
         try:
             scalars[key] = float(value)
         except (TypeError, ValueError):
@@ -66,23 +66,23 @@ def as_floats(logs: Mapping[str, Any] | None) -> dict[str, float]:
     return scalars
 
 
-def _leaves(logs: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _flatten(logs: Any, path: LogPath) -> Iterator[tuple[LogPath, Any]]:
     if isinstance(logs, Mapping):
         for key, value in logs.items():
-            yield from _leaves(value, (*path, key))
+            yield from _flatten(value, (*path, key))
     elif isinstance(logs, (list, tuple)):
         for i, value in enumerate(logs):
-            yield from _leaves(value, (*path, i))
+            yield from _flatten(value, (*path, i))
     else:
         yield path, logs
 
 
-def _rebuilt(logs: Any, values: Mapping[Path, Any], path: Path) -> Any:
+def _unflatten(logs: Any, values: Mapping[LogPath, Any], path: LogPath) -> Any:
     if isinstance(logs, Mapping):
-        parts = {key: _rebuilt(value, values, (*path, key)) for key, value in logs.items()}
+        parts = {key: _unflatten(value, values, (*path, key)) for key, value in logs.items()}
         return {key: part for key, part in parts.items() if part is not _ABSENT}
     if isinstance(logs, (list, tuple)):
-        entries = [_rebuilt(value, values, (*path, i)) for i, value in enumerate(logs)]
+        entries = [_unflatten(value, values, (*path, i)) for i, value in enumerate(logs)]
         return [None if entry is _ABSENT else entry for entry in entries]
     return values.get(path, _ABSENT)
 
