@@ -69,7 +69,10 @@ class CallArguments:
             "validation_batch_size",
         )
         given = {name: str(getattr(self, name)) for name in beside}
-        return {**self.config.to_dict(redacted=True), "arguments": given}
+        config = self.config.to_dict(redacted=True)
+        # Rank 0 alone shows it: a script may give the others `verbose=0`.
+        logging = {k: v for k, v in config["logging"].items() if k != "progress"}
+        return {**config, "logging": logging, "arguments": given}
 
 
 def fit_arguments(

@@ -32,6 +32,7 @@ class Options:
         arguments: the script's own.
         seed: of all random numbers of a plain script: the configuration's, where it sets one, else
             one drawn for several ranks; None: there is one rank.
+        ranks: how many processes are started.
     """
 
     cpus: list[list[int]] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Options:
     words: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     seed: int | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -147,15 +147,17 @@ def run(args: argparse.Namespace) -> int:
         with _naming_the_separator(args.args):
             config = checked_config(args.args, args.ranks, args.workers, told)
     heal = healing.settings(args, config)
+    several = args.ranks > 1 or bool(heal)  # others may join
     line = _command(args, healing.mpirun_arguments(heal))
     cpus = command.available_cpus()
     asked = args.threads or (config and config.world.threads) or _threads_asked(os.environ)
     threads = command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, asked)
-    env = rank_environment(environment(), threads, args.network, config, args.ranks > 1)
+    env = rank_environment(environment(), threads, args.network, config, several)
     env |= to_environment(heal, args.grace) | healing.mpi_settings(heal, args.network == "loopback")
     slices = command.cpu_slices(cpus, args.ranks) if args.bind else []
     # Threads beyond the cores of a slice were asked for, so they are meant to run elsewhere too.
-    options = _options(slices if slices and threads <= len(slices[0]) else [], args, config)
+    fitting = slices if slices and threads <= len(slices[0]) else []
+    options = _options(fitting, args, config, several)
     spare = SPARE if heal else 0
     out, err = _mergers(args, options, spare)
     grace = args.grace or (config or Config()).trainer.interrupt.grace
@@ -310,13 +312,15 @@ def _threads_asked(environ: Mapping[str, str]) -> int | None:
     return int(value)
 
 
-def _options(slices: list[list[int]], args: argparse.Namespace, config: Config | None) -> Options:
+def _options(
+    slices: list[list[int]], args: argparse.Namespace, config: Config | None, several: bool
+) -> Options:
     words, own = split_words(args.args) if args.check else ([], args.args)
     out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
     seed = config.seed if config is not None and config.is_set("seed") else None
-    if seed is None and args.ranks > 1:
+    if seed is None and several:
         seed = secrets.randbits(31)
-    return Options(slices, out, err, words, own, seed)
+    return Options(slices, out, err, words, own, seed, args.ranks)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

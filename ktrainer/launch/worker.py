@@ -85,7 +85,8 @@ def main(argv: list[str]) -> None:
     # Registered first, so called last: after whatever the script leaves to the exit.
     atexit.register(_say, say, Note("ended", pid=os.getpid()))
     # What nobody catches in this thread comes to `_fail` below; other threads may call the hook.
-    sys.excepthook = lambda kind, error, trace: _fail(say, error, 1)
+    fail = partial(_fail, say, options.ranks)
+    sys.excepthook = lambda kind, error, trace: fail(error, 1)
     try:
         _run(script, rank, options)
     except SystemExit as error:
@@ -94,9 +95,9 @@ def main(argv: list[str]) -> None:
             code, text = int(str(error.code)), str(error)
             _say(say, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text))
         elif error.code not in (None, 0):
-            _fail(say, error, error.code if isinstance(error.code, int) else 1)
+            fail(error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
-        _fail(say, error, _exit_code(error))
+        fail(error, _exit_code(error))
     if "KTRAINER_RANK" in os.environ or "KTRAINER_WORLD" in os.environ:
         _leave()
 
@@ -146,7 +147,7 @@ def _run(script: str, rank: int, options: Options) -> None:
     if detection.is_plain(source):
         bootstrap.install(rank, seed, detection.imports_package(source, "horovod"))
     else:
-        bootstrap.watch(rank, int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")))
+        bootstrap.watch(rank, options.ranks)
         if verifies:
             seed_everything()
     module = ModuleType("__main__")
@@ -165,7 +166,7 @@ def _exit_code(error: BaseException) -> int:
     return int(vars(error)["exit_code"]) if _name(type(error)) == _DIED else 1
 
 
-def _fail(say: int, error: BaseException, code: int) -> NoReturn:
+def _fail(say: int, ranks: int, error: BaseException, code: int) -> NoReturn:
     """Report, and leave without MPI_Finalize, which would wait for ranks that cannot come."""
     note = Note(
         "failed",
@@ -173,7 +174,7 @@ def _fail(say: int, error: BaseException, code: int) -> NoReturn:
         time=time.time(),
         code=code,
         kind=_name(type(error)),
-        text=_format(error),
+        text=_format(error, ranks),
         follows=_follows(error),
         final=_is_one_of(type(error), _FINAL),
     )
@@ -200,17 +201,15 @@ def _tell(say: int, event: str, **fields: Any) -> None:
     _say(say, Note(event, pid=os.getpid(), time=time.time(), **fields))  # type: ignore[arg-type]
 
 
-def _format(error: BaseException) -> str:
+def _format(error: BaseException, ranks: int) -> str:
     if isinstance(error, SystemExit):
         return f"{error.code}\n" if isinstance(error.code, str) else ""
     text = "".join(traceback.format_exception(type(error), error, _users_frames(error)))
-    return text + _remedy(error)
+    return text + (_remedy(error) if ranks > 1 else "")
 
 
 def _remedy(error: BaseException) -> str:
     """What to do about an error that comes of several ranks doing the same."""
-    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) == 1:
-        return ""
     for (kind, words), remedy in _REMEDIES.items():
         if _name(type(error)) == kind and words in str(error):
             return f"With several ranks: {remedy}\n"

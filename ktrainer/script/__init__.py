@@ -3,6 +3,7 @@
     detection.py    whether a script is one of these, from its source
     bootstrap.py    once Keras is imported, make the Trainer, seed random numbers, and route
     routing.py      `Model.fit` and its like go through the Trainer
+    callbacks.py    callbacks of several ranks: files are written once, and all decide alike
     batches.py      `train_on_batch` and its like
     files.py        files are written once
     stages.py       a model in stages is put together, to be cut again

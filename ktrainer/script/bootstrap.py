@@ -38,6 +38,7 @@ def install(rank: int, seed: int | None, horovod: bool) -> None:
     if seed is not None:
         random.seed(seed)
         _AfterImport("numpy", partial(_seed_numpy, seed))
+        _AfterImport("torch", partial(_seed_torch, seed))
     start = partial(_start, seed, horovod)
     _AfterImport("tensorflow", partial(_unless_importing, "keras", start))
     _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
@@ -131,6 +132,10 @@ def _seed_numpy(seed: int) -> None:
     np.random.seed(seed)
     # Generators without a seed, such as default_rng(), draw theirs here.
     vars(bit_generator)["randbits"] = random.Random(seed).getrandbits
+
+
+def _seed_torch(seed: int) -> None:
+    sys.modules["torch"].manual_seed(seed)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import site
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LIBRARIES = (
     *{sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")},
+    site.getusersitepackages(),
     str(Path(__file__).parents[1]),
     "<",
 )
@@ -107,7 +109,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _opened(path: str) -> None:
-    if path in _told or path.startswith(("/dev/", "/proc/", *_made)) or str(os.getpid()) in path:
+    made = tuple(_made)  # another thread may add to it
+    if path in _told or path.startswith(("/dev/", "/proc/", *made)) or str(os.getpid()) in path:
         return
     if os.path.isdir(path):  # a temporary file without a name
         return
@@ -127,4 +130,4 @@ def _by_the_script(file: str) -> bool:
     """Whether a file of code lies beside the script, or below its folder."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(script)) if script else None
-    return folder is not None and os.path.abspath(file).startswith(folder)
+    return folder is not None and os.path.abspath(file).startswith(os.path.join(folder, ""))

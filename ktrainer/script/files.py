@@ -6,7 +6,7 @@ import functools
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -26,24 +26,41 @@ _METHODS = ("save", "save_weights", "export")
 _OF_A_MODEL = ("save_model", "save_weights")  # of keras.saving
 
 
-def route_files(trainer: Trainer, replaced: Replacements) -> None:
-    """Write files of Keras once, and download once."""
-    world = trainer.world
-    if world.size == 1:
+def several(world: World) -> bool:
+    """Whether there are other ranks, or may be: a rank that joins has them later."""
+    return world.size > 1 or world.heals
+
+
+def route_files(
+    trainer: Trainer,
+    replaced: Replacements,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+) -> None:
+    """Write files of Keras once, and download once.
+
+    Args:
+        borrow: while it lasts, a model that is not cut has all of its variables.
+    """
+    if not several(trainer.world):
         return
+    once = functools.partial(_write_once, trainer, borrow)
     for name in _METHODS:
-        replaced.replace(keras.Model, name, functools.partial(_write_once, world))
+        replaced.replace(keras.Model, name, once)
     for name in _OF_A_MODEL:
         function = getattr(keras.saving, name, None)
         if function is not None:
-            replaced.replace_function(function, functools.partial(_write_once, world))
+            replaced.replace_function(function, once)
     for function in (keras.utils.save_img, keras.utils.plot_model):
-        replaced.replace_function(function, functools.partial(_write_once, world))
-    replaced.replace_function(keras.utils.get_file, functools.partial(_root_first, world))
+        replaced.replace_function(function, once)
+    replaced.replace_function(keras.utils.get_file, functools.partial(_root_first, trainer))
     replaced.replace(keras.Model, "load_weights", _load_held)
 
 
-def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+def _write_once(
+    trainer: Trainer,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
     """`original` by rank 0; the others return when it is done, or raise what it came to."""
 
     @functools.wraps(original)
@@ -55,25 +72,35 @@ def _write_once(world: World, original: Callable[..., Any]) -> Callable[..., Any
         error: Exception | None = None
         result = None
         with ExitStack() as stack:
-            missing = [] if model is None else stack.enter_context(whole_on_root(model))
+            missing: list[str] = []
+            if model is not None:
+                stack.enter_context(borrow(model))
+                missing = stack.enter_context(whole_on_root(model))
             if missing:
                 error = CheckpointError(f"cannot save the model: no stage has {missing}")
-            elif world.is_root:
+            elif trainer.world.is_root:
                 try:
                     with without_collectives():
                         result = original(*args, **kwargs)
                 except Exception as caught:
                     error = caught
         what = f"{original.__name__} {paths[0] if paths else ''}".strip()
-        _raise_alike(world, error, what)
+        _raise_alike(trainer, error, what)
         return result
 
     return write
 
 
-def _raise_alike(world: World, error: Exception | None, what: str) -> None:
+def _raise_alike(trainer: Trainer, error: Exception | None, what: str) -> None:
     """Raise on all ranks what rank 0 has run into, if anything: a script may catch it."""
-    told = world.broadcast(error and _portable(error), 0, what)
+    world = trainer.world
+    deadline = world.deadline
+    # Large files take longer than any other wait for a rank.
+    world.deadline = max(deadline, trainer.config.world.start_deadline)
+    try:
+        told = world.broadcast(error and _portable(error), 0, what)
+    finally:
+        world.deadline = deadline
     if error is not None:
         raise error
     if told is not None:
@@ -89,20 +116,22 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _root_first(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
     """`original` by rank 0, then by the others, who find its file."""
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
         if collectives_off():
             return original(*args, **kwargs)
+        world = trainer.world
         result, error = None, None
         if world.is_root:
             try:
                 result = original(*args, **kwargs)
             except Exception as caught:
                 error = caught
-        _raise_alike(world, error, "download by rank 0")
+        given = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, str)]
+        _raise_alike(trainer, error, f"download by rank 0: {' '.join(given)}")
         return result if world.is_root else original(*args, **kwargs)
 
     return get

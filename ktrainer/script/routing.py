@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,17 +13,17 @@ import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
-from ktrainer.arguments import callback_list
-from ktrainer.callbacks.base import collectives_off, is_writer, without_collectives
+from ktrainer.callbacks.base import collectives_off
+from ktrainer.errors import ModelError
 from ktrainer.script.batches import Batches
+from ktrainer.script.callbacks import common_batch_logs, on_ranks
 from ktrainer.script.diagnostics import refuse_loops, watch_files
-from ktrainer.script.files import route_files
+from ktrainer.script.files import route_files, several
 from ktrainer.script.replace import Replacements
-from ktrainer.script.stages import join_stages, know_variables
+from ktrainer.script.stages import borrowed, join_stages, know_variables
 from ktrainer.script.strategies import route_strategies
 from ktrainer.trainer import Trainer
 
-_EVENTS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_")]
 _METHODS = ("fit", "evaluate", "predict")
 _BATCHES = ("train_on_batch", "test_on_batch", "predict_on_batch")
 
@@ -35,12 +35,12 @@ class Routing:
 
     Attributes:
         trainer: made from the command line.
-        busy: how many routed calls are under way, one inside another.
+        running: the models of routed calls that are under way, one inside another.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.busy = 0
+        self.running: list[keras.Model] = []
         self._replaced = Replacements()
         replace = self._replaced.replace
         for name in _METHODS:
@@ -49,7 +49,7 @@ class Routing:
         for name in _BATCHES:
             make = functools.partial(self._batch, getattr(batches, name))
             replace(TensorFlowTrainer, name, make)
-        route_files(trainer, self._replaced)
+        route_files(trainer, self._replaced, self._borrowed)
         route_strategies(trainer, self._replaced)
         self._cut: dict[int, keras.Model] = {}
         self._joins = 0
@@ -57,9 +57,10 @@ class Routing:
         if trainer.backend.name == "pipeline":
             # Where it is defined: Keras tells by that whether a model has its own.
             replace(BaseTrainer, "compile", self._compile)
+            replace(keras.Model, "get_weights", self._read)
         if splits(trainer):
-            refuse_loops(trainer, self._replaced, lambda: self.busy > 0)
-        if trainer.world.size > 1:
+            refuse_loops(trainer, self._replaced, lambda: bool(self.running))
+        if several(trainer.world):
             watch_files(trainer.world.rank)
         replace(Trainer, "__init__", self._own_trainer)
 
@@ -82,15 +83,22 @@ class Routing:
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if collectives_off() or (name != "fit" and self._runs_whole(model)):
+            if collectives_off():
                 return original(model, *args, **kwargs)
+            if name != "fit" and self._runs_whole(model):
+                with self._whole(model):
+                    return original(model, *args, **kwargs)
             if name != "predict":
                 model._assert_compile_called(name)
             given = dict(signature.bind(model, *args, **kwargs).arguments)
             given = {k: v for k, v in given.items() if k not in ("self", "kwargs")}
-            given = _as_trainer(name, given, self.trainer.world.size > 1)
+            given = _as_trainer(name, given)
+            common = False
+            if several(self.trainer.world) and name != "predict":
+                given["callbacks"], common = on_ranks(given.get("callbacks"), self.trainer)
             self._join_others(model)
-            with self._routed():
+            logs = common_batch_logs(self.trainer) if common else nullcontext()
+            with self._routed(model), logs:
                 return getattr(self.trainer, name)(model, **given)
 
         return routed
@@ -101,10 +109,13 @@ class Routing:
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
             trains = original.__name__ == "train_on_batch"
-            if collectives_off() or (not trains and self._runs_whole(model)):
+            if collectives_off():
                 return original(model, *args, **kwargs)
+            if not trains and self._runs_whole(model):
+                with self._whole(model):
+                    return original(model, *args, **kwargs)
             self._join_others(model)
-            with self._routed():
+            with self._routed(model):
                 return run(model, *args, **kwargs)
 
         return routed
@@ -132,13 +143,43 @@ class Routing:
     def _runs_whole(self, model: keras.Model) -> bool:
         """Whether this is a pipeline, and a model that it has not cut, of which every process has
         all: Keras itself evaluates it, and predicts, on every rank alike."""
-        if self.trainer.backend.name != "pipeline" or id(model) in self._cut:
-            return False
-        self._join_sharing(model)
-        if self._traced_at.get(model) != self._joins:  # variables have other values inside
+        return self.trainer.backend.name == "pipeline" and id(model) not in self._cut
+
+    @contextmanager
+    def _whole(self, model: keras.Model) -> Iterator[None]:
+        """While it lasts, every process has all of `model`, which is not cut. Models that share
+        variables with it stay cut while one of them trains."""
+        if not self.running:
+            self._join_sharing(model)
+            if self._traced_at.get(model) != self._joins:  # variables have other values inside
+                model.test_function = model.predict_function = None
+                self._traced_at[model] = self._joins
+            yield
+            return
+        model.test_function = model.predict_function = None
+        try:
+            with self._borrowed(model):
+                yield
+        finally:
             model.test_function = model.predict_function = None
-            self._traced_at[model] = self._joins
-        return True
+
+    @contextmanager
+    def _borrowed(self, model: keras.Model) -> Iterator[None]:
+        """While it lasts, values of `model` can be read that models in stages hold."""
+        with borrowed(model, list(self._cut.values())):
+            yield
+
+    def _read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`Model.get_weights` of a model that shares variables with one in stages."""
+
+        @functools.wraps(original)
+        def read(model: keras.Model) -> Any:
+            if collectives_off() or id(model) in self._cut:
+                return original(model)
+            with self._borrowed(model):
+                return original(model)
+
+        return read
 
     def _join_sharing(self, model: keras.Model) -> None:
         """Put together the stages of other models that share variables with `model`."""
@@ -148,27 +189,33 @@ class Routing:
                 self._join(other)
 
     def _join(self, model: keras.Model) -> None:
+        if any(each is model for each in self.running):
+            raise ModelError(
+                f"model {model.name!r} is being trained in stages, and a callback compiles it, or "
+                "trains a model that shares layers with it. Do that after `fit`, or run with "
+                "backend=data_parallel."
+            )
         if self._cut.pop(id(model), None) is not None:
             join_stages(model)
             self._joins += 1
 
     @contextmanager
-    def _routed(self) -> Iterator[None]:
-        self.busy += 1
+    def _routed(self, model: keras.Model) -> Iterator[None]:
+        self.running.append(model)
         try:
             yield
         finally:
-            self.busy -= 1
+            self.running.pop()
 
 
 def splits(trainer: Trainer) -> bool:
     """Whether a batch is shared by several ranks, replicas or stages."""
     strategy = getattr(trainer.backend, "strategy", None)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-    return trainer.world.size > 1 or replicas > 1 or trainer.backend.name == "pipeline"
+    return several(trainer.world) or replicas > 1 or trainer.backend.name == "pipeline"
 
 
-def _as_trainer(name: str, given: dict[str, Any], several: bool) -> dict[str, Any]:
+def _as_trainer(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a method of Keras for the Trainer's."""
     x = given.get("x")
     if isinstance(x, tuple) and given.get("y") is None and given.get("sample_weight") is None:
@@ -177,26 +224,4 @@ def _as_trainer(name: str, given: dict[str, Any], several: bool) -> dict[str, An
         given.setdefault("epochs", 1)
     if name == "evaluate":
         given.setdefault("return_dict", False)
-    if several and given.get("callbacks") is not None:
-        given["callbacks"] = [_on_ranks(each) for each in callback_list(given["callbacks"])]
     return given
-
-
-def _on_ranks(callback: Any) -> Any:
-    """A callback of Keras that writes: with collectives on every rank, or on rank 0 without."""
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        callback.on_every_rank = True  # it saves through `Model.save`, which is routed
-    elif is_writer(callback) and not hasattr(callback, "_ktrainer_without_collectives"):
-        callback._ktrainer_without_collectives = True
-        for name in _EVENTS:
-            setattr(callback, name, _without_collectives(getattr(callback, name)))
-    return callback
-
-
-def _without_collectives(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with without_collectives():
-            return method(*args, **kwargs)
-
-    return called

@@ -1,7 +1,9 @@
-"""Undo the cut of a model: every process has all of its variables again."""
+"""Undo the cut of a model, or bring its variables together for one call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from ktrainer.backends.pipeline.backend import PLANNED
 from ktrainer.callbacks.variables import all_variables, view_of
 from ktrainer.checkpoint.encoding import dtype_named
 from ktrainer.errors import ModelError
-from ktrainer.steps.elsewhere import bring_back, elsewhere
+from ktrainer.steps.elsewhere import bring_back, elsewhere, take_away
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.placement import Placement, placement_of, remove_placement
 from ktrainer.steps.program_cache import forget_programs
@@ -28,6 +30,32 @@ def join_stages(model: Any) -> None:
             vars(model).pop(name, None)  # as the cut has set them
     vars(model).pop(PLANNED, None)
     forget_programs(model)
+
+
+@contextmanager
+def borrowed(model: Any, cut: Iterable[Any]) -> Iterator[None]:
+    """While it lasts, every process has all variables of `model`, a model that is not cut: those
+    too that it shares with others which are. All ranks enter together.
+
+    Args:
+        model: whose values are to be read; what is assigned to them elsewhere is lost.
+        cut: models that are cut into stages.
+    """
+    mine = {id(v) for v in model.variables}
+    away: list[tuple[Any, int]] = []
+    try:
+        for other in cut:
+            placement = placement_of(other)
+            shared = [v for v in other.variables if id(v) in mine]
+            if other is model or placement is None or not shared:
+                continue
+            away += [(v, place.partition) for v in shared if (place := elsewhere(v)) is not None]
+            _exchange(shared, placement)
+        yield
+    finally:
+        for variable, partition in away:
+            if elsewhere(variable) is None:
+                take_away(variable, partition)
 
 
 def know_variables(model: Any) -> None:

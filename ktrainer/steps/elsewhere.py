@@ -79,7 +79,9 @@ def not_in_one_process(what: str) -> ModelError:
         "process. Instead of model.evaluate, model.predict or a call of the model, use "
         "trainer.evaluate(model, data) or trainer.predict(model, data); instead of model.save or "
         "reading weights, trainer.save(path), then keras.models.load_model(path) where all of the "
-        "model is needed; all processes make these calls together. compute_loss and metrics see "
+        "model is needed; all processes make these calls together. In a script without a Trainer "
+        "they may be evaluate, predict, save and save_weights of the model, or of one made of some "
+        "of its layers, which has get_weights too. compute_loss and metrics see "
         "the model's outputs, and weights of no layer."
     )
     error._keras_call_info_injected = True  # type: ignore[attr-defined]  # blame no layer for it

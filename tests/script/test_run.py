@@ -231,3 +231,92 @@ def test_loop_of_its_own_is_refused_by_several_and_runs_in_one(tmp_path: Path) -
     assert "(backend=data_parallel). Put the step into `train_step`" in refused.stderr
     assert "before" not in refused.stdout
     assert run(tmp_path, SCRIPTS / "loop.py").stdout == "before True\n"
+
+
+@pytest.mark.parametrize("way", ["stages", pytest.param("ranks", marks=pytest.mark.exhaustive)])
+def test_models_that_share_layers_are_used_in_callbacks_of_fit(way: str, tmp_path: Path) -> None:
+    ranks, words = WAYS[way]
+    done = run(tmp_path, "-n", ranks, SCRIPTS / "sharing.py", *words, "health.audit_every=null")
+    assert_same(result(done), plain("sharing.py"))
+
+
+COMPILED_INSIDE = """
+import keras, numpy as np
+inputs = keras.Input((2,))
+hidden = keras.layers.Dense(4)(inputs)
+whole = keras.Model(inputs, keras.layers.Dense(2)(hidden))
+part = keras.Model(inputs, hidden)
+for model in (whole, part):
+    model.compile("sgd", "mse")
+x = np.ones((8, 2))
+class TrainPart(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        part.fit(x, np.ones((8, 4)), verbose=0)
+whole.fit(x, x, verbose=0, callbacks=[TrainPart()])
+"""
+
+
+def test_training_shared_layers_inside_of_fit_in_stages_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "inside.py").write_text(COMPILED_INSIDE)
+    done = run(tmp_path, "-n", 2, "inside.py", *STAGES)
+    assert done.returncode == 1
+    assert "trains a model that shares layers with it. Do that after `fit`" in done.stderr
+
+
+def test_ranks_decide_alike_on_batches_and_rank_0_alone_may_save(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", 2, SCRIPTS / "byrank.py", *TWO)
+    assert_same(result(done), plain("byrank.py"))
+
+
+def test_a_checkpoint_that_a_stage_lacks_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "-n", 2, SCRIPTS / "byrank.py", *STAGES)
+    assert done.returncode == 1
+    assert "ModelCheckpoint is not among the callbacks of every rank" in done.stderr
+
+
+UNSEEDED = """
+import sys
+import keras, numpy as np
+import torch
+seeded = torch.seeded
+del sys.modules["torch"]
+firsts = []
+class See(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            firsts.append(float(logs["loss"]))
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.0), "mse")
+x = np.arange(64.0)[:, None]
+model.fit(x, x, epochs=3, batch_size=8, verbose=0, callbacks=[See()])
+print(len(set(firsts)), len(seeded))
+"""
+
+
+def test_orders_of_epochs_differ_and_torch_is_seeded_where_ranks_draw_a_seed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text("seeded = []\nmanual_seed = seeded.append\n")
+    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    done = run(tmp_path, "-n", 2, "unseeded.py", *TWO, "logging.progress=none")
+    assert done.stdout == "3 1\n", done.stderr
+
+
+SLOW = """
+import time
+import keras
+class Slow(keras.layers.Dense):
+    def save_own_variables(self, store):
+        time.sleep(25)
+        super().save_own_variables(store)
+model = keras.Sequential([keras.Input((4,)), Slow(1)])
+model.save("slow.keras")
+print("saved")
+"""
+
+
+@pytest.mark.exhaustive
+def test_saving_may_last_longer_than_other_waits(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = run(tmp_path, "-n", 2, "slow.py", *TWO, "world.deadline=15", "logging.progress=none")
+    assert done.stdout == "saved\n", done.stderr
