@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.errors import ModelError
 from ktrainer.steps.context import StepContext
@@ -70,3 +72,16 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
 def python_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function under a user's `@tf.function`, whose trace would not see the seams."""
     return getattr(step, "python_function", step)
+
+
+def global_seed() -> Any:
+    """The state of Keras' global seed generator, which layers without a seed draw from; made where
+    there is none.
+
+    Making it draws from Python's `random`, which is put back: a model that needs no such seed would
+    else be followed by other initial weights than under `Model.fit`.
+    """
+    state = random.getstate()
+    generator = global_seed_generator()
+    random.setstate(state)
+    return generator.state

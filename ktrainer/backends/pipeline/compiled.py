@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.random import seed_generator
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings
 from ktrainer.backends.pipeline.cut import StageGraph
@@ -21,6 +20,7 @@ from ktrainer.backends.pipeline.post import Post
 from ktrainer.backends.pipeline.stage import CompiledStage
 from ktrainer.errors import ModelError
 from ktrainer.feed.specs import spec_of
+from ktrainer.steps.model_step import global_seed
 
 
 class CompiledModel:
@@ -50,7 +50,7 @@ class CompiledModel:
         self._denominators: dict[Any, Denominators] = {}
         self.uniform = True
         # Keras makes a new generator when somebody sets the seed; see `with_global_seed`.
-        self._seed = seed_generator.global_seed_generator().state
+        self._seed = global_seed()
 
     def forget(self, uniform: bool) -> None:
         """Compile anew: the data has other shapes from now on."""
@@ -62,7 +62,7 @@ class CompiledModel:
     def with_global_seed(self) -> Iterator[None]:
         """Draw from Keras' present global generator, which stages know by the one that was there
         when they were compiled."""
-        present = seed_generator.global_seed_generator().state
+        present = global_seed()
         if present is not self._seed:
             self._seed.assign(present.value)
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 import keras
 import tensorflow as tf
-from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
 from ktrainer.backends.tf_distribute.moving import move_in
@@ -26,7 +24,7 @@ from ktrainer.steps.base import Logs, Steps
 from ktrainer.steps.logged import LoggedResults, Source
 from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
-from ktrainer.steps.model_step import ShareLike, python_step
+from ktrainer.steps.model_step import ShareLike, global_seed, python_step
 from ktrainer.steps.multi import compile_many, stack_shares
 from ktrainer.steps.program import on_tensors, trace
 from ktrainer.steps.strategy_variables import generation, unwrap_variables
@@ -71,7 +69,7 @@ class ReplicatedProgram(Steps):
         kind = "train" if training else "test"
         if self._specs.get(kind) is spec:
             return
-        _make_global_seed()
+        global_seed()  # else replicas would each make one while they are traced, without a value
         self._specs[kind] = spec
         self._functions = {k: f for k, f in self._functions.items() if k not in (kind, "many")}
         if training:
@@ -223,14 +221,6 @@ class ReplicatedProgram(Steps):
             self._functions.clear()
             self._accumulated = None
             self._place(True, lambda: None)
-
-
-def _make_global_seed() -> None:
-    """Have Keras' global seed generator, which layers without a seed draw from: replicas would each
-    make one of their own while they are traced, whose variable has no value."""
-    state = random.getstate()  # it draws its own seed, perhaps for nothing
-    global_seed_generator()
-    random.setstate(state)
 
 
 def check_metrics(model: keras.Model) -> None:
