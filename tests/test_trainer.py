@@ -242,7 +242,11 @@ def test_what_is_not_a_model(model: Any) -> None:
         ),
         ({"backend": "dataparallel"}, "backend", "data_parallel"),
         ({"backend": {"name": "tf_distribute", "strategy": "tpu"}}, "backend.strategy", "no TPU"),
-        ({"backend": {"name": "pipeline", "partitions": 2}}, "backend.partitions", "ktrainer run -n 2"),
+        (
+            {"backend": {"name": "pipeline", "partitions": 2}},
+            "backend.partitions",
+            "ktrainer run -n 2",
+        ),
         ({"callbacks": {"mine": {"type": "nobody_registered_this"}}}, "callbacks", "nobody"),
     ],
     ids=str,

@@ -75,8 +75,8 @@ def python_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def global_seed() -> Any:
-    """The state of Keras' global seed generator, which layers without a seed draw from; made where
-    there is none.
+    """Keras' global seed generator, which layers without a seed draw from; made where there is
+    none.
 
     Making it draws from Python's `random`, which is put back: a model that needs no such seed would
     else be followed by other initial weights than under `Model.fit`.
@@ -84,4 +84,4 @@ def global_seed() -> Any:
     state = random.getstate()
     generator = global_seed_generator()
     random.setstate(state)
-    return generator.state
+    return generator

@@ -108,6 +108,24 @@ def _array(gradient: Any) -> Any:
     return tf.cast(gradient, tf.float64).numpy()
 
 
+def repeated_lookup(whole: GradientPass, split: GradientPass) -> str | None:
+    """The path of a variable whose rows are looked up once a batch, as those of a table of
+    positions are, not once an example: parts look them up more often than the whole. None if there
+    is none that an optimizer would square lookup by lookup."""
+    more = split.squared_slices - whole.squared_slices
+    return next(iter(sorted(more)), None)
+
+
+def explain_lookup(path: str, split: str) -> str:
+    """What a warning says of such a variable; `split` is into what an update is split."""
+    return (
+        f"{path} will not train as in one process: its rows are looked up once a batch, not once "
+        "an example, as those of a table of positions are, and the optimizer squares the gradient "
+        f"of each lookup by itself; an update is split into {split}, each of which looks them up. "
+        "Look them up for every example, with indices of shape (batch, length), or train with SGD."
+    )
+
+
 def explain(found: Difference, split: str, full_check: str) -> str:
     """What a warning says of a difference: what, why, what to do.
 

@@ -26,7 +26,13 @@ from ktrainer.plan import Plan
 from ktrainer.steps.placement import placement_of
 from ktrainer.steps.strategy_scope import outside_strategy_scope
 from ktrainer.verify.batch_invariant_random import RandomDraws
-from ktrainer.verify.compare import Difference, difference, explain
+from ktrainer.verify.compare import (
+    Difference,
+    difference,
+    explain,
+    explain_lookup,
+    repeated_lookup,
+)
 from ktrainer.verify.passes import GradientPasses, eager_passes
 from ktrainer.verify.side_effects import CheckSkipped, no_communication
 from ktrainer.verify.split import Split, split_of
@@ -67,12 +73,14 @@ def check_first_step(
             raise CheckSkipped(failed)
         # In a strategy's scope, copies would be variables of the strategy.
         with _paused(feeds), outside_strategy_scope(), no_communication(world):
-            found = _check(model, batch, feeds[0].uniform, plan, split.parts)
+            found, lookup = _check(model, batch, feeds[0].uniform, plan, split.parts)
     except Exception as error:
         _say_skipped(error, config)
         return
     if found is not None:
         warnings.warn(explain(found, str(split), _FULL_CHECK), stacklevel=2)
+    elif lookup is not None:
+        warnings.warn(explain_lookup(lookup, str(split)), stacklevel=2)
 
 
 @contextmanager
@@ -118,7 +126,8 @@ def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
 
 def _check(
     model: keras.Model, batch: Any, uniform: bool, plan: Plan, wanted: int
-) -> Difference | None:
+) -> tuple[Difference | None, str | None]:
+    """The difference, if there is one; else a variable that is looked up once a batch."""
     _refuse(model, plan)
     batch, rows = _few_rows(batch)
     parts = min(wanted, _PARTS, rows)
@@ -128,9 +137,10 @@ def _check(
     with eager_passes(draws):
         passes = GradientPasses(model, uniform, draws, SECONDS)
         whole = passes.whole(batch)
-        found = difference(whole, _in_parts(passes, batch, rows, parts), model, parts, rows)
+        split = _in_parts(passes, batch, rows, parts)
+        found = difference(whole, split, model, parts, rows)
         if found is None:
-            return None
+            return None, repeated_lookup(whole, split)
         try:
             again = difference(whole, passes.whole(batch), model, parts, rows)
         except CheckSkipped:
@@ -140,7 +150,7 @@ def _check(
                 "two passes over the same examples differ: it draws random numbers outside of "
                 "Keras and tf.random, or changes a state in Python"
             )
-    return found
+    return found, None
 
 
 def _in_parts(passes: GradientPasses, batch: Any, rows: int, parts: int) -> Any:

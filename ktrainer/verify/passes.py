@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class GradientPass:
         loss: the mean loss; None where the model keeps none.
         denominators: those that losses were divided by.
         changed: Python attributes that the step changed, by name.
+        squared_slices: how many rows of each variable were looked up, by path, where the optimizer
+            squares the gradient of each lookup by itself, as all but SGD do.
     """
 
     gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
@@ -53,6 +56,7 @@ class GradientPass:
     loss: float | None = None
     denominators: list[tf.Tensor] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    squared_slices: Counter[str] = field(default_factory=Counter)
 
 
 class GradientPasses:
@@ -117,7 +121,8 @@ class GradientPasses:
             python_step(self.model.train_step)(batch)
             total, count = loss.sums()
             done = GradientPass(loss=float(total / count) if count > 0 else None)
-        for _, gradients, variables in context.captured:
+        for optimizer, gradients, variables in context.captured:
+            done.squared_slices += _squared_slices(optimizer, gradients, variables)
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
         done.changed = untouched.changed
@@ -142,7 +147,19 @@ def combined(parts: Sequence[GradientPass], weights: Sequence[float]) -> Gradien
         [_sum(column, weights) for column in zip(*apply, strict=True)]
         for apply in zip(*(part.gradients for part in parts), strict=True)
     ]
-    return GradientPass(gradients, first.variables, loss, changed=first.changed)
+    slices = sum((part.squared_slices for part in parts), Counter[str]())
+    return GradientPass(
+        gradients, first.variables, loss, changed=first.changed, squared_slices=slices
+    )
+
+
+def _squared_slices(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.SGD):
+        return Counter()
+    pairs = zip(gradients, variables, strict=True)
+    return Counter(
+        {v.path: int(g.indices.shape[0]) for g, v in pairs if isinstance(g, tf.IndexedSlices)}
+    )
 
 
 def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Tensor | None:

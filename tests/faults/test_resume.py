@@ -173,7 +173,7 @@ def test_row_18_other_examples_would_be_left(tmp_path: Path) -> None:
         ("data.shuffle=false", "data.shuffle: True then, False now"),
         ("seed=7", "seed: 0 then, 7 now"),
     ):
-        with pytest.raises(CheckpointError, match=f"after update 3 of epoch 1.*\n.*{says}"):
+        with pytest.raises(CheckpointError, match=f"(?s)after update 3 of epoch 1.*\n.*{says}"):
             train(tmp_path, case, every, word)
     assert train(tmp_path, case, every, "trainer.max_steps=4").step == 4  # the end of the epoch
     assert train(tmp_path, case, every, word).step == STEPS

@@ -253,3 +253,38 @@ def test_python_in_a_pipeline_of_tensorflow_is_not_disturbed(skipped: Callable[.
     model = models.net()
     model.compile("sgd", "mse")
     assert "calls Python" in skipped(model, data)
+
+
+class Placed(keras.Model):
+    """Tokens with a table of positions, looked up once a batch or for each example."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each = each
+        self.tokens = keras.layers.Embedding(9, 4)
+        self.places = keras.layers.Embedding(5, 4)
+        self.head = keras.layers.Dense(3, activation="softmax")
+
+    def call(self, x: Any) -> Any:
+        positions = keras.ops.arange(5)
+        if self.each:
+            positions = keras.ops.broadcast_to(positions, keras.ops.shape(x))
+        return self.head(keras.ops.mean(self.tokens(x) + self.places(positions), axis=1))
+
+
+@pytest.mark.parametrize(
+    ("each", "optimizer", "warned"),
+    [(False, "adam", True), (False, "sgd", False), (True, "adam", False)],
+)
+def test_a_table_that_is_looked_up_once_a_batch(each: bool, optimizer: str, warned: bool) -> None:
+    model = Placed(each)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    x, y = np.arange(80).reshape(16, 5) % 9, np.arange(16) % 3
+    settings = {"trainer": {"accumulate": 2}, "data": {"batch_size": 8}}
+    with models.unhurried(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Trainer({**settings, "logging": {"progress": "none", "csv": False}}) as trainer:
+            trainer.fit(model, x, y)
+    found = [str(w.message) for w in caught if "looked up once a batch" in str(w.message)]
+    assert len(found) == warned
+    assert all("Look them up for every example" in text for text in found)

@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from ktrainer.backends.pipeline.arguments import Arguments, Mode, StageSettings
 from ktrainer.backends.pipeline.cut import StageGraph
@@ -49,7 +51,6 @@ class CompiledModel:
         self._made: dict[Any, list[CompiledStage]] = {}
         self._denominators: dict[Any, Denominators] = {}
         self.uniform = True
-        # Keras makes a new generator when somebody sets the seed; see `with_global_seed`.
         self._seed = global_seed()
 
     def forget(self, uniform: bool) -> None:
@@ -60,14 +61,14 @@ class CompiledModel:
 
     @contextmanager
     def with_global_seed(self) -> Iterator[None]:
-        """Draw from Keras' present global generator, which stages know by the one that was there
-        when they were compiled."""
-        present = global_seed()
-        if present is not self._seed:
-            self._seed.assign(present.value)
-        yield
-        if present is not self._seed:
-            present.assign(self._seed.value)
+        """Draw from the global generator that was there when the stages were compiled: Keras makes
+        a new one when somebody sets the seed, from which compiled steps do not draw."""
+        present = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._seed)
+        try:
+            yield
+        finally:
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, present)
 
     def stages(self, mode: Mode, microbatch: Microbatch) -> list[CompiledStage]:
         """This process's stages for microbatches like this one, in order."""
@@ -99,7 +100,7 @@ class CompiledModel:
         return [s for s in stages if s.index % self._partitions == self.planned.partition]
 
     def _state(self, stage: StageGraph, mode: Mode) -> list[Any]:
-        state = [*stage.non_trainable, self._seed]
+        state = [*stage.non_trainable, self._seed.state]
         if stage.is_last and mode != "predict":
             state += self.settings.model.metrics_variables
         return list({id(v): v for v in state}.values())
