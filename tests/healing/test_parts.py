@@ -75,16 +75,21 @@ def source(reopens: bool = True) -> Any:
     return SimpleNamespace(source=SimpleNamespace(reopens=reopens))
 
 
+def fit_on(data: Any, feed: Any) -> Any:
+    call = SimpleNamespace(data=data, validation_data=None)
+    return SimpleNamespace(call=call, feed=feed, validation=None)
+
+
 def test_data_that_cannot_be_read_again() -> None:
     dataset = tf.data.Dataset.range(3)
-    fit = SimpleNamespace(given=(dataset, None, None), feed=source(), validation=None)
+    fit = fit_on(dataset, source())
     with pytest.raises(DataError, match="pass the function that makes it"):
-        check_data(fit)  # type: ignore[arg-type]
-    fit = SimpleNamespace(given=(iter([]), None, None), feed=source(False), validation=None)
+        check_data(fit)
+    fit = fit_on(iter([]), source(False))
     with pytest.raises(DataError, match="which a generator cannot"):
-        check_data(fit)  # type: ignore[arg-type]
-    fit = SimpleNamespace(given=(lambda: dataset, None, None), feed=source(), validation=None)
-    check_data(fit)  # type: ignore[arg-type]
+        check_data(fit)
+    fit = fit_on(lambda: dataset, source())
+    check_data(fit)
 
 
 def test_a_callback_that_cannot_move(tmp_path: Any) -> None:

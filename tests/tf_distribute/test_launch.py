@@ -140,7 +140,6 @@ def _end(out: str, errors: str) -> tuple[int, list[float]]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "how many processes?"),
         (("-n", 2, "--workers", 2), "give one or the other"),
         (("--workers", 2), "for backend.strategy=parameter_server"),
     ],
