@@ -106,13 +106,21 @@ def _logs(value: Any) -> bool:
     )
 
 
+def _nested_logs(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_nested_logs, value.values()))
+    if isinstance(value, list):
+        return all(map(_nested_logs, value))
+    return value is None or type(value) in (int, float)
+
+
 def _counted(value: Any) -> bool:
     """(examples, last, logs) of each rank; see `Counted.take_over`."""
     return isinstance(value, list) and all(
         isinstance(each, list)
         and len(each) == 3
         and _counts(each[:2])
-        and (each[2] is None or _logs(each[2]))
+        and (each[2] is None or (isinstance(each[2], dict) and _nested_logs(each[2])))
         for each in value
     )
 
