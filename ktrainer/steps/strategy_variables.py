@@ -69,7 +69,9 @@ def remake_variables(variables: Sequence[Any], values: Sequence[Any]) -> None:
     """Give Keras variables new insides, under the strategy in scope, with these values."""
     for variable, value in zip(variables, values, strict=True):
         # Of a weight that is frozen just now, too, a tape must see the reads when it no longer is.
-        now, variable._trainable = variable._trainable, variable._value.trainable
+        now = variable._trainable
+        # Sharded variables of parameter servers do not say.
+        variable._trainable = getattr(variable._value, "trainable", now)
         variable._value = None  # two of them at once may not fit on a device
         try:
             variable._initialize(value)

@@ -111,7 +111,7 @@ def test_inside_of_a_scope(
 def test_inside_of_a_scope_of_two_processes(
     ranks: Callable[..., Any], tmp_path: Path, backend: str
 ) -> None:
-    group = ranks(2, f"{CLUSTER} 1" if backend == "multi_worker_mirrored" else "")
+    group = ranks(2, f"{CLUSTER} 1" if backend == "multi_worker_mirrored" else ONE_PROCESS)
     words = (everything_inside, backend, PLACES[0], str(tmp_path))
     (truth,) = ranks(1, ONE_PROCESS).run(everything_inside, "local", "", str(tmp_path))
     for ours in group.run(*words, deadline=120):
