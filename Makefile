@@ -2,9 +2,12 @@
 #
 #   make setup    install ktrainer and all that it needs
 #   make train    train the quick-start example with two data-parallel processes
-#   make test     run the tests, after building Horovod once
-#   make test-all the same, with those that repeat others at more sizes, models and engines
+#   make test     run the tests; those that need Horovod are skipped where it is not built
+#   make test-all build Horovod once, then run all tests, also those that repeat others
+#   make horovod  build Horovod once
+#   make test-keras run the contracts with the oldest supported Keras
 #   make lint     formatting, lints, types and import layers
+#   make docs     build the documentation in build/docs; warnings are errors
 #   make clean    remove what was made, .venv too; needed to change TENSORFLOW
 #
 # Horovod's wheel is kept in ~/.cache/ktrainer/wheels, for other checkouts too.
@@ -22,7 +25,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test test-all lint clean horovod
+.PHONY: setup train test test-all test-keras lint docs clean horovod
 
 setup: $(INSTALLED)
 
@@ -35,7 +38,7 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
 	@echo "make: installing ktrainer with TensorFlow ($(TENSORFLOW)) into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
-	  --editable ".[$(TENSORFLOW),examples,horovod,dev]"
+	  --editable ".[$(TENSORFLOW),examples,horovod,dev,docs]"
 	@touch $@
 
 train: setup
@@ -44,17 +47,33 @@ train: setup
 horovod: setup
 	@$(BIN)/ktrainer horovod build
 
-test: setup horovod
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-test-all: PYTEST_ARGS += -m ""
-test-all: test
+test: setup
+	$(PYTEST) $(PYTEST_ARGS)
+
+# What `make test` leaves out, and what it skipped without Horovod.
+test-all: test horovod
+	$(PYTEST) -m "exhaustive or horovod" $(PYTEST_ARGS)
+
+# Beside the newest Keras, which .venv has: the package alone, in a folder that comes first.
+OLDEST_KERAS := 3.14
+test-keras: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	  --target build/keras-$(OLDEST_KERAS) "keras==$(OLDEST_KERAS).*"
+	PYTHONPATH=$(CURDIR)/build/keras-$(OLDEST_KERAS) $(PYTEST) \
+	  -m "not horovod" tests/contracts tests/steps tests/runtime/test_symbol_check.py $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Internal links are checked: a page or heading that is not there is a warning.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "make: the documentation is in build/docs/index.html"
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

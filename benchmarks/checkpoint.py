@@ -33,9 +33,9 @@ import numpy as np
 from keras import layers
 
 from ktrainer.checkpoint import Store, capture, read_checkpoint
-from ktrainer.checkpoint.state import restore
-from ktrainer.progress import Progress
-from ktrainer.world import SingleWorld
+from ktrainer.checkpoint.state.restore_state import assign_state, pair_variables
+from ktrainer.distributed import SingleWorld
+from ktrainer.state.progress import Progress
 
 ROUNDS = 3
 STEPS, EVERY = 60, 10
@@ -74,7 +74,8 @@ def throughput(folder: Path, megabytes: float) -> None:
 
     def load() -> None:
         arrays, state = read_checkpoint(ours / "step-00000001")
-        restore(model, arrays, state, world)
+        pairs = pair_variables(model, arrays, state, world)
+        assign_state(model, pairs, arrays, state, world, callbacks=())
 
     def keras_flushed() -> None:
         model.save_weights(theirs)

@@ -21,16 +21,16 @@ import numpy as np
 import tensorflow as tf
 
 import ktrainer  # before TensorFlow, to keep its log quiet
-from ktrainer.steps import Program, StepOptions
-from ktrainer.world import open_world
-from ktrainer.world.plane import GradientPlane
-from ktrainer.world.plane_mpi import MpiPlane
+from ktrainer.distributed import open_world
+from ktrainer.distributed.collectives import GradientCollectives
+from ktrainer.distributed.mpi_gradients import MpiGradients
+from ktrainer.steps import CompiledProgram, StepOptions
 
 BATCH = 64
 
 
 @dataclass
-class Share:
+class LocalBatch:
     batch: tuple[tf.Tensor, tf.Tensor]
     examples: int
     global_examples: int
@@ -56,11 +56,11 @@ def batches(rank: int, count: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
     ]
 
 
-def ours(plane: GradientPlane | None, rank: int, size: int) -> Callable[[Any], Any]:
-    program = Program(build_model(), StepOptions(), plane, rank)
+def ours(collectives: GradientCollectives | None, rank: int, size: int) -> Callable[[Any], Any]:
+    program = CompiledProgram(build_model(), StepOptions(), collectives, rank)
     program.build((tf.TensorSpec([None, 784]), tf.TensorSpec([None], tf.int64)))
-    rows = BATCH * (size if plane is not None else 1)
-    return lambda batch: program.train([Share(batch, BATCH, rows)])
+    rows = BATCH * (size if collectives is not None else 1)
+    return lambda batch: program.train([LocalBatch(batch, BATCH, rows)])
 
 
 def hand_written() -> Callable[[Any], Any]:
@@ -96,11 +96,11 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     world = open_world()
     variants = {"none": ours(None, world.rank, world.size)}
-    variants["mpi"] = ours(MpiPlane(world), world.rank, world.size)
+    variants["mpi"] = ours(MpiGradients(world), world.rank, world.size)
     if args.horovod:
-        from ktrainer.world.plane_horovod import HorovodPlane
+        from ktrainer.distributed.horovod_gradients import HorovodGradients
 
-        variants["horovod"] = ours(HorovodPlane(world), world.rank, world.size)
+        variants["horovod"] = ours(HorovodGradients(world), world.rank, world.size)
         variants["horovod, by hand"] = hand_written()
     data = batches(world.rank, args.steps)
     times: dict[str, list[float]] = {name: [] for name in variants}

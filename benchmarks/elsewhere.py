@@ -2,10 +2,10 @@
 
     python benchmarks/elsewhere.py
 
-Prints a Markdown table: the case, Horovod's Keras layer or Keras' own `fit` under
-MirroredStrategy, and ktrainer on the same model and data. Horovod and ktrainer run in two MPI
-processes, MirroredStrategy on two logical CPU devices of one process. "dw" is the largest
-difference of any weight from training in one process with plain Keras.
+Prints a Markdown table: the case, Horovod's Keras layer or Keras' own `fit` (under
+MirroredStrategy, but for the last case), and ktrainer on the same model and data. Horovod and
+ktrainer run in two MPI processes, MirroredStrategy on two logical CPU devices of one process. "dw"
+is the largest difference of any weight from training in one process with plain Keras.
 
 Each case runs in processes of its own, since some end with an error or not at all. What to run
 is in benchmarks/elsewhere_cases.py; here are the starting, the comparing and the printing.
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
+from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 
 SECONDS = 240  # for one case; none takes a tenth of it on an idle machine
 CASES = Path(__file__).with_name("elsewhere_cases.py")
@@ -100,7 +100,7 @@ def area(results: Results, one: Results) -> str:
 
 Cell = Callable[[Results, Results], str]  # of a run and of the one in plain Keras
 
-# (case, its name in elsewhere_cases.py, who else, what to say)
+# (case, its name in elsewhere_cases.py, the other side, what its cell says)
 TABLE: list[tuple[str, str, str, Cell]] = [
     (
         "`DistributedOptimizer`: two ranks, different data, one epoch",
@@ -170,7 +170,16 @@ TABLE: list[tuple[str, str, str, Cell]] = [
         "mirrored",
         lambda r, _: f"{r[0]['one_of_two']:.0%}",
     ),
+    (
+        "3 epochs of 8 batches, of a dataset of unknown length: optimizer iterations",
+        "unknown_length",
+        "keras",
+        lambda r, _: str(r[0]["iterations"]),
+    ),
 ]
+
+
+ALONE = ("optimizer", "broadcast", "uneven_ranks", "unknown_length")  # compared with no one
 
 
 def main() -> None:
@@ -184,9 +193,7 @@ def main() -> None:
     for title, name, who, cell in TABLE:
         if name not in chosen:
             continue
-        one = (
-            run(name, "keras", 1) if name not in ("optimizer", "broadcast", "uneven_ranks") else []
-        )
+        one = run(name, "keras", 1) if name not in ALONE else []
         cells = []
         for how, ranks in ((who, 2 if who == "horovod" else 1), ("ktrainer", 2)):
             results = run(name, how, ranks)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
-from ktrainer.world import open_world
+from ktrainer.distributed import open_world
 
 # isort: split
 import keras
@@ -248,6 +248,18 @@ def uneven_ranks(how: str) -> dict[str, Any]:
     return {}
 
 
+@case
+def unknown_length(how: str) -> dict[str, Any]:
+    """Three epochs of a dataset whose length is unknown until it ends."""
+    model = classifier(sgd_slow)
+    batches = own_batches(0, 8).filter(lambda x, y: True)  # TensorFlow cannot count these
+    if how == "keras":
+        model.fit(batches, epochs=3, verbose=0)
+    else:
+        trainer_for({}).fit(model, batches, epochs=3)
+    return {"iterations": int(model.optimizer.iterations)}
+
+
 def horovod_with_uneven_ranks(path: Path) -> dict[str, Any]:
     """The loop of Horovod's documentation, on data that one rank has more of."""
     import horovod.tensorflow as hvd
@@ -270,7 +282,7 @@ def horovod_with_uneven_ranks(path: Path) -> dict[str, Any]:
         gradients = [hvd.allreduce(g) for g in tape.gradient(value, variables)]
         model.optimizer.apply(gradients, model.trainable_variables)
     if hvd.rank() == 0:
-        threading.Event().wait()  # a real script would go on to save, or to validate
+        threading.Event().wait()  # a real script would then save, or validate
     return {}
 
 

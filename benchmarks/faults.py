@@ -1,4 +1,4 @@
-"""How long a death holds training up: until the others know, until they go on, until a restart.
+"""How long the loss of a rank delays training: until the error, the next update, or a restart.
 
     python benchmarks/faults.py [--ranks 3] [--rounds 3] [--width 800]
 
@@ -33,7 +33,7 @@ STEPS = 60
 
 
 def train(folder: Path, width: int, words: list[str]) -> None:
-    """One process of a training: writes down when each update was finished."""
+    """Train in this process; write down when each update was finished."""
     import psutil
 
     from ktrainer import Callback, Trainer
@@ -59,7 +59,7 @@ def train(folder: Path, width: int, words: list[str]) -> None:
 
 
 def lines(folder: Path) -> list[dict[str, float]]:
-    """What all processes have noted, with the process's id."""
+    """Read what all processes have noted, with the process's id."""
     found = []
     for path in folder.iterdir():
         for text in path.read_text().splitlines():
@@ -68,14 +68,22 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 
 def measure(way: str, ranks: int, width: int) -> tuple[float, float]:
-    """Seconds from the death on; and those of them since the start of the slowest process."""
+    """Seconds since the rank was killed; and those of them since the slowest process started."""
     with tempfile.TemporaryDirectory() as name:
         notes, run = Path(name, "notes"), Path(name, "run")
         notes.mkdir()
         words = ["backend=data_parallel", "logging.progress=none", "data.batch_size=64"]
         words += [f"trainer.max_steps={STEPS}", f"trainer.epochs={STEPS}", f"run.dir={run}"]
         words += ["checkpoint.every=10ba"] if way == "restart" else []
-        command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", str(ranks), "--no-check"]
+        command = [
+            sys.executable,
+            "-m",
+            "ktrainer.cli.main",
+            "launch",
+            "-n",
+            str(ranks),
+            "--no-check",
+        ]
         command += [*WAYS[way], __file__, "--train", str(notes), str(width), *words]
         with Path(name, "log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -41,13 +41,13 @@ from pipeline_table import (
     row,
 )
 
-from ktrainer.feed.share import bounds
+from ktrainer.data.local_batch import bounds
+from ktrainer.distributed import World, open_world
 from ktrainer.steps import StepOptions
-from ktrainer.world import World, open_world
 
 
 @dataclass
-class Share:
+class LocalBatch:
     batch: tuple[tf.Tensor, tf.Tensor]
     examples: int
     global_examples: int
@@ -147,7 +147,7 @@ def pipeline(
     )
     program = trainer.backend.prepare(trainer.backend.build_model(build), StepOptions())
     program.build(tuple(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch))
-    share = Share(batch, rows, rows)
+    share = LocalBatch(batch, rows, rows)
     return lambda: program.train([share])["loss"]
 
 

@@ -70,7 +70,7 @@ def ranks(launcher: psutil.Process) -> list[psutil.Process]:
     found = []
     for process in launcher.children(recursive=True):
         try:
-            if "ktrainer.launch.worker" in process.cmdline() and process.status() != "zombie":
+            if "ktrainer.launch.rank_process" in process.cmdline() and process.status() != "zombie":
                 found.append(process)
         except psutil.Error:
             continue
@@ -118,7 +118,7 @@ def launch(args: argparse.Namespace, folder: Path, name: str) -> Disturber:
         *("data.batch_size=16", "world.deadline=60"),
     ]
     more = ["--data-dir", args.data_dir] if args.data_dir else []
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "--no-check"]
+    command = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--no-check"]
     command += (CALM | DISTURBED)[name]
     pause = 0.0 if name in CALM else args.pause
     command += [__file__, "--train", str(folder / f"{name}.npz"), str(pause), *more, *words]

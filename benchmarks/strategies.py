@@ -68,7 +68,7 @@ def measured(
         words = ["backend=tf_distribute", f"backend.strategy={words[0]}", *words[1:]]
     start = [sys.executable]
     if starter:
-        start = [sys.executable, "-m", "ktrainer.cli", "launch", "--no-prefix", *starter]
+        start = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--no-prefix", *starter]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

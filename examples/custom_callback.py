@@ -14,6 +14,7 @@ from ktrainer import Callback, Trainer, rank_zero_only, register
 
 # isort: split
 import keras
+import tensorflow as tf
 from data import data_folder
 from digits import build_model, load_split
 from keras import ops
@@ -44,13 +45,12 @@ class CentralizeGradients(Callback):
     """
 
     def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        return [
-            self.centralize(g) if v.ndim > 1 else g
-            for g, v in zip(gradients, variables, strict=True)
-        ]
+        return [self.centralize(gradient) for gradient in gradients]
 
     @staticmethod
     def centralize(gradient: Any) -> Any:
+        if gradient is None or isinstance(gradient, tf.IndexedSlices) or gradient.shape.rank < 2:
+            return gradient  # no gradient, rows of an embedding, a bias
         axes = list(range(gradient.shape.rank - 1))
         return gradient - ops.mean(gradient, axis=axes, keepdims=True)
 
@@ -80,7 +80,7 @@ def report(best: BestStep, history: keras.callbacks.History) -> None:
 
 def main() -> None:
     best = BestStep()
-    _, argv = data_folder()  # not needed: scikit-learn brings the digits along
+    _, argv = data_folder()  # not needed: the digits come with scikit-learn
     trainer = Trainer.from_cli([CentralizeGradients(), best], argv=argv, defaults=DEFAULTS)
     train, validation = load_split()
     report(best, trainer.fit(build_model, train, validation_data=validation))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import gzip
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 Images = tuple[np.ndarray, np.ndarray]
+T = TypeVar("T")
 SHAKESPEARE = "https://storage.googleapis.com/download.tensorflow.org/data/shakespeare.txt"
 
 
@@ -28,7 +32,7 @@ def mnist(folder: Path | None = None) -> tuple[Images, Images]:
     if folder is None:
         import keras
 
-        train, validation = keras.datasets.mnist.load_data()
+        train, validation = downloaded("MNIST", keras.datasets.mnist.load_data)
     elif has(folder, "train-images-idx3-ubyte.gz"):
         train, validation = read_mnist(folder, "train"), read_mnist(folder, "t10k")
     else:
@@ -43,10 +47,21 @@ def shakespeare(folder: Path | None = None) -> np.ndarray:
     if folder is None:
         import keras
 
-        path = Path(keras.utils.get_file("shakespeare.txt", SHAKESPEARE))
+        fetch = partial(keras.utils.get_file, "shakespeare.txt", SHAKESPEARE)
+        path = Path(downloaded("Shakespeare's plays", fetch))
     else:
         path = find(folder, "input.txt")
     return np.frombuffer(path.read_bytes(), np.uint8)
+
+
+def downloaded(what: str, fetch: Callable[[], T]) -> T:
+    """The result of `fetch()`, which downloads; ends the script if it cannot."""
+    try:
+        return fetch()
+    except Exception as error:  # Keras raises it without a class of its own
+        raise SystemExit(
+            f"cannot download {what} ({error}): with the files in a folder, give --data-dir FOLDER"
+        ) from None
 
 
 def read_mnist(folder: Path, split: str) -> Images:

@@ -46,7 +46,7 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    _, argv = data_folder()  # not needed: scikit-learn brings the digits along
+    _, argv = data_folder()  # not needed: the digits come with scikit-learn
     trainer = ktrainer.Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     train, validation = load_split()
     trainer.fit(build_model, train, validation_data=validation)

@@ -45,7 +45,7 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    _, argv = data_folder()  # not needed: scikit-learn brings the digits along
+    _, argv = data_folder()  # not needed: the digits come with scikit-learn
     trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS)
     train, validation = load_split()
     history = trainer.fit(build_model, train, validation_data=validation)

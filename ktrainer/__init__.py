@@ -1,6 +1,16 @@
 """ktrainer: train any Keras 3 model on one process or many, and get the same numbers.
 
 Names are imported when first used, so that `import ktrainer` itself loads no TensorFlow.
+
+trainer.py    the facade                  errors.py    what is raised
+training/     a run: loops, evaluation    state/       the state of a run, as data
+steps/        Keras' steps, compiled      data/        local batches of the user's data
+backends/     pipeline, tf_distribute..   distributed/ ranks, collectives, sums of gradients
+callbacks/    around the steps            checkpoint/  saving and resuming
+elastic/      when ranks are lost         launch/, cli/   `ktrainer run` and its siblings
+config/       keys and their checks       plan/        what a configuration means here
+script/       scripts without a Trainer   verify/      split against unsplit updates
+plan_report/  `ktrainer plan`             runtime/     devices, folders, Keras' versions
 """
 
 from __future__ import annotations
@@ -8,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ktrainer.quiet import quiet_tensorflow
+from ktrainer.runtime.tensorflow_logging import quiet_tensorflow
 
 __version__ = "0.1.0"
 
@@ -18,10 +28,10 @@ _WHERE = {
     "load_config": "ktrainer.config",
     "Callback": "ktrainer.callbacks",
     "rank_zero_only": "ktrainer.callbacks",
-    "barrier": "ktrainer.world",
-    "partition": "ktrainer.backends.pipeline.manual",
+    "barrier": "ktrainer.distributed",
+    "partition": "ktrainer.backends.pipeline.graph.stage_scopes",
     "all_gather": "ktrainer.steps.all_gather",
-    "register": "ktrainer.registry",
+    "register": "ktrainer.config.callback_registry",
     "KtrainerError": "ktrainer.errors",
     "ConfigError": "ktrainer.errors",
     "DataError": "ktrainer.errors",
@@ -29,7 +39,7 @@ _WHERE = {
     "WorldError": "ktrainer.errors",
     "DeadlineExceeded": "ktrainer.errors",
     "PeerLost": "ktrainer.errors",
-    "RanksDied": "ktrainer.errors",
+    "RanksLost": "ktrainer.errors",
     "DivergenceError": "ktrainer.errors",
     "CheckpointError": "ktrainer.errors",
     "Interrupted": "ktrainer.errors",
@@ -48,7 +58,7 @@ __all__ = [
     "KtrainerError",
     "ModelError",
     "PeerLost",
-    "RanksDied",
+    "RanksLost",
     "SetupError",
     "Trainer",
     "WorldError",
@@ -62,9 +72,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ktrainer.backends.pipeline.manual import partition
+    from ktrainer.backends.pipeline.graph.stage_scopes import partition
     from ktrainer.callbacks import Callback, rank_zero_only
     from ktrainer.config import Config, load_config
+    from ktrainer.config.callback_registry import register
+    from ktrainer.distributed import barrier
     from ktrainer.errors import (
         CheckpointError,
         ConfigError,
@@ -75,14 +87,12 @@ if TYPE_CHECKING:
         KtrainerError,
         ModelError,
         PeerLost,
-        RanksDied,
+        RanksLost,
         SetupError,
         WorldError,
     )
-    from ktrainer.registry import register
     from ktrainer.steps.all_gather import all_gather
     from ktrainer.trainer import Trainer
-    from ktrainer.world import barrier
 
 quiet_tensorflow()
 

@@ -1,7 +1,6 @@
-"""Errors that say what went wrong, why, and what to do.
+"""Errors that state what happened, why, and the remedy.
 
-Every error that ktrainer raises on purpose derives from `KtrainerError`, so a script can tell
-a mistake that we explain from a bug that we do not.
+All derive from `KtrainerError`, which distinguishes them from bugs.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any
 
 
 class KtrainerError(Exception):
-    """Base of all errors that ktrainer raises on purpose. They pickle, attributes included."""
+    """Base of all errors that ktrainer raises on purpose. They pickle with their attributes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickle, (type(self), self.args, self.__dict__)
 
 
 def _unpickle(kind: type[KtrainerError], args: tuple[Any, ...], state: Any) -> KtrainerError:
-    """An error with its final message, past a constructor that would make it anew."""
+    """Rebuild an error without its constructor, which would compose the message again."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(state)
@@ -31,7 +30,7 @@ class ConfigError(KtrainerError):
     """A key, value or combination in the configuration that cannot work.
 
     Args:
-        message: what is wrong and what to do about it.
+        message: the mistake and the remedy.
         path: dotted path of the key, for example `"backend.engine"`.
         value: the offending value; shown when given.
         known: the valid names; the nearest one is suggested.
@@ -54,7 +53,7 @@ class ConfigError(KtrainerError):
 
 
 class SetupError(KtrainerError):
-    """Something that must be installed, built or started is not there."""
+    """Something that must be installed, built or started is missing."""
 
 
 class DataError(KtrainerError):
@@ -62,7 +61,7 @@ class DataError(KtrainerError):
 
 
 class ModelError(KtrainerError):
-    """The user's model cannot be trained in the way that the configuration asks for."""
+    """The user's model cannot be trained as configured."""
 
 
 class WorldError(KtrainerError):
@@ -70,16 +69,16 @@ class WorldError(KtrainerError):
 
 
 class DeadlineExceeded(WorldError):
-    """A wait on other ranks took longer than it may.
+    """A wait for other ranks exceeded its deadline.
 
     Args:
         rank: the rank that waited.
         step: its global step.
-        operation: what it waited for.
+        operation: the operation that it waited in.
         seconds: how long it waited.
-        others: sentences on what the other ranks are doing, where that is known; on further lines,
-            where those that are missing are.
-        setting: the key that says how long such a wait may take.
+        others: sentences about the state of the other ranks, where known; on further lines, the
+            stacks of missing ones.
+        setting: the key of the deadline.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class DeadlineExceeded(WorldError):
     ) -> None:
         self.rank, self.step, self.operation, self.seconds = rank, step, operation, seconds
         self.others = others
-        others = others or "One of them has stopped, died, or taken another path."
+        others = others or "One of them has stopped, failed, or taken another path."
         others, _, where = others.partition("\n")
         super().__init__(
             f"rank {rank} waited {seconds:g} s at step {step} in {operation!r} for other ranks. "
@@ -102,19 +101,19 @@ class DeadlineExceeded(WorldError):
 
 
 class PeerLost(WorldError):
-    """Another rank died while this one was communicating with it."""
+    """Another rank was lost while this one was communicating with it."""
 
 
-class RanksDied(PeerLost):
-    """Ranks have died, and those that were left have ended, having saved what they could.
+class RanksLost(PeerLost):
+    """Ranks were lost; the surviving ones have ended, after a checkpoint where possible.
 
     Args:
-        message: who died, and what became of the state.
+        message: which ranks were lost, and whether the state was saved.
         checkpoint: path of the newest checkpoint; None if there is none.
 
     Attributes:
-        exit_code: what a launched process ends with: 75 (EX_TEMPFAIL) where there is a checkpoint
-            to go on from, as the message says, else 1.
+        exit_code: the exit code of a launched process: 75 (EX_TEMPFAIL) if there is a checkpoint
+            to resume from, as the message says, else 1.
     """
 
     def __init__(self, message: str, checkpoint: str | None = None) -> None:
@@ -132,19 +131,18 @@ class CheckpointError(KtrainerError):
 
 
 class Interrupted(SystemExit):
-    """The process was asked to end while it trained, and all ranks have left at the same step.
+    """Training was interrupted by a signal, on all ranks after the same step.
 
-    It ends the program, past `except Exception`, with exit code 75 (EX_TEMPFAIL) where there is a
-    checkpoint to go on from, else with 128 plus the signal's number, as a shell says of a program
-    that the signal ended.
+    It ends the program, past `except Exception`, with exit code 75 (EX_TEMPFAIL) if there is a
+    checkpoint to resume from, else with 128 plus the signal's number, as a shell reports it.
 
     Args:
-        signal_number: what asked for it.
+        signal_number: the signal.
         step: updates done.
         checkpoint: path of the newest checkpoint of the run; None if there is none.
         saved_at: its step.
-        add: the settings that the command needs more to go on from it, such as
-            `checkpoint.resume=PATH`; empty: the same command goes on.
+        add: settings to add to the command to resume from it, such as `checkpoint.resume=PATH`;
+            empty: the same command resumes.
     """
 
     def __init__(
@@ -165,7 +163,7 @@ class Interrupted(SystemExit):
             return f"{text}, and there is no checkpoint"
         of = "" if self.saved_at == self.step else f" of step {self.saved_at}"
         how = f"the command again with {self.add}" if self.add else "the same command again"
-        return f"{text}, checkpoint{of} {self.checkpoint}; run {how} to go on"
+        return f"{text}, checkpoint{of} {self.checkpoint}; run {how} to resume"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.signal, self.step, self.checkpoint, self.saved_at, self.add)

@@ -9,11 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from ktrainer.launch.kernel import adopt_orphans
+from ktrainer.launch.orphan_prevention import adopt_orphans
 from tests.dist.harness import Pool, Ranks, keras_state, leaks
 from tests.dist.harness.group import ROOT, one_thread
 
@@ -22,6 +23,28 @@ adopt_orphans()
 # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs Horovod where it is not built; leave cases of `quick` tests to test-all."""
+    horovod = find_spec("horovod") is not None
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if item.get_closest_marker("horovod") and not horovod:
+            item.add_marker(pytest.mark.skip(reason="Horovod is not built: make horovod"))
+        if isinstance(item, pytest.Function) and item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item.callspec.id)
+    for item in items:
+        test, quick = item.nodeid.partition("[")[0], item.get_closest_marker("quick")
+        if not (quick and isinstance(item, pytest.Function)):
+            continue
+        chosen = quick.args or cases[test][:1]
+        unknown = {*chosen} - {*cases[test]}
+        if unknown and len(cases[test]) > 1:  # else a single case was asked for
+            raise pytest.UsageError(f"{test}: mark.quick names no case {sorted(unknown)}")
+        if item.callspec.id not in chosen:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

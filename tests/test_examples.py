@@ -1,4 +1,4 @@
-"""Every example, in real processes, with a few steps each; and what the README shows."""
+"""Every example, in real processes, with a few steps each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ktrainer.launch import launch
+from ktrainer.cli import launch_config, run_command
 from tests.dist.harness.group import ROOT
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
 
@@ -92,6 +92,7 @@ def _backend(size: int) -> list[str]:
     return ["backend=data_parallel"] if size > 1 else []
 
 
+@pytest.mark.quick("digits-2")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SAYS)
 def test_example(ranks, data_folder, tmp_path, name, size):
@@ -101,6 +102,7 @@ def test_example(ranks, data_folder, tmp_path, name, size):
     assert said[1:] == [""] * (size - 1), "only rank 0 may print"
 
 
+@pytest.mark.quick("mlp")
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipeline(ranks, data_folder, tmp_path, case):
     size, name, *words = PIPELINES[case]
@@ -112,7 +114,7 @@ def test_pipeline(ranks, data_folder, tmp_path, case):
 
 def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch):
     parser = argparse.ArgumentParser()
-    launch.add_arguments(parser)
+    run_command.add_arguments(parser)
     for path in EXAMPLES.glob("*.py"):
         said = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", "")
         for line in re.findall(r"^ *ktrainer run (.*)", said, re.MULTILINE):
@@ -120,7 +122,22 @@ def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch)
             assert args.check, line
             with monkeypatch.context() as patch:
                 patch.chdir(ROOT)
-                launch.checked_config(args.args, args.ranks, args.workers, {})
+                launch_config.checked_config(args.args, args.ranks, args.workers, {})
+
+
+def test_data_that_cannot_be_downloaded_names_the_option(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import data
+    import keras
+
+    def fail(*_):
+        raise Exception("URL fetch failure on https://x: None -- Network is unreachable")
+
+    monkeypatch.setattr(keras.datasets.mnist, "load_data", fail)
+    monkeypatch.setattr(keras.utils, "get_file", fail)
+    for load in (data.mnist, data.shakespeare):
+        with pytest.raises(SystemExit, match=r"URL fetch failure.*give --data-dir FOLDER"):
+            load()
 
 
 def test_no_example_is_forgotten():
@@ -133,6 +150,7 @@ def _custom_loop(*words: str) -> str:
     return _run_script(str(EXAMPLES / "custom_loop.py"), "trainer.epochs=1", *words)
 
 
+@pytest.mark.exhaustive
 def test_a_custom_loop_is_the_same_under_strategies(ranks):
     strategies = ["mirrored", "central_storage"]
     under = [["backend=tf_distribute", f"backend.strategy={name}"] for name in strategies]
@@ -145,6 +163,7 @@ def test_a_custom_loop_is_the_same_under_strategies(ranks):
         assert abs(accuracy - numbers[0][1]) < 0.006  # two of 360 images
 
 
+@pytest.mark.exhaustive
 def test_digits_learn_the_same_on_one_and_two_ranks(ranks, tmp_path):
     """The quick start's losses of ten steps: equal to float32 rounding."""
     losses = {}
@@ -174,10 +193,11 @@ def test_stop_at_is_known_by_name(ranks, tmp_path):
     assert "in 1 epochs" in said[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_quick_start_through_the_launcher(tmp_path):
     """What `make train` runs, with fewer epochs: started and watched by `ktrainer run`."""
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", "2", "examples/digits.py"]
+    command = [sys.executable, "-m", "ktrainer.cli.main", "launch", "-n", "2", "examples/digits.py"]
     words = ["backend=data_parallel", "trainer.epochs=2", f"run.dir={tmp_path}"]
     done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -187,14 +207,3 @@ def test_quick_start_through_the_launcher(tmp_path):
     assert float(accuracy[1]) > 0.85
     assert (tmp_path / "digits.keras").is_file()
     assert done.stderr == ""
-
-
-def test_the_readmes_example(ranks, tmp_path, monkeypatch):
-    """The first Python block of the README is a whole script; it runs as it is."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert code
-    script = tmp_path / "train.py"
-    script.write_text(code[1])
-    words = ["trainer.max_steps=2", f"run.dir={tmp_path}", *_backend(2)]
-    said = ranks(2).run(_run_script, str(script), *words, deadline=180)
-    assert "2 processes, backend data_parallel" in said[0]

@@ -115,7 +115,7 @@ def test_a_fit_inside_another_ends_with_its_error_alone() -> None:
     model = build()
     with trainer(trainer__epochs=2) as it:
         assert it.fit(model, data(), callbacks=[Fails()]).epoch == [0, 1]
-        assert it.fits == 1
+        assert it.state.fits == 1
 
 
 def test_callbacks_of_the_trainer_and_of_the_call() -> None:
@@ -156,7 +156,7 @@ def test_a_fit_that_is_refused_does_not_count(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             it.fit(build, (x, y[:3]))
         it.fit(build, (x, y))
-        assert it.fits == 1
+        assert it.state.fits == 1
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000006"]
 
 

@@ -1,11 +1,10 @@
-"""Ways to run a step: one class a backend, one line a backend in the table.
+"""Backends, the ways to run a step. Each is one class, and one line in the table below.
 
-base.py            the interface of all
-local.py           one process
-data_parallel.py   each process has the whole model, and a share of every batch
-pipeline/          each process has stages of the model
-tf_distribute/     TensorFlow's strategies
-devices.py         which GPU a process takes, and how many threads
+backend.py        the interface of all
+local.py          one process
+data_parallel.py  each process has the whole model and trains on its rows of every batch
+pipeline/         each process has stages of the model
+tf_distribute/    TensorFlow's strategies
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ktrainer.backends.base import Backend
+    from ktrainer.backends.backend import Backend
     from ktrainer.config import Config
-    from ktrainer.plan import Plan
-    from ktrainer.world import World
+    from ktrainer.distributed import World
+    from ktrainer.plan.run_plan import Plan
 
 BACKENDS = {
     "local": "ktrainer.backends.local:Local",

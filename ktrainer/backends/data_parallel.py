@@ -1,22 +1,22 @@
-"""One process a device, each with the whole model and a share of every batch."""
+"""Data parallelism: one process per device, each with the whole model and rows of every batch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from ktrainer.backends.base import Backend
+from ktrainer.backends.backend import Backend
 from ktrainer.errors import ConfigError
-from ktrainer.steps import Program, StepOptions
-from ktrainer.steps.strategy_variables import unwrap_variables
+from ktrainer.steps import CompiledProgram, Program, StepOptions
+from ktrainer.steps.move_out_of_strategy import unwrap_variables
 
 if TYPE_CHECKING:
     import keras
 
     from ktrainer.config import Config, DataParallelConfig
-    from ktrainer.plan import Plan
-    from ktrainer.world import World
-    from ktrainer.world.mpi_comm import MpiComm
-    from ktrainer.world.plane import GradientPlane
+    from ktrainer.distributed import World
+    from ktrainer.distributed.collectives import GradientCollectives
+    from ktrainer.distributed.mpi_communicator import MpiComm
+    from ktrainer.plan.run_plan import Plan
 
 
 class DataParallel(Backend):
@@ -26,29 +26,29 @@ class DataParallel(Backend):
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         super().__init__(config, plan, world)
-        self._plane: GradientPlane | None = (
-            self._open_plane() if world.size > 1 or world.heals else None
+        self._collectives: GradientCollectives | None = (
+            self._open_collectives() if world.size > 1 or world.heals else None
         )
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         unwrap_variables(model)  # of a strategy of the user's own
-        # Not the rank, which changes when others die; the step is not compiled anew for that.
-        return Program(model, options, self._plane, self.world.slot)
+        # Not the rank, which changes when others are lost: the step is not compiled again then.
+        return CompiledProgram(model, options, self._collectives, self.world.stable_rank)
 
     @property
     def communication_seconds(self) -> float | None:
-        return self._plane.seconds if self._plane is not None else 0.0
+        return self._collectives.seconds if self._collectives is not None else 0.0
 
     def close(self) -> None:
-        if self._plane is not None:
-            self._plane.close()
+        if self._collectives is not None:
+            self._collectives.close()
 
-    def _open_plane(self) -> GradientPlane:
+    def _open_collectives(self) -> GradientCollectives:
         backend = cast("DataParallelConfig", self.config.backend)
         if self.plan.engine == "horovod":
-            from ktrainer.world.plane_horovod import HorovodPlane
+            from ktrainer.distributed.horovod_gradients import HorovodGradients
 
-            return HorovodPlane(self.world, backend.compression, backend.sparse_as_dense)
+            return HorovodGradients(self.world, backend.compression, backend.sparse_as_dense)
         if self.world.name != "mpi":
             raise ConfigError(
                 f"the processes were started by {self.world.name}, not by MPI; start them with "
@@ -56,9 +56,9 @@ class DataParallel(Backend):
                 path="backend.engine",
                 value="mpi",
             )
-        from ktrainer.world.plane_mpi import MpiPlane
+        from ktrainer.distributed.mpi_gradients import MpiGradients
 
-        return MpiPlane(
+        return MpiGradients(
             cast("MpiComm", self.world),
             backend.bucket_mb,
             backend.compression,

@@ -1,14 +1,16 @@
-"""One process: the plain reference that every other backend must equal."""
+"""One process: the reference that every other backend must equal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ktrainer.backends.base import Backend
-from ktrainer.steps import Program, StepOptions
-from ktrainer.steps.strategy_variables import unwrap_variables
+from ktrainer.backends.backend import Backend
+from ktrainer.steps import CompiledProgram, Program, StepOptions
+from ktrainer.steps.move_out_of_strategy import unwrap_variables
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import keras
 
 
@@ -19,4 +21,17 @@ class Local(Backend):
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         unwrap_variables(model)  # of a strategy of the user's own
-        return Program(model, options)
+        return CompiledProgram(model, options)
+
+
+class Planning(Local):
+    """The backend of a process that only plans: makes the model as the backend that it plans for
+    would, and never trains it."""
+
+    def build_model(self, build: Callable[[], Any]) -> Any:
+        if self.plan.backend != "pipeline":
+            return super().build_model(build)
+        from ktrainer.backends.pipeline.placement.deferred_variables import build_deferred
+
+        # No weights: a model for a pipeline may be too large for one process.
+        return build_deferred(build)

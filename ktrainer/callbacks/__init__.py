@@ -1,17 +1,19 @@
-"""Callbacks: what happens around the steps, injected by the trainer and usable alone.
+"""Callbacks around the steps, added by the trainer and usable alone.
 
-Every class here also works in `keras.Model.fit(callbacks=[...])`. Names are imported when they
-are first used, so `import ktrainer.callbacks` loads neither Keras nor TensorFlow.
+Every class here also works in `keras.Model.fit(callbacks=[...])`, without `on_gradients` and
+rollbacks. Names are imported when they are first used, so `import ktrainer.callbacks` loads neither
+Keras nor TensorFlow.
 
-    base.py         the events, in order, and what a callback can ask
-    order.py        the callbacks of a run
-    broadcast.py    equal variables at the start; variables.py: by which names
-    lr.py           scaling, warm-up and schedules of the learning rate, by schedule.py
-    metrics.py      logs of all ranks; reduction.py adds up the states
-    guard.py        losses gone wrong: stop, skip, roll back
-    health.py       NaN ends training; audits of checksums
-    throughput.py   examples a second; display.py: as people read it
-    progress.py, csv.py, tensorboard.py   only report, as in reporter.py
+    base.py                the base class, with events beyond Keras' own
+    broadcast.py           equal variables at the start
+    learning_rate.py       scaling, warm-up and schedules, by lr_schedules.py
+    metric_averaging.py    logs of all ranks under plain Keras
+    loss_guard.py          on a loss that is not finite, or a spike: stop, skip, roll back
+    weight_audit.py        checksums of the weights on all ranks
+    throughput.py          examples per second
+    console.py, csv_log.py, tensorboard.py   reports, by reporter.py; console_text.py: their words
+
+The callbacks of a run, in their order: `ktrainer.training.default_callbacks`.
 """
 
 from __future__ import annotations
@@ -29,33 +31,31 @@ if TYPE_CHECKING:
         rank_zero_only,
     )
     from ktrainer.callbacks.broadcast import BroadcastVariables
-    from ktrainer.callbacks.csv import CSVLog
-    from ktrainer.callbacks.guard import LossGuard
-    from ktrainer.callbacks.health import Audit, NanStop
-    from ktrainer.callbacks.lr import LearningRate
-    from ktrainer.callbacks.metrics import AverageMetrics, global_results
-    from ktrainer.callbacks.order import assemble
-    from ktrainer.callbacks.progress import PlainProgress, RichProgress
+    from ktrainer.callbacks.console import PlainProgress, RichProgress
+    from ktrainer.callbacks.csv_log import CSVLog
+    from ktrainer.callbacks.learning_rate import LearningRate
+    from ktrainer.callbacks.loss_guard import LossGuard
+    from ktrainer.callbacks.metric_averaging import AverageMetrics
     from ktrainer.callbacks.tensorboard import TensorBoardLog
     from ktrainer.callbacks.throughput import Throughput
+    from ktrainer.callbacks.weight_audit import Audit
+    from ktrainer.steps.metric_reduction import global_results
 
 _HOME = {
-    "Audit": "ktrainer.callbacks.health",
-    "AverageMetrics": "ktrainer.callbacks.metrics",
+    "Audit": "ktrainer.callbacks.weight_audit",
+    "AverageMetrics": "ktrainer.callbacks.metric_averaging",
     "BroadcastVariables": "ktrainer.callbacks.broadcast",
-    "CSVLog": "ktrainer.callbacks.csv",
+    "CSVLog": "ktrainer.callbacks.csv_log",
     "Callback": "ktrainer.callbacks.base",
-    "Checkpoint": "ktrainer.checkpoint.callback",
-    "LearningRate": "ktrainer.callbacks.lr",
-    "LossGuard": "ktrainer.callbacks.guard",
-    "NanStop": "ktrainer.callbacks.health",
-    "PlainProgress": "ktrainer.callbacks.progress",
-    "RichProgress": "ktrainer.callbacks.progress",
+    "Checkpoint": "ktrainer.checkpoint.checkpoint_callback",
+    "LearningRate": "ktrainer.callbacks.learning_rate",
+    "LossGuard": "ktrainer.callbacks.loss_guard",
+    "PlainProgress": "ktrainer.callbacks.console",
+    "RichProgress": "ktrainer.callbacks.console",
     "TensorBoardLog": "ktrainer.callbacks.tensorboard",
     "Throughput": "ktrainer.callbacks.throughput",
-    "assemble": "ktrainer.callbacks.order",
     "emit": "ktrainer.callbacks.base",
-    "global_results": "ktrainer.callbacks.metrics",
+    "global_results": "ktrainer.steps.metric_reduction",
     "gradient_hooks": "ktrainer.callbacks.base",
     "is_writer": "ktrainer.callbacks.base",
     "on_rank": "ktrainer.callbacks.base",
@@ -71,12 +71,10 @@ __all__ = [
     "Checkpoint",
     "LearningRate",
     "LossGuard",
-    "NanStop",
     "PlainProgress",
     "RichProgress",
     "TensorBoardLog",
     "Throughput",
-    "assemble",
     "emit",
     "global_results",
     "gradient_hooks",

@@ -1,40 +1,14 @@
-"""The base of all callbacks, and the order of events.
+"""The base class of callbacks.
 
 A `ktrainer.callbacks.Callback` is a Keras callback that may also hear of steps, gradients,
-logging and restores, and that can be resumed. The loop calls, on every rank:
-
-    set_params, set_model, set_trainer
-    on_train_begin
-        (restored: load_state_dict, then on_restore(progress))
-        (ranks died or joined, at any time: load_state_dict, then on_heal(progress))
-        for each epoch:
-            on_epoch_begin(epoch)                       # weights are broadcast here, once
-                for each update:
-                    on_train_batch_begin(batch)
-                    on_step_begin(step)                 # the learning rate is set here
-                        [in the compiled step: forward, backward, all-reduce,
-                         gradients = on_gradients(gradients, variables), clip, apply]
-                    on_step_end(step, logs)             # NaN check
-                    on_train_batch_end(batch, logs)     # this rank's; see below
-                    (every logging.every:)
-                    on_log(step, logs)                  # averaged over ranks, as floats
-                    (validation inside the epoch:)
-                    on_test_begin .. on_test_batch_* .. on_test_end
-                    on_validation_end(step, logs)       # `val_` logs, averaged over ranks
-                    on_step_checkpoint(step, logs)      # all have heard of the update
-                (a stop left some of the epoch:)
-                on_epoch_cut(epoch)                     # the state to go on with is that of now
-            on_test_begin .. on_test_end                # validation at the epoch's end
-            on_epoch_end(epoch, logs)                   # train and `val_` logs, averaged
-    on_train_end
-    close                                               # always, also after an error
+logging and restores, and that can be resumed. `ktrainer.training.loop` has the order of events.
 
 Logs of a batch, in `on_train_batch_end`, `on_test_batch_end`, `on_step_end` and
-`on_step_checkpoint`, are what this rank has computed: its metrics so far in the epoch, of its own
-examples. They differ from rank to rank, so decide nothing on them that all ranks must do alike.
-With `logging.batch_logs=all` the first two get those of all ranks together, the same on every rank
-and as one process would have them. Logs of `on_log`, validation and epochs are always of all ranks.
-So are all logs where one process holds all replicas, as under `mirrored`.
+`on_step_checkpoint`, are this rank's: its metrics of the epoch so far, over its own examples. They
+differ between ranks, so base no decision on them that all ranks must take alike. With
+`logging.batch_logs=all` the first two get logs over all ranks, equal on every rank and to those of
+one process. Logs of `on_log`, validation and epochs are always over all ranks. So are all logs
+where one process holds all replicas, as under `mirrored`.
 
 `step` in `on_step_begin` counts the updates already done, so it is 0 before the first; in
 the others it counts the updates done, this one included.
@@ -57,10 +31,11 @@ from typing import Any, TypeVar
 
 import keras
 
-from ktrainer.progress import Progress
-from ktrainer.runfolder import of_fit
-from ktrainer.step_logs import as_floats as as_floats
-from ktrainer.world import World, current
+from ktrainer.distributed import World, current_world
+from ktrainer.runtime.run_folder import of_fit
+from ktrainer.state.nested_logs import as_floats as as_floats
+from ktrainer.state.progress import Progress
+from ktrainer.state.train_state import TrainState
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,18 +55,18 @@ class Callback(keras.callbacks.Callback):
     """A Keras callback with step, gradient, logging and restore events, and a state.
 
     Attributes:
-        rank_zero_only: whether ranks other than 0 leave this callback out. Such a callback must
-            not communicate.
+        rank_zero_only: whether this callback runs on rank 0 only. Such a callback must not
+            communicate.
         trainer: the trainer that runs this callback; None under plain Keras.
     """
 
     rank_zero_only: bool = False
     trainer: Any = None
     _own_world: World | None = None
-    _own_progress: Progress | None = None
+    _own_state: TrainState | None = None
     _began: float = 0.0
 
-    # -- what a callback can ask
+    # -- the run
 
     def set_trainer(self, trainer: Any) -> None:
         """Remember the trainer; called by the loop after `set_model`."""
@@ -102,22 +77,27 @@ class Callback(keras.callbacks.Callback):
         """The trainer's world; alone, the world of this process."""
         if self.trainer is not None:
             return self.trainer.world
-        return self._own_world if self._own_world is not None else current()
+        return self._own_world if self._own_world is not None else current_world()
+
+    @property
+    def train_state(self) -> TrainState:
+        """The state of the run; alone, this callback's own."""
+        if self.trainer is not None:
+            return self.trainer.state
+        if self._own_state is None:
+            self._own_state = TrainState()
+        return self._own_state
 
     @property
     def progress(self) -> Progress:
-        """Where the run stands: the trainer's counters; alone, this callback's own."""
-        if self.trainer is not None:
-            return self.trainer.progress
-        if self._own_progress is None:
-            self._own_progress = Progress()
-        return self._own_progress
+        """The trainer's counters; alone, this callback's own."""
+        return self.train_state.progress
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Updates in an epoch; None when nobody knows."""
+        """Updates in an epoch; None when unknown."""
         if self.trainer is not None:
-            return self.trainer.steps_per_epoch
+            return self.train_state.steps_per_epoch
         return (self.params or {}).get("steps")
 
     @property
@@ -126,18 +106,15 @@ class Callback(keras.callbacks.Callback):
         return Path(self.trainer.run_dir) if self.trainer is not None else None
 
     def run_path(self, name: str) -> Path | None:
-        """Where in the run's folder this `fit` writes what is called `name`: each `fit` of a script
-        has files of its own (`metrics.csv`, `metrics-2.csv`, ...). None without a trainer."""
-        folder = self.run_dir
-        fit = (getattr(self.trainer, "fits", 1), getattr(self.trainer, "inside", 0))
-        return of_fit(folder / name, *fit) if folder else None
+        """The path of `name` in the run's folder for this `fit`: each `fit` of a script has files
+        of its own (`metrics.csv`, `metrics-2.csv`, ...). None without a trainer."""
+        folder, state = self.run_dir, self.train_state
+        return of_fit(folder / name, state.fits, state.inside) if folder else None
 
     def request_stop(self, reason: str) -> None:
-        """Ask for the end of training after this step. Call it on all ranks alike."""
-        if self.trainer is not None:
-            self.trainer.request_stop(reason)
-        else:
-            self.model.stop_training = True
+        """Request a stop after this step. Call it on all ranks alike."""
+        self.train_state.request_stop(reason)
+        self.model.stop_training = True
 
     # -- events beyond Keras' own
 
@@ -154,44 +131,49 @@ class Callback(keras.callbacks.Callback):
         """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
-        """After everything that follows the `step`-th update: whoever saves a state here has that
-        of callbacks that have heard all. `logs` are those of `on_step_end`."""
+        """After all other events of the `step`-th update: a state saved here is that of callbacks
+        that have seen all of it. `logs` are those of `on_step_end`."""
 
     def on_epoch_cut(self, epoch: int) -> None:
-        """A stop leaves some of the epoch's updates to a later run. `on_epoch_end` follows, here
-        and again when the later run has done the rest."""
+        """A stop in mid-epoch. `on_epoch_end` follows, now and again when a resumed run completes
+        the epoch."""
 
     def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Change the gradients of an update: traced into the step, after the all-reduce and
         before clipping. Only called when overridden; not called under plain Keras. In a
-        pipeline each process sees the gradients of its own stage."""
+        pipeline each process sees the gradients of its own stage.
+
+        Args:
+            gradients: tensors, `tf.IndexedSlices`, or None; loss scales are divided out.
+            variables: what they are of, in the same order.
+        """
         return gradients
 
     def on_restore(self, progress: Progress) -> None:
-        """After a checkpoint was restored on all ranks; `progress` is where the run goes on: where
-        the checkpoint stood, or, after a rollback, with its step in the present epoch."""
+        """After a checkpoint was restored on all ranks. `progress` is the position to continue
+        from: that of the checkpoint, or, after a rollback, its step in the present epoch."""
 
     def on_heal(self, progress: Progress) -> None:
-        """After ranks have died or joined, on all that are there now; `progress` is where they go
-        on. States are those of that moment, as after a restore. A rank that has joined, or become
-        the first, has run `on_train_begin` just before, alone: it must not communicate there."""
+        """After ranks have failed or joined, on all present ranks; `progress` is the position to
+        continue from. States are those of that moment, as after a restore. A rank that has joined,
+        or become the first, has just run `on_train_begin` alone: it must not communicate there."""
         self.on_restore(progress)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of this callback, as a JSON-able dict."""
+        """The state of this callback for a checkpoint, as a JSON-able dict."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`; called on every rank."""
 
     def close(self) -> None:
-        """Let go of files, threads and the screen, also after an error. May be called twice."""
+        """Release files, threads and the screen, also after an error. May be called twice."""
 
     # -- steps, counted here when no trainer counts them
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.trainer is None:
-            self._own_progress, self._began = Progress(), time.monotonic()
+            self._own_state, self._began = TrainState(), time.monotonic()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self.trainer is None:
@@ -229,7 +211,7 @@ _off: ContextVar[bool] = ContextVar("ktrainer_without_collectives", default=Fals
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """Code of one rank alone: what it calls must not wait for the others."""
+    """Run code on one rank alone: nothing in it may wait for the other ranks."""
     token = _off.set(True)
     try:
         yield
@@ -238,7 +220,7 @@ def without_collectives() -> Iterator[None]:
 
 
 def collectives_off() -> bool:
-    """Whether the code that runs is one rank's alone."""
+    """Whether the present code runs on one rank alone."""
     return _off.get()
 
 
@@ -253,7 +235,7 @@ def rank_zero_only(function: F) -> F:
 
     @functools.wraps(function)
     def on_root(*args: Any, **kwargs: Any) -> Any:
-        if not current().is_root:
+        if not current_world().is_root:
             return None
         with without_collectives():
             return function(*args, **kwargs)
@@ -262,8 +244,8 @@ def rank_zero_only(function: F) -> F:
 
 
 def is_writer(callback: Any) -> bool:
-    """Whether `callback` is one of Keras' that write files or to the network: ranks other than
-    0 leave it out. With an attribute `on_every_rank` it writes in another way."""
+    """Whether `callback` is one of Keras' that write files or to the network, and so runs on rank 0
+    only. One with an attribute `on_every_rank` runs on all."""
     if getattr(callback, "on_every_rank", False):
         return False
     writers = (
@@ -278,7 +260,7 @@ def is_writer(callback: Any) -> bool:
 
 
 def on_rank(callbacks: Iterable[Any], rank: int) -> list[Any]:
-    """The callbacks that `rank` runs: all on rank 0; elsewhere those that write are left out."""
+    """The callbacks that `rank` runs: all on rank 0, those that do not write on other ranks."""
     return [
         callback
         for callback in callbacks
@@ -287,7 +269,7 @@ def on_rank(callbacks: Iterable[Any], rank: int) -> list[Any]:
 
 
 def overrides(callback: Any, event: str) -> bool:
-    """Whether `callback` does something at `event` beyond what the base classes do."""
+    """Whether `callback` overrides `event` of the base classes."""
     own = getattr(type(callback), event, None)
     bases = (getattr(Callback, event, None), getattr(keras.callbacks.Callback, event, None))
     return own is not None and own not in bases
@@ -303,7 +285,7 @@ def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:
 
 
 def gradient_hooks(callbacks: Iterable[Any]) -> list[Callable[[list[Any], list[Any]], list[Any]]]:
-    """The `on_gradients` methods that do something, in order."""
+    """The overridden `on_gradients` methods, in order."""
     return [
         callback.on_gradients
         for callback in callbacks

@@ -1,10 +1,10 @@
-"""All ranks start from one rank's variables.
+"""Broadcast one rank's variables to all ranks before the first step.
 
 Events used: `on_train_begin` (arm), `on_epoch_begin` (broadcast, before any step), `on_restore`
 (broadcast again).
 
 Horovod's callback broadcasts at the end of the first batch, so its first step trains on
-weights that differ; here it happens before the first step, or not at all.
+different weights; here it happens before the first step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.callbacks.variables import all_variables, model_variables, view_of
+from ktrainer.distributed import World
+from ktrainer.distributed.array_transfer import broadcast_arrays, buckets
 from ktrainer.errors import DivergenceError, ModelError
-from ktrainer.progress import Progress
-from ktrainer.steps.placement import Placement, placement_of
-from ktrainer.world import World
-from ktrainer.world.arrays import broadcast_arrays, buckets
+from ktrainer.state.progress import Progress
+from ktrainer.steps.named_variables import all_variables, model_variables, view_of
+from ktrainer.steps.variable_placement import Placement, placement_of
 
 
 class BroadcastVariables(Callback):
@@ -30,8 +30,8 @@ class BroadcastVariables(Callback):
     That covers weights, moving statistics, seed generators, optimizer slots, counters and
     learning rates; not metrics, whose states belong to each rank.
 
-    Of a model in partitions, each rank has the variables of its own. What several partitions hold
-    is made equal within every replica; then all replicas get the variables of replica `root`.
+    Of a model in partitions, each rank holds some variables. Those that several partitions hold
+    are made equal within every replica; then all replicas get the variables of replica `root`.
 
     Raises:
         ModelError: several ranks, and a model that has no variables yet.
@@ -85,13 +85,13 @@ def broadcast_model(model: Any, world: World, root: int = 0) -> None:
 def _equalise_partitions(model: Any, placement: Placement) -> None:
     """Give variables that several partitions hold the values of the partition that owns them."""
     held = {k: v for k, (_, v) in enumerate(all_variables(model)) if placement.holds(v)}
-    # By place in the list of all: names may differ, as Keras numbers layers by process history.
+    # By index in the list of all: names may differ, as Keras numbers layers by process history.
     facts = {k: (placement.owns(v), view_of(v).dtype, tuple(v.shape)) for k, v in held.items()}
     every = placement.model.allgather(facts, "list the variables of each partition")
     shared = {k for theirs in every for k, (owns, _, _) in theirs.items() if not owns}
     for partition, theirs in enumerate(every):
         sent = [k for k, (owns, _, _) in theirs.items() if owns and k in shared]
-        # Those that do not hold a variable receive it too: a broadcast is for all partitions.
+        # Partitions that do not hold a variable receive it too: a broadcast is collective.
         arrays = [
             view_of(held[k]) if k in held else np.empty(theirs[k][2], theirs[k][1]) for k in sent
         ]
@@ -116,7 +116,7 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
     arrays = [view_of(variable) for _, variable in named]
     _check_same_variables(named, arrays, world)
     sizes = [array.nbytes for array in arrays]
-    del arrays  # what is replaced shall give its memory back
+    del arrays  # releases the memory of values that are replaced
     for bucket in buckets(sizes):
         variables = [named[i][1] for i in bucket]
         mine = [view_of(variable) for variable in variables]
@@ -129,8 +129,8 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
 def _check_same_variables(
     named: Sequence[tuple[str, Any]], arrays: Sequence[np.ndarray], world: World
 ) -> None:
-    """Compare shapes and dtypes between ranks first: a broadcast of other sizes would corrupt
-    or hang. Names may differ: Keras numbers layers by process history."""
+    """Compare shapes and dtypes between ranks first: a broadcast of different sizes would corrupt
+    values or hang. Names may differ: Keras numbers layers by process history."""
     specs = [f"{array.dtype}{list(array.shape)}" for array in arrays]
     digest = zlib.crc32("\n".join(specs).encode())
     both = np.array([digest, -digest], np.int64)

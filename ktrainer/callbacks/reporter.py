@@ -1,6 +1,6 @@
-"""What all callbacks that only report have in common.
+"""Base class of callbacks that only report.
 
-Events used: `on_step_end`, and only alone under `keras.Model.fit`, where nobody calls `on_log`.
+Events used: `on_step_end`, only under plain `keras.Model.fit`, which does not call `on_log`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktrainer.callbacks.base import Callback, as_floats
-from ktrainer.durations import Duration, Every
-from ktrainer.world import World
+from ktrainer.distributed import World
+from ktrainer.state.durations import Duration, Every
 
 
 class Reporter(Callback):
     """Shows or writes logs on rank 0.
 
     Args:
-        every: how often steps are reported alone under Keras; with a trainer, `logging.every`
-            is what counts.
+        every: how often steps are reported under plain Keras; with a trainer, `logging.every`
+            decides.
         world: the ranks; default: the trainer's, or this process's.
     """
 
@@ -31,7 +31,7 @@ class Reporter(Callback):
 
     @property
     def reports(self) -> bool:
-        """Whether this rank is the one that reports; Keras calls the others, too."""
+        """Whether this rank reports; Keras calls the callback on all."""
         return self.world.is_root
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Logs as TensorBoard scalars.
+"""Write logs as TensorBoard scalars.
 
 Events used: `on_train_begin`, `on_log`, `on_validation_end`, `on_epoch_end`, `on_train_end`,
 `close`.
@@ -13,9 +13,9 @@ from typing import Any
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
-from ktrainer.durations import Duration
+from ktrainer.distributed import World
 from ktrainer.errors import ConfigError
-from ktrainer.world import World
+from ktrainer.state.durations import Duration
 
 _SCALARS = 1  # DATA_CLASS_SCALAR in tensorflow/core/framework/summary.proto
 
@@ -25,7 +25,7 @@ class TensorBoardLog(Reporter):
     TensorBoard draws them into the same charts, and `epoch/` for an epoch's training results.
 
     Args:
-        directory: where; default: `tensorboard` in the run's folder, `tensorboard-2` for a
+        directory: their folder; default: `tensorboard` in the run's folder, `tensorboard-2` for a
             second `fit`. Needed without a trainer.
         every: see `Reporter`.
         world: the ranks; default: the trainer's, or this process's.
@@ -46,7 +46,7 @@ class TensorBoardLog(Reporter):
         super().on_train_begin(logs)
         self.directory = self._given or self.run_path("tensorboard")
         if self.directory is None:
-            raise ConfigError("say where the scalars go: TensorBoardLog('logs').")
+            raise ConfigError("give the folder of the scalars: TensorBoardLog('logs').")
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         self._write("train", step, logs)
@@ -79,7 +79,7 @@ class TensorBoardLog(Reporter):
         if part not in self._writers:
             assert self.directory is not None
             self._writers[part] = tf.summary.create_file_writer(str(self.directory / part))
-        # What `tf.summary.scalar` does, without its need for the tensorboard package.
+        # As `tf.summary.scalar`, which needs the tensorboard package.
         metadata = tf.compat.v1.SummaryMetadata(
             plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"),
             data_class=_SCALARS,

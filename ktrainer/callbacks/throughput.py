@@ -1,7 +1,7 @@
-"""How fast, and what is waited for.
+"""Examples per second, and waiting times of each rank.
 
 Events used: `on_epoch_begin` (start the clock), `on_epoch_end` (gather from all ranks),
-`on_restore` (drop what was written of epochs that will be done, or ended, again).
+`on_restore` (drop the lines of epochs that will be repeated or completed).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.progress import Progress
-from ktrainer.world import World
+from ktrainer.distributed import World
+from ktrainer.state.progress import Progress
 
 
 @dataclass(frozen=True)
 class EpochSpeed:
-    """What an epoch took.
+    """Speed of one epoch.
 
     Attributes:
         epoch: its number, from 0.
         seconds: from its beginning to its end on rank 0, validation included.
         steps: updates in it.
-        examples: examples in it over all ranks; None when nobody counts them (plain Keras).
-        examples_per_second: of all ranks together.
+        examples: examples in it over all ranks; None when not counted (plain Keras).
+        examples_per_second: over all ranks.
         data_wait, communication_wait: seconds that each rank waited for data, and for other
-            ranks; empty when nobody measures them.
+            ranks; empty when not measured.
     """
 
     epoch: int
@@ -41,13 +41,59 @@ class EpochSpeed:
     communication_wait: list[float]
 
 
+Rates = tuple[float | None, ...]  # steps and examples per second
+
+
+class Meter:
+    """Steps and examples per second, over the last few seconds."""
+
+    WINDOW = 5.0  # seconds
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, int, int]] = []
+        self._last: Rates = (None, None)  # shown while there is nothing newer
+        self._epoch: tuple[int, int] = (0, 0)
+
+    def reset(self, progress: Progress) -> None:
+        """Restart the window, to leave validation and compilation out of the rates."""
+        self._last = self.rates
+        self._epoch = (progress.step, progress.examples)
+        self._marks = [(time.perf_counter(), progress.step, progress.examples)]
+
+    def update(self, progress: Progress) -> None:
+        """Read the clock after a step."""
+        now = time.perf_counter()
+        self._marks.append((now, progress.step, progress.examples))
+        while len(self._marks) > 2 and now - self._marks[1][0] > self.WINDOW:
+            self._marks.pop(0)
+
+    @property
+    def rates(self) -> Rates:
+        """(steps, examples) per second; None when unknown."""
+        if len(self._marks) < 2:
+            return self._last
+        (t0, s0, e0), (t1, s1, e1) = self._marks[0], self._marks[-1]
+        seconds = max(t1 - t0, 1e-9)
+        return (s1 - s0) / seconds, ((e1 - e0) / seconds if e1 > e0 else None)
+
+    @property
+    def steps_per_second(self) -> float | None:
+        return self.rates[0]
+
+    def of_epoch(self, progress: Progress, seconds: float) -> Rates:
+        """(steps, examples) per second since `reset`."""
+        steps, examples = progress.step - self._epoch[0], progress.examples - self._epoch[1]
+        seconds = max(seconds, 1e-9)
+        return steps / seconds, (examples / seconds if examples else None)
+
+
 class Throughput(Callback):
     """Measure examples per second, and each rank's waits, epoch by epoch.
 
     Args:
         write: with a trainer, write each epoch's figures to `throughput.jsonl` in the run's folder
-            (`throughput-2.jsonl` for a second `fit`). An epoch that was done in two runs has those
-            of the second part.
+            (`throughput-2.jsonl` for a second `fit`). A resumed epoch has the figures of its part
+            after the resume.
         world: the ranks; default: the trainer's, or this process's.
 
     Attributes:
@@ -112,7 +158,7 @@ class Throughput(Callback):
 
     def _now(self) -> dict[str, float]:
         progress = self.progress
-        timers = getattr(self.trainer, "timers", None) or {}
+        timers = self.train_state.timers
         return {
             "seconds": time.perf_counter(),
             "steps": progress.step,
@@ -122,7 +168,7 @@ class Throughput(Callback):
 
 
 def _epoch(line: str) -> float:
-    """The epoch that a line tells of; infinity for one that was cut off when it was written."""
+    """The epoch of a line; infinity for a truncated one."""
     try:
         return float(json.loads(line)["epoch"])
     except (KeyError, TypeError, ValueError):

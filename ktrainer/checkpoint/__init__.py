@@ -1,25 +1,12 @@
-"""Checkpoints: the format on disk, which ones are kept, what is in them, and how to go on.
+"""Checkpoints: what a run saves, when, and how it continues from them.
 
-The parts of this package:
-
-    format.py    one folder, written whole or not at all
-    shards.py    one file of arrays, as safetensors
-    reading.py   all of a folder is checked before any of it is believed
-    encoding.py  what JSON and safetensors have no word for; checksums.py: BLAKE3
-    store.py     the folders of a run: list, latest, best, prune
-    state.py     the whole state of a run <-> arrays and JSON
-                 of callbacks: callback_state.py; of metrics and data inside an epoch:
-                 metric_state.py, data_state.py; run_state.py: is it of that form?
-    matching.py  which saved array belongs to which variable
-    snapshot.py  a copy of that state in host memory
-    saver.py     writes snapshots behind the training
-    parts.py     one checkpoint that all stages of a pipeline write at once
-    callback.py  when a run saves; it is `ktrainer.callbacks.Checkpoint`
-                 direction.py: is a high or a low value best?
-    resuming.py  all ranks go on from what rank 0 reads
-    export.py    the trained model as a `.keras` file
-    rebuild.py   a checkpoint as a Keras file, without the script; foreign.py: what it refuses
-    command.py   `ktrainer checkpoint`; find.py: which checkpoints a path names
+checkpoint_callback.py  when a checkpoint is due; metric_direction.py: which value is better
+background_writer.py    writes it while training continues
+state/                  what is in it: run, model, data, metrics, callbacks
+format/                 how it lies on disk: complete or absent folders, checksums
+stage_parts.py          a pipeline's checkpoint: a part from each stage
+restore_run.py          continues a run from one
+export/                 one as an ordinary Keras file
 """
 
 from __future__ import annotations
@@ -28,19 +15,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ktrainer.checkpoint.export import save_model
-    from ktrainer.checkpoint.reading import read_checkpoint, verify
-    from ktrainer.checkpoint.resuming import resume
-    from ktrainer.checkpoint.state import capture
-    from ktrainer.checkpoint.store import Store
+    from ktrainer.checkpoint.export.keras_file import save_model
+    from ktrainer.checkpoint.format.checkpoint_reader import read_checkpoint, verify
+    from ktrainer.checkpoint.format.checkpoint_store import Store
+    from ktrainer.checkpoint.restore_run import resume
+    from ktrainer.checkpoint.state.capture_state import capture
 
 _HOME = {
-    "Store": "store",
-    "capture": "state",
-    "read_checkpoint": "reading",
-    "resume": "resuming",
-    "save_model": "export",
-    "verify": "reading",
+    "Store": "format.checkpoint_store",
+    "capture": "state.capture_state",
+    "read_checkpoint": "format.checkpoint_reader",
+    "resume": "restore_run",
+    "save_model": "export.keras_file",
+    "verify": "format.checkpoint_reader",
 }
 
 __all__ = [

@@ -1,31 +1,16 @@
-"""Configuration: a schema of dataclasses, and the strict merge schema < YAML < command line.
+"""Configuration: a schema of dataclasses, merged strictly: schema < script < YAML < command line.
 
-The parts of this package:
-
-    schema.py      every key, its type, default and meaning
-    backends.py    the keys of each backend
-    bounds.py      bounds, declared beside the defaults
-    schematree.py  facts about the schema, and which name is meant by a wrong one
-
-    load.py        the merge
-    precedence.py  where keys were set, and which of them a call's arguments may change
-    sources.py     its layers: a file, a dict, words `key=value`
-    argv.py        the command line of a script
-    called.py      the arguments of `fit` as its keys
-    launched.py    what `ktrainer run` tells the ranks
-    cluster.py     what TF_CONFIG or Slurm's variables say
-    strict.py      refuses what the schema does not know
-    check.py       refuses what types cannot: bounds, durations, contradictions
-    pipeline.py, strategies.py, healing.py, health.py   the contradictions of one area each
-
-    docs.py        the reference, and a configuration as commented YAML
-    command.py     `ktrainer config`
-    compare.py     where two configurations differ
-    redact.py      keeps secrets out of what is shown
+schema.py, schema_fields.py, backend_keys.py  every key: type, default, bounds, meaning
+config_loading.py, config_sources.py          merge the layers; command_line.py: `key=value`
+value_checks.py, pipeline_checks.py, strategy_checks.py, fault_tolerance_checks.py
+                                               incompatible keys
+key_errors.py                                  errors, with the nearest key and what to do
+key_reference.py, redact.py                    a configuration as text, without its secrets
+callback_registry.py                           callbacks by name
+launch_environment.py, cluster_environment.py  what the launcher, TF_CONFIG or Slurm has set
 """
 
-from ktrainer.config.argv import parse_cli, parse_known_cli
-from ktrainer.config.backends import (
+from ktrainer.config.backend_keys import (
     BACKENDS,
     BackendConfig,
     DataParallelConfig,
@@ -33,9 +18,9 @@ from ktrainer.config.backends import (
     PipelineConfig,
     TfDistributeConfig,
 )
-from ktrainer.config.compare import config_diff
-from ktrainer.config.docs import describe, resolved_yaml
-from ktrainer.config.load import load_config
+from ktrainer.config.command_line import parse_cli, parse_known_cli
+from ktrainer.config.config_loading import load_config
+from ktrainer.config.key_reference import config_diff, describe, resolved_yaml
 from ktrainer.config.redact import redact
 from ktrainer.config.schema import (
     CheckpointConfig,

@@ -1,4 +1,4 @@
-"""Keeping secrets out of what is printed and saved."""
+"""Keep secrets out of printed and saved text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECRET_WORDS = {
 _SECRET_ENDINGS = ("password", "passphrase", "secret", "token", "apikey", "accesskey", "secretkey")
 _URL_LOGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#]+@")
 _URL_QUERY = re.compile(r"([?&;]([A-Za-z0-9_.~-]+)=)([^&;#\s]+)")
-# A shorter value may well be part of ordinary text, and replacing it there would garble it.
+# A shorter value may be part of ordinary text, which replacing it would garble.
 _SHORTEST = 3
 
 

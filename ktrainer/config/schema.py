@@ -1,8 +1,8 @@
 """The schema: every key that a user can set, its type, default and meaning.
 
-The `Attributes` sections below are the user's reference: `ktrainer config --describe` prints
-them, so each entry says what the key does, its unit and its range. Bounds and duration units are
-given beside the default and checked by `ktrainer.config.check`.
+The `Attributes` sections below are the user's reference (`ktrainer config --describe`), so each
+entry says what the key does, its unit and its range. Bounds and duration units are declared beside
+the default and enforced by `ktrainer.config.value_checks`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal, cast
 
 from omegaconf import MISSING
 
-from ktrainer.config.backends import BackendConfig, LocalConfig
-from ktrainer.config.bounds import duration, number
+from ktrainer.config.backend_keys import BackendConfig, LocalConfig
 from ktrainer.config.redact import redact
+from ktrainer.config.schema_fields import duration, number
 
 SCRIPT = "the script"
 
@@ -52,16 +52,16 @@ class ClipConfig:
 
 @dataclass(frozen=True)
 class InterruptConfig:
-    """What `fit` does when the process is asked to end.
+    """What `fit` does on a signal to end.
 
     Attributes:
-        signals: signals that ask for it, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. One on any rank:
-            all ranks end after the same step, save a checkpoint where checkpointing is on, and
-            exit with code 75 where there is a checkpoint to go on from, else with 128 plus the
-            signal's number. A second one acts as without ktrainer. []: none is caught.
+        signals: signals to handle, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. After one on any rank,
+            all ranks finish the same step, save a checkpoint if checkpointing is on, and exit: with
+            code 75 if there is a checkpoint to resume from, else with 128 plus the signal's number.
+            A second signal has its usual effect. []: none is handled.
         grace: seconds from the signal until the process is killed: 30 under Kubernetes
             (terminationGracePeriodSeconds), 30 under Slurm (KillWait) or as much as --signal
-            leaves. What is not likely to end in them is not begun.
+            leaves. A checkpoint that is unlikely to be complete by then is not started.
     """
 
     signals: list[str] = field(default_factory=lambda: ["SIGTERM", "SIGINT"])
@@ -70,7 +70,7 @@ class InterruptConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """How long and how to train.
+    """Length of training, and how a step is computed.
 
     Attributes:
         epochs: passes over the data.
@@ -82,11 +82,11 @@ class TrainerConfig:
             fraction of them (0.1). null: all.
         limit_val_batches: the same for validation; 0 turns validation off.
         fast_dev_run: try the whole program on this many batches of training and validation, in
-            one epoch; true is 1 and 0 is off.
+            one epoch; true is 1, and 0 is off.
         overfit_batches: train on the same first batches, unshuffled, every epoch, to see
             whether the model can learn them; 0 is off.
         accumulate: batches whose gradients are added up before one update. Equal to one batch
-            that is so many times as large, with one all-reduce for each update.
+            this many times as large, with one all-reduce per update.
         clip: gradient clipping, after the gradients of all ranks are summed.
         precision: float32, mixed_bfloat16, or mixed_float16 (with loss scaling on which all
             ranks agree). null: the Keras dtype policy that is set already.
@@ -96,9 +96,9 @@ class TrainerConfig:
             outputs, targets and weights of the whole batch, gathered first, for losses that couple
             examples (contrastive losses, rankings).
         steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
-            then see every so many steps.
+            then run once per call.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
-        interrupt: what to do when the process is asked to end.
+        interrupt: what `fit` does on a signal to end.
     """
 
     epochs: int = number(1, at_least=1)
@@ -124,21 +124,21 @@ class DataConfig:
     """How the data is cut into batches, and the batches over ranks.
 
     Attributes:
-        batch: global: `batch_size` examples are one update over all ranks, each rank trains on
+        batch: global: `batch_size` examples are one batch over all ranks, each rank trains on
             its slice, and the result does not depend on the number of processes. per_worker:
             every rank takes `batch_size` of its own, as under Horovod; see lr.scale.
         batch_size: examples in a batch, for arrays. A tf.data.Dataset, PyDataset or generator
             brings its own batches.
-        shuffle: reorder arrays, and the batches of a PyDataset. If you choose a seed (`seed`, or
+        shuffle: shuffle arrays, and the batches of a PyDataset. If you choose a seed (`seed`, or
             keras.utils.set_random_seed after the Trainer), the order is the one that Model.fit
             draws with it, the same in every epoch. Otherwise (the default) each epoch is shuffled
-            differently, reproducibly. batch: of arrays, the rows within each batch. Other data
-            comes in its own order.
+            differently, reproducibly. batch: for arrays, shuffle within each batch. Other data
+            keeps its own order.
         shard: how ranks share the data. batch: all read the same batches and take their slice.
             element, file: each rank reads only its own elements or files, for input pipelines
             too heavy to run in full on every rank.
-        drop_remainder: for arrays, leave out the last batch of an epoch when it is smaller than
-            the others, in training only.
+        drop_remainder: for arrays, drop the last batch of an epoch when it is smaller than the
+            others, in training only.
         prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
     """
 
@@ -152,24 +152,25 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving the whole state of training, and continuing from it.
+    """Saving the whole state of training, and resuming from it.
 
     Attributes:
         dir: folder of the checkpoints. null: "checkpoints" in the run folder.
         every: how often to save, such as "1ep", "500ba", "10m". null: only as `best` says.
         keep: newest checkpoints to keep, at least 2, so that one damaged file does not end the
             run.
-        asynchronous: write behind the steps: a step waits only until the state is copied to host
-            memory, of which that takes as much again. An error is raised at the next save, or at
-            the end. false: a step waits until the checkpoint is on the disk.
-        iterators: inside an epoch, keep where tf.data pipelines stand, with the elements that their
-            shuffles hold. false: a resumed run reads the pipeline again up to that place, which
-            gives the same batches only if all of its random choices are seeded.
-        best: name of a logged value, such as "val_loss"; the checkpoint where it was best is
+        asynchronous: write in the background: a step waits only until the state is copied to host
+            memory, which takes room for one more copy of it. An error is raised at the next save,
+            or at the end. false: a step waits until the checkpoint is on the disk.
+        iterators: inside an epoch, save the state of tf.data iterators, with the elements in their
+            shuffle buffers. false: a resumed run skips the batches that it has seen, which gives
+            the same batches only if every random operation of the pipeline is seeded.
+        best: name of a logged value, such as "val_loss"; the checkpoint with its best value is
             kept too. null: none.
-        mode: whether less (min) or more (max) of `best` is better; auto tells by its name.
-        resume: auto: continue from the newest good checkpoint, if there is one. never: start
-            afresh. Anything else: the path of the checkpoint to continue from.
+        mode: whether a lower (min) or a higher (max) value of `best` is better. auto: told by its
+            name.
+        resume: auto: resume from the newest good checkpoint, if there is one. never: start from
+            scratch. Anything else: the path of the checkpoint to resume from.
     """
 
     dir: str | None = None
@@ -184,13 +185,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LrPhase:
-    """A stretch of training with its own learning rate.
+    """A phase of training with its own learning rate.
 
     Attributes:
-        start: when it begins, such as "30ep" or "5000ba".
+        start: its start, such as "30ep" or "5000ba".
         multiplier: factor on the base learning rate while it lasts. Where phases overlap, their
             factors multiply.
-        end: when it ends. null: never.
+        end: its end. null: never.
     """
 
     start: str = duration(MISSING, units=("ep", "ba"), positive=False)
@@ -203,10 +204,10 @@ class LrConfig:
     """The learning rate over time, on top of the one that the optimizer was made with.
 
     Attributes:
-        scale: factor by the number of processes: none: 1, linear: size, sqrt: its root. Meant
-            for data.batch=per_worker, where more processes make a larger batch.
-        warmup: rise from 1/size of the learning rate to all of it over this long, such as "5ep" or
-            "1000ba" (Goyal et al., 2017); one process has nothing to rise to. null: no warm-up.
+        scale: factor by the number of processes: none: 1, linear: their number, sqrt: its square
+            root. Meant for data.batch=per_worker, where more processes make a larger batch.
+        warmup: raise the learning rate from 1/size of it to all of it over this long, such as "5ep"
+            or "1000ba" (Goyal et al., 2017); without effect on one process. null: no warm-up.
         schedule: multipliers of the learning rate, as
             [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.
@@ -220,19 +221,20 @@ class LrConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is shown and written.
+    """Progress display and log files.
 
     Attributes:
-        every: how often numbers are gathered, shown and logged, such as "50ba", "1ep", "10s".
+        every: how often metrics are averaged over ranks, shown and logged, such as "50ba", "1ep",
+            "10s".
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
             else plain.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
-        batch_logs: what callbacks get at the end of a batch. rank: what the rank itself has
-            computed so far, at no cost. all: the same logs on every rank, those of all ranks
-            together, for waiting after each batch and two small all-reduces.
-        tensorflow: let TensorFlow's own start-up messages through. Only what it says after the
-            Trainer is made: import keras after that, or use `ktrainer run`.
+        batch_logs: logs of callbacks at the end of a batch. rank: those of the rank itself, at no
+            cost. all: the same logs on every rank, over all ranks, at the cost of two small
+            all-reduces and of waiting after each batch.
+        tensorflow: show TensorFlow's own start-up messages: those after the Trainer is made (import
+            keras after that), or all with `ktrainer run`.
     """
 
     every: str = duration("50ba")
@@ -245,27 +247,27 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class HealthConfig:
-    """Watching that training is sound.
+    """Checks that training is sound.
 
     Attributes:
-        nan: what to do when the loss is not finite on any rank, on all ranks at that step and
-            before a checkpoint. stop: end training. skip: leave the update out (also when a
-            gradient is not finite). rollback: go back to the last checkpoint, and on with the
-            batch that comes next. ignore: nothing, and checkpoints are saved of it too.
-        spike: a loss above so many times the median of the last `spike_window` is a spike, such
-            as 3. null: none is. For losses above 0.
-        on_spike: what to do about a spike: stop, skip or rollback, as for `nan`.
-        spike_window: updates that the median is taken over.
-        max_skips: stop once so many updates were left out in a row.
-        max_rollbacks: stop instead of going back once more.
+        nan: action of all ranks when the loss of any rank is not finite, at that step and before a
+            checkpoint. stop: end training. skip: skip the update (also when a gradient is not
+            finite). rollback: restore the last checkpoint and continue with the next batch.
+            ignore: none, and checkpoints are saved nevertheless.
+        spike: a loss above this many times the median of the last `spike_window` losses is a
+            spike, such as 3. null: none is. For losses above 0.
+        on_spike: action on a spike: stop, skip or rollback, as for `nan`.
+        spike_window: number of updates in the median.
+        max_skips: stop after this many skipped updates in a row.
+        max_rollbacks: rollbacks, after which the next one stops training.
         audit_every: how often to compare checksums of all weights between ranks, such as "1ep",
             "100ba". null: never.
-        check_data: before step 1, compare what the ranks read first, so that an unseeded
-            shuffle is found.
+        check_data: before step 1, compare the first batches of the ranks, to find an unseeded
+            shuffle.
         verify: before step 1, compare the gradients of a few examples computed at once with those
-            computed in parts, and warn where they differ.
-            auto: when ranks, replicas, microbatches or accumulation split an update; gives up
-            after about 5 seconds. off: never. `ktrainer verify` is the full check.
+            computed in parts, and warn where they differ. auto: when ranks, replicas, microbatches
+            or accumulation split an update; gives up after about 5 seconds. off: never. `ktrainer
+            verify` is the full check.
     """
 
     nan: Literal["stop", "skip", "rollback", "ignore"] = "stop"
@@ -285,17 +287,18 @@ class WorldConfig:
 
     Attributes:
         deadline: seconds that any wait for another rank may last before it ends with an error.
-        start_deadline: the same for the wait at the start, until all ranks have come to
-            `Trainer(...)`: what a script does before, such as preparing data, may take so long.
-        threads: threads of each process. null: what TF_NUM_INTRAOP_THREADS says (`ktrainer run`
-            sets it), else the machine's cores divided by its processes.
-        heal: with engine mpi: go on without ranks that die (data_parallel), or save the state that
-            their replicas hold, and end (pipeline). The processes must have been started by
+        start_deadline: the same for the start-up barrier in `Trainer(...)`: what a script does
+            before it, such as preparing data, may take this long.
+        threads: threads of each process. null: TF_NUM_INTRAOP_THREADS (`ktrainer run` sets it),
+            else the machine's cores divided by its processes.
+        heal: with engine mpi: when ranks fail, continue with the surviving ranks (data_parallel),
+            or save the state that their replicas hold and exit (pipeline). Start the processes with
             `ktrainer run --heal`, or `mpirun --with-ft ulfm`.
-        replace: start a process in the place of each that died; it joins the others when it is
-            ready.
-        min_size: fewest ranks to go on with; with fewer left the rest save a checkpoint and end.
-        max_size: most ranks; grow to so many with processes that join. null: do not grow.
+        replace: start a new process for each that failed; it joins the others when it is ready.
+        min_size: fewest ranks to continue with; with fewer, the surviving ranks save a checkpoint
+            and exit.
+        max_size: most ranks; processes that join may grow the run to this many. null: do not
+            grow.
     """
 
     deadline: float = number(300.0, above=0)
@@ -309,23 +312,23 @@ class WorldConfig:
 
 @dataclass(frozen=True, repr=False)
 class Config:
-    """Everything that a run is made from.
+    """The whole configuration of a run.
 
     Attributes:
         seed: seeds Python, NumPy, Keras and the order of the data. null: unseeded.
         run: where the run keeps its files.
-        trainer: how long and how to train.
+        trainer: length of training, and how a step is computed.
         data: how the data is cut into batches, and the batches over ranks.
         backend: how a step runs: local, data_parallel, pipeline or tf_distribute.
-        checkpoint: saving the whole state of training, and continuing from it.
+        checkpoint: saving the whole state of training, and resuming from it.
         lr: the learning rate over time.
-        logging: what is shown and written.
-        health: watching that training is sound.
+        logging: progress display and log files.
+        health: checks that training is sound.
         world: the group of processes.
         callbacks: your own callbacks, as NAME: {type: REGISTERED_NAME, argument: value, ...}.
-            NAME is yours to choose; NAME: null takes one away again.
+            NAME is yours to choose; NAME: null removes one.
         allow: prefixes of import paths that a callback's `type` may name, such as
-            ["my_package.callbacks"]. A `type` outside of them is never imported.
+            ["my_package.callbacks"]. Any other `type` is never imported.
     """
 
     seed: int | None = number(0, at_least=0, at_most=2**32 - 1)
@@ -343,21 +346,21 @@ class Config:
 
     # Values that came from secret environment variables; set by load_config, never printed.
     _secrets: ClassVar[tuple[str, ...]] = ()
-    # Where keys were set; set by load_config. What the script sets, its calls may change.
+    # Where keys were set; set by load_config. Keys set by the script may be changed by its calls.
     _origins: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def origin(self, key: str) -> str | None:
-        """Which file set a dotted key, or "command line"; None where neither did."""
+        """The file that set a dotted key, or "command line"; None if neither did."""
         origin = self._origins.get(key)
         return None if origin == SCRIPT else origin
 
     def is_set(self, key: str) -> bool:
-        """Whether anyone has set a dotted key: the script, a file or the command line."""
+        """Whether the script, a file or the command line has set a dotted key."""
         value = attrgetter(key)
         return key in self._origins or value(self) != value(Config())
 
     def with_changes(self, **changes: Any) -> Config:
-        """`dataclasses.replace` that keeps what is known of secrets and origins."""
+        """`dataclasses.replace` that keeps the record of secrets and origins."""
         changed = replace(self, **changes)
         object.__setattr__(changed, "_secrets", self._secrets)
         object.__setattr__(changed, "_origins", self._origins)

@@ -1,11 +1,11 @@
-"""What building Horovod takes, as functions that build nothing.
+"""The recipe for building Horovod, as functions that build nothing.
 
-Horovod 0.28.1 is the last release. Against a current TensorFlow two things are in the way:
+Horovod 0.28.1 is the last release. For a current TensorFlow it needs two changes:
 
 - One source, an XLA operation that ktrainer does not use, no longer compiles, because headers that
-  it includes have moved. It is left out.
-- On GPUs Horovod calls a function of TensorFlow that is no longer exported. It gets a definition of
-  its own, through the interface that is.
+  it includes have moved. It is omitted.
+- On GPUs Horovod calls a function of TensorFlow that is no longer exported. Another
+  definition, through the public interface, is added.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Nccl:
-    """Where CUDA and NCCL are.
+    """Folders of CUDA and NCCL.
 
     Attributes:
         cuda: the CUDA toolkit's folder, with `bin/nvcc`.

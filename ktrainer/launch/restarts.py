@@ -1,8 +1,11 @@
-"""Whether, and when, a group that has failed is started again from its last checkpoint.
+"""Restart a failed group from its last checkpoint.
 
-Not again: what another try would only repeat (a mistake in configuration, data or model, a
-checkpoint that does not fit or cannot be written, the script's own exit code), what somebody asked
-for (a signal, `--timeout`), and a group that failed twice without a checkpoint in between.
+It is not restarted after
+
+- a failure that would repeat: a mistake in configuration, data or model, a checkpoint that does
+  not fit or cannot be written, the script's own exit code;
+- a signal or `--timeout`;
+- two failures without a new checkpoint in between.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ktrainer import restarted
-from ktrainer.launch.channel import Note
-from ktrainer.launch.end import End
-from ktrainer.launch.report import Failure
+from ktrainer.distributed import restart_records
+from ktrainer.launch.failure_report import Failure
+from ktrainer.launch.group_state import GroupEnd
+from ktrainer.launch.rank_channel import Note
 
 MOST_SECONDS = 60.0  # between a failure and the next start
-SOON_SECONDS = 60.0  # a group that lasted longer did not fail soon
+SOON_SECONDS = 60.0  # a group that ran longer did not fail soon
 _LOOK_SECONDS = 0.1
 
 
@@ -29,9 +32,9 @@ class Restarts:
         limit: how many there may be.
         backoff: seconds before the first; twice as long before each one that follows within a
             minute, up to a minute.
-        memory: a folder that is there as long as the launch.
+        memory: a folder that exists as long as the launch.
         count: restarts so far.
-        soon: how many of them followed one another soon.
+        soon: how many of the last ones followed one another soon.
     """
 
     limit: int
@@ -44,33 +47,33 @@ class Restarts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the ranks of the next start."""
-        own = {restarted.COUNT: str(self.count)}
-        return {**own, restarted.MEMORY: str(self.memory)} if self.limit else own
+        """Environment variables for the ranks of the next start."""
+        own = {restart_records.COUNT: str(self.count)}
+        return {**own, restart_records.MEMORY: str(self.memory)} if self.limit else own
 
     @property
     def has_saved(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
-        return bool(restarted.saves(self.memory))
+        """Return whether there is a checkpoint to resume from."""
+        return bool(restart_records.saves(self.memory))
 
     @property
     def seconds(self) -> float:
-        """How long to wait before the next start."""
+        """Seconds to wait before the next start."""
         return float(min(MOST_SECONDS, self.backoff * 2**self.soon))
 
-    def why_not(self, end: End, failure: Failure) -> str | None:
-        """Why the group is not started again; None if it is. Empty: nothing need be said.
+    def why_not(self, end: GroupEnd, failure: Failure) -> str | None:
+        """The reason not to start the group again; None to start it. Empty: print nothing.
 
         Args:
             end: how it ended.
-            failure: who failed first.
+            failure: the first one.
         """
         if not self.limit:
             return ""
         note = end.failures.get(failure.rank) if failure.rank is not None else None
         if not end.started or (note is not None and note.final):
-            return f"not started again: {_ends_alike(note)}"
-        saves = restarted.saves(self.memory)
+            return f"not started again: {_repeats(note)}"
+        saves = restart_records.saves(self.memory)
         before, self._saves = self._saves, saves
         if self.count >= self.limit:
             return f"not started again: that was restart {self.count} of {self.limit}"
@@ -79,11 +82,11 @@ class Restarts:
         return None
 
     def wait(self, signals: list[int], until: float | None = None) -> int | str | None:
-        """Until the next start, which is then counted; returns what comes before it, if anything.
+        """Wait for the next start, and count it; return a signal or `"timeout"` that comes first.
 
         Args:
-            signals: those that this process has got; the first one is taken out and returned.
-            until: when `--timeout` is over, by the monotonic clock; `"timeout"` is returned.
+            signals: those that this process has received; the first one is removed and returned.
+            until: when `--timeout` ends, by the monotonic clock.
         """
         if time.monotonic() - self._started > SOON_SECONDS:
             self.soon = 0
@@ -102,10 +105,10 @@ def _is_further(saves: dict[str, int], before: dict[str, int]) -> bool:
     return any(step > before.get(folder, -1) for folder, step in saves.items())
 
 
-def _ends_alike(note: Note | None) -> str:
+def _repeats(note: Note | None) -> str:
     if note is None:
         return "no process came to run the script"
     name = note.kind.rpartition(".")[2]
     if name == "SystemExit":
         return "the script chose to end"
-    return f"after {name} another try would end alike"
+    return f"after {name} another try would fail in the same way"

@@ -1,16 +1,15 @@
 """Keras scripts that make no Trainer, under `ktrainer run`.
 
-    detection.py    whether a script is one of these, from its source
-    bootstrap.py    once Keras is imported, make the Trainer, seed random numbers, and route
-    routing.py      `Model.fit` and its like go through the Trainer
-    callbacks.py    callbacks of several ranks: files are written once, and all decide alike
-    batches.py      `train_on_batch` and its like
-    files.py        files are written once
-    stages.py       a model in stages is put together, to be cut again
-    strategies.py   a strategy of the script's own
-    diagnostics.py  custom loops and files of all ranks, which are not shared out, are named
-    replace.py      attributes that are replaced, and put back
+    plain_script          recognises such a script by its source
+    bootstrap             makes the Trainer when Keras is imported, seeds random numbers, and routes
+    routing               sends `Model.fit` and other methods through the Trainer
+    batch_methods         `train_on_batch` and its siblings
+    keras_callbacks       adapts callbacks to several ranks
+    shared_files          writes files of Keras once
+    shared_folders        makes folders once
+    user_strategies       replaces a strategy of the script
+    unsupported_patterns  detects custom loops, and files that every rank writes
 
-A script that makes a Trainer of its own is left alone; so is all that follows in one that makes it
-in another module.
+A script that makes its own Trainer is not routed; if it does so in another module, routing ends
+there.
 """

@@ -1,4 +1,4 @@
-"""The Trainer of a script that makes none, from the words of `ktrainer run`."""
+"""Create the Trainer of a script that makes none, from the command line of `ktrainer run`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,37 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from ktrainer.runtime.monkeypatching import Replacements
+from ktrainer.script.shared_folders import share_folders
 
 if TYPE_CHECKING:
     from ktrainer.script.routing import Routing
 
 _BACKEND = "KERAS_BACKEND"
 _routing: Routing | None = None
+_replaced = Replacements()
 _first = True
 
 
-def install(rank: int, seed: int | None, horovod: bool) -> None:
-    """Have training go through a Trainer as soon as the script imports TensorFlow or Keras.
+def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = None) -> None:
+    """Route training through a Trainer as soon as the script imports TensorFlow or Keras.
 
-    The Trainer is made then, before TensorFlow runs anything: it chooses devices.
+    The Trainer is created then, before TensorFlow runs anything: it chooses devices.
 
     Args:
-        rank: this process's.
-        seed: of all random numbers, the same on all ranks; None leaves them alone.
+        rank: the rank of this process.
+        seed: seed of all random numbers, the same on all ranks; None does not seed them.
         horovod: whether the script imports Horovod.
+        marks: a folder of the launch, for several ranks; see `share_folders`.
     """
     global _first
     _first = rank == 0
+    if marks is not None:
+        share_folders(marks, rank, _replaced)
     if seed is not None:
         random.seed(seed)
         _AfterImport("numpy", partial(_seed_numpy, seed))
@@ -45,7 +53,7 @@ def install(rank: int, seed: int | None, horovod: bool) -> None:
 
 
 def watch(rank: int, ranks: int) -> None:
-    """Of a script that is not routed: warn once if it trains on several ranks without a Trainer."""
+    """Warn once if a script that is not routed trains on several ranks without a Trainer."""
     global _first
     _first = rank == 0
     if ranks > 1:
@@ -55,46 +63,45 @@ def watch(rank: int, ranks: int) -> None:
 def _watch_fit(ranks: int) -> None:
     import keras
 
-    from ktrainer.script.replace import Replacements
-
     replaced = Replacements()
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def fit(*args: Any, **kwargs: Any) -> Any:
-            from ktrainer.world import is_open
+            from ktrainer.distributed import is_open
 
             replaced.close()
             if not is_open():
                 say(
                     f"Model.fit was called, and no Trainer has been made: each of {ranks} ranks "
                     "trains by itself. Call `fit` of a Trainer; or take Trainer and load_config "
-                    "out of the script, and Model.fit is shared out"
+                    "out of the script, and Model.fit is routed"
                 )
             return original(*args, **kwargs)
 
         return fit
 
-    replaced.replace(keras.Model, "fit", make)
+    replaced.wrap(keras.Model, "fit", make)
 
 
 def uninstall() -> None:
-    """Take back what `install` has done, for what runs in this process afterwards."""
+    """Undo `install`."""
     global _routing
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AfterImport)]
     if _routing is not None:
         _routing.close()
         _routing = None
+    _replaced.close()
 
 
 def say(text: str) -> None:
-    """A line on rank 0's standard error."""
+    """Print a line to the standard error of rank 0."""
     if _first:
         print(f"ktrainer run: {text}", file=sys.stderr, flush=True)
 
 
 def _unless_importing(other: str, start: partial[None]) -> None:
-    # TensorFlow and Keras import one another: the outer one of them comes to its end last.
+    # TensorFlow and Keras import one another: the outer import ends last.
     if not _is_importing(other):
         start()
 
@@ -103,11 +110,11 @@ def _start(seed: int | None, horovod: bool) -> None:
     global _routing
     if _routing is not None:
         return
-    from ktrainer.start import note_seed
+    from ktrainer.runtime.tensorflow_setup import note_seed
     from ktrainer.trainer import Trainer
 
-    with _draws_kept():
-        # Without a seed of the command line's, a script has its own, or none.
+    with _kept_random_states():
+        # Without a seed on the command line, the script's own applies, if any.
         trainer = Trainer.from_cli(argv=(), defaults={"seed": None})
         if seed is not None:
             import keras
@@ -139,8 +146,9 @@ def _seed_torch(seed: int) -> None:
 
 
 @contextmanager
-def _draws_kept() -> Iterator[None]:
-    """Python and NumPy draw after the block as before it: the script may have seeded them."""
+def _kept_random_states() -> Iterator[None]:
+    """Restore the random states of Python and NumPy after the block: the script may have seeded
+    them."""
     import numpy as np
 
     python, numpy = random.getstate(), np.random.get_state()
@@ -159,10 +167,10 @@ def _on_tensorflow() -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `action()` when `module` has run, and `before()` before it does.
+    """Calls `before()` before a module is executed, and `action()` after it.
 
     Args:
-        module: its full name.
+        module: the full name.
         action: called once.
         before: called once.
     """
@@ -196,6 +204,6 @@ class _AfterImport(MetaPathFinder):
 
 
 def _is_importing(name: str) -> bool:
-    """Whether a module is being imported just now."""
+    """Return whether a module is being imported."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return bool(getattr(spec, "_initializing", False))

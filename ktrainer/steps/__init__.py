@@ -1,36 +1,29 @@
-"""A Keras model's train, test and predict step as compiled functions of one share of a batch.
+"""A Keras model's train, test and predict step as compiled functions of one local batch.
 
-The parts of this package:
+compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
+model_step.py, keras_patches.py, step_context.py   how Keras' step is traced as a part of an update
+update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
+loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
+sparse_gradients.py, update_guard.py               sums of gradients; skipped updates
+metric_logs.py                                     logs that are results of metrics
+metric_states.py, metric_reduction.py              states that add up; their sums over ranks
+named_variables.py                                 the variables of a model's state, by unique names
+variable_placement.py, remote_variable.py          variables that other processes hold
+strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy
+step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small parts
 
-    base.py                what a backend makes of a model: the interface
-    options.py             how steps run, from the configuration
-    program.py             a model's steps, compiled
-    program_cache.py       a model's programs, kept until it is compiled again
-    model_step.py          the model's own step, and what several ranks must do after it
-    captured.py            an update of several shares: accumulation, XLA with several ranks
-    multi.py               several updates in one call
-    threads.py             replacements of functions that act in some threads alone
-    context.py             what a traced step must know of the other shares
-    assertions.py          conditions that are known only when a step runs
-    vector_losses.py       vectors over examples that a loss adds up
-    all_gather.py          rows of all ranks in one tensor
-    loss_scope.py          losses of the whole batch
-    seams.py               the functions of Keras that are replaced while a step is traced
-    guard.py               leaves out updates that would spoil a model
-    logged.py              which logs are results of metrics, whatever they are called
-    metric_states.py       whether the states of a metric add up over parts of the data
-    optimizers.py          the optimizers that a model holds
-    placement.py           where a model's variables are
-    elsewhere.py           a variable that another stage of a pipeline holds
-    strategy_scope.py      the strategy's scope that a call of the Trainer leaves meanwhile
-    strategy_variables.py  a model's variables, taken out of a strategy
+The way of a batch under data_parallel: `training/loop.py` takes it from a feed
+(`data/array_feed.py`); `compiled_program.py` runs the traced `train_step`, in which
+`keras_patches.py` replaces the functions that divide losses and apply the optimizer;
+`step_context.py` has the denominators and reduces the gradients, by way of `sparse_gradients.py`,
+through `distributed/collectives.py`, which `distributed/mpi_gradients.py` implements.
 """
 
 from __future__ import annotations
 
-from ktrainer.steps.base import Steps
+from ktrainer.steps.compiled_program import CompiledProgram
 from ktrainer.steps.optimizers import optimizers_of
-from ktrainer.steps.options import Clip, StepOptions
-from ktrainer.steps.program import Program
+from ktrainer.steps.program_interface import Program
+from ktrainer.steps.step_options import Clip, StepOptions
 
-__all__ = ["Clip", "Program", "StepOptions", "Steps", "optimizers_of"]
+__all__ = ["Clip", "CompiledProgram", "Program", "StepOptions", "optimizers_of"]

@@ -10,10 +10,10 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
+from ktrainer.distributed import current_world
 from ktrainer.errors import ModelError
 from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.context import GatheredRows, StepContext, current
-from ktrainer.world import current as current_world
+from ktrainer.steps.step_context import GatheredRows, StepContext, current_step
 
 _WHERE = (
     "Call it in train_step, test_step, compute_loss or a layer's call, while `fit` or `evaluate` "
@@ -44,7 +44,7 @@ def all_gather(tensor: Any) -> Any:
     """
     if isinstance(tensor, keras.KerasTensor) or in_symbolic_scope():
         return tensor  # a model is built: only shapes count
-    context = current()
+    context = current_step()
     if context is None:
         _check_alone()
         return tensor
@@ -55,7 +55,7 @@ def all_gather(tensor: Any) -> Any:
             "loss needs as outputs of the model, and compute the loss in compute_loss or a "
             "compiled loss."
         )
-    if context.plane is None:
+    if context.collectives is None:
         return tensor
     tensor = tf.convert_to_tensor(tensor)
     if context.in_global_loss:
@@ -66,7 +66,7 @@ def all_gather(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowOffset:
-    """Where the rows of this rank are among those of all.
+    """The place of this rank's rows among those of all.
 
     Attributes:
         first: int64 scalar; the place of the first one.
@@ -91,21 +91,16 @@ def exchange_row_counts(
     Raises:
         ModelError: the step is compiled with XLA or for a TPU, or a tensor has no rows.
     """
-    assert context.plane is not None
-    context.refuse_xla("it gathers the rows of all ranks")
-    if tf.is_tensor(context.rank):
-        raise ModelError(
-            "the rows of all replicas cannot be gathered within a step on a TPU, whose compiler "
-            "must know their number: choose strategy=mirrored."
-        )
-    for tensor in tensors:
-        _check_rows(tensor)
-    rank, size = context.plane.place(context.rank)
+    assert context.collectives is not None
+    _check_gatherable(context, tensors)
+    rank, size = context.collectives.rank_and_size(context.rank)
     shapes = tf.concat([tf.shape(tensor, out_type=tf.int64) for tensor in tensors], 0)
     shapes *= tf.cast(context.weight > 0, tf.int64)
     numbers = tf.concat([tf.cast(shapes, tf.float64), tf.reshape(context.weight, [1])], 0)
     ours = tf.one_hot(rank, size, dtype=tf.float64)[:, None] * numbers[None, :]
-    every = tf.reshape(context.plane.sum(tf.reshape(ours, [-1]), context.order), tf.shape(ours))
+    every = tf.reshape(
+        context.collectives.sum(tf.reshape(ours, [-1]), context.order), tf.shape(ours)
+    )
     weight = tf.reduce_sum(every[:, -1])
     every = tf.cast(every, tf.int64)
     found, column = [], 0
@@ -138,11 +133,22 @@ def gather_rows(
     padding = tf.concat([[[rows.first, after]], tf.zeros([tf.size(rows.shape), 2], tf.int64)], 0)
     placed = tf.pad(wire, padding)
     if not tensor.dtype.is_floating:
-        assert context.plane is not None
-        summed = context.plane.sum(placed, context.order)
+        assert context.collectives is not None
+        summed = context.collectives.sum(placed, context.order)
     else:
         summed = context.across(placed, rows.gathered.weight if same_loss else None)
     return tf.ensure_shape(tf.cast(summed, tensor.dtype), [None, *tensor.shape[1:]])
+
+
+def _check_gatherable(context: StepContext, tensors: Sequence[tf.Tensor]) -> None:
+    context.refuse_xla("it gathers the rows of all ranks")
+    if tf.is_tensor(context.rank):
+        raise ModelError(
+            "the rows of all replicas cannot be gathered within a step on a TPU, whose compiler "
+            "must know their number: choose strategy=mirrored."
+        )
+    for tensor in tensors:
+        _check_rows(tensor)
 
 
 def _check_rows(tensor: tf.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Conditions that are known only when a compiled step runs, and the errors they end in."""
+"""Run-time assertions inside compiled steps, and their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from ktrainer.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from ktrainer.steps.model_step import ShareLike
+    from ktrainer.steps.program_interface import LocalBatchLike
 
 _CHECK = "ktrainer: "  # marks our own checks among TensorFlow's
 
@@ -49,18 +49,18 @@ def explain_assertions() -> Iterator[None]:
 
 
 def error_of_split(
-    error: tf.errors.OpError, shares: Sequence[ShareLike], replicas: int, advice: str
+    error: tf.errors.OpError, local_batches: Sequence[LocalBatchLike], replicas: int, advice: str
 ) -> DataError | None:
-    """What an error of a step says if the step had a part of a batch only, else None: the model
-    may need all of it, as where its first axis is not examples.
+    """Explain an error of a step that had only a part of a batch; None if it had all of it. The
+    model may need all of it, as where the first axis is not examples.
 
     Args:
         error: of TensorFlow.
-        shares: those of the step.
-        replicas: how many parts of a share are stepped on in this process.
+        local_batches: those of the step.
+        replicas: how many parts of a local batch are stepped on in this process.
         advice: what to do, as the end of a sentence.
     """
-    split = [share for share in shares if share.examples < share.global_examples or replicas > 1]
+    split = [each for each in local_batches if each.examples < each.global_examples or replicas > 1]
     if not split or not isinstance(error, tf.errors.InvalidArgumentError):
         return None
     rows = -(-split[0].examples // replicas)

@@ -10,30 +10,45 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
+from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.errors import ModelError
+from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.all_gather import exchange_row_counts, gather_rows
 from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.context import GatheredRows, StepContext
-from ktrainer.steps.options import StepOptions
-from ktrainer.steps.threads import in_threads_of
-from ktrainer.world.plane import GradientPlane
+from ktrainer.steps.step_context import GatheredRows, StepContext
+from ktrainer.steps.step_options import StepOptions
 
 
-def refuse_xla(options: StepOptions, plane: GradientPlane | None) -> None:
+def explain_coupled_call(split: str, place: str = "it") -> str:
+    """The warning of a model whose own `call` couples examples.
+
+    Args:
+        split: into what a batch is split.
+        place: where it couples them, if known.
+    """
+    return (
+        f"this model does not compute as in one process: what {place} computes for an example "
+        f"depends on the others in the batch, and an update is split into {split}, each of which "
+        "sees only its own examples. No setting makes that equal; look in `call` for a product or "
+        "a sum over the first axis, and compute each example from its own inputs, or, outside of "
+        "pipelines, from those of all ranks with ktrainer.all_gather."
+    )
+
+
+def refuse_xla(options: StepOptions, collectives: GradientCollectives | None) -> None:
     """Refuse losses of the whole batch in steps that cannot communicate.
 
     Raises:
         ModelError: the steps are compiled with XLA, on several ranks.
     """
-    if options.loss_scope == "global" and options.xla and plane is not None:
+    if options.loss_scope == "global" and options.xla and collectives is not None:
         raise ModelError(
             "trainer.loss_scope=global gathers the outputs of all ranks inside of the step, which "
             "XLA cannot compile; set trainer.xla=false."
@@ -52,11 +67,8 @@ def gather_loss_inputs(context: StepContext, model: keras.Model, scope: str) -> 
         return
     models = [m for m in model._flatten_layers() if isinstance(m, keras.Model)]
     classes = {cls: None for m in models for cls in type(m).__mro__ if "compute_loss" in vars(cls)}
-    with ExitStack() as stack:
-        for cls in classes:
-            original = vars(cls)["compute_loss"]
-            on_all_rows = in_threads_of(context, _on_all_rows(context, original), original)
-            stack.enter_context(patch.object(cls, "compute_loss", on_all_rows))
+    name = "compute_loss"
+    with replaced_in(context, [(c, name, _on_all_rows(context, vars(c)[name])) for c in classes]):
         yield
 
 
@@ -66,7 +78,7 @@ def _on_all_rows(context: StepContext, original: Callable[..., Any]) -> Callable
     unused = ("x",) if original.__module__.startswith("keras.") else ()
 
     def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if context.in_global_loss or context.plane is None:
+        if context.in_global_loss or context.collectives is None:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         names = [n for n in given.arguments if n not in ("self", "training", *unused)]

@@ -1,4 +1,4 @@
-"""Whether the states of a metric, counted on parts of the data, add up to those of all of it."""
+"""Metrics whose states, counted on parts of the data, add up to those of all of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ADDITIVE = {
 
 
 def adds_up(metric: Any) -> bool:
-    """Whether the metric of all data has the sum of the states of parts of the data.
+    """Return whether the metric of all data has the sum of the states of parts of the data.
 
     True for Keras' own families (means, sums, confusion counts, AUC, precision and recall, F1,
     IoU, R2), their subclasses without states of their own, and metrics made of such metrics
@@ -41,7 +41,7 @@ def _of_known_family(metric: Any) -> bool:
 
 
 def is_compiled_metrics(metric: Any) -> bool:
-    """Whether `metric` is what Keras holds the compiled metrics in, listed in `metric.metrics`."""
+    """Return whether Keras holds the compiled metrics in `metric`, listed in `metric.metrics`."""
     return isinstance(getattr(type(metric), "metrics", None), property)
 
 

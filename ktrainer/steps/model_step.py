@@ -1,32 +1,21 @@
-"""The model's own step, what it is given, and what several ranks must do after it."""
+"""Helpers for a model's own step: rows of a batch, averaged statistics, checks."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.context import StepContext
-
-
-class ShareLike(Protocol):
-    """What a program needs of a share; see `ktrainer.feed.Share`."""
-
-    @property
-    def batch(self) -> Any: ...
-    @property
-    def examples(self) -> int: ...
-    @property
-    def global_examples(self) -> int: ...
+from ktrainer.steps.step_context import StepContext
 
 
 def is_uniform(batch: Any) -> bool:
-    """Whether all dimensions but the first are static, in every tensor of `batch`."""
+    """Return whether all dimensions but the first are static, in every tensor of `batch`."""
     return all(None not in tuple(t.shape)[1:] for t in keras.tree.flatten(batch) if t is not None)
 
 
@@ -45,7 +34,7 @@ def check_applied(context: StepContext, model: keras.Model) -> None:
     Raises:
         ModelError: the step applied no optimizer although there are weights to train.
     """
-    if context.plane is not None and context.applies == 0 and model.trainable_variables:
+    if context.collectives is not None and context.applies == 0 and model.trainable_variables:
         raise ModelError(
             f"{type(model).__name__}.train_step updates its weights without `optimizer.apply` or "
             "`apply_gradients`, so its gradients cannot be summed over ranks. Apply them through "
@@ -55,7 +44,7 @@ def check_applied(context: StepContext, model: keras.Model) -> None:
 
 def average_statistics(context: StepContext, model: keras.Model) -> None:
     """Average what the step assigned and no optimizer owns, such as BatchNorm's statistics."""
-    if context.plane is None:
+    if context.collectives is None:
         return
     moved = [
         v
@@ -64,13 +53,13 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
     ]
     if moved:
         values = [tf.convert_to_tensor(v.value) for v in moved]
-        averages = context.plane.reduce(values, context.weight, context.order)
+        averages = context.collectives.reduce(values, context.weight, context.order)
         for variable, value in zip(moved, averages, strict=True):
             variable.assign(value)
 
 
 def python_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under a user's `@tf.function`, whose trace would not see the seams."""
+    """The function under a user's `@tf.function`, whose trace would not see `keras_patches`."""
     return getattr(step, "python_function", step)
 
 
@@ -78,7 +67,7 @@ def global_seed() -> Any:
     """Keras' global seed generator, which layers without a seed draw from; made where there is
     none.
 
-    Making it draws from Python's `random`, which is put back: a model that needs no such seed would
+    Making it draws from Python's `random`, which is restored: a model that needs no such seed would
     else be followed by other initial weights than under `Model.fit`.
     """
     state = random.getstate()

@@ -1,4 +1,4 @@
-"""The programs of a model, kept for as long as they would be compiled alike.
+"""Cache of a model's compiled programs, valid until `compile` is called again.
 
 As in Keras, what was compiled stays until `compile` is called again: several models in turn, or
 `fit` in a loop, compile each step once.
@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
-from ktrainer.steps.base import Steps
-from ktrainer.steps.options import StepOptions
+from ktrainer.steps.program_interface import Program
+from ktrainer.steps.step_options import StepOptions
 
 _ATTRIBUTE = "_ktrainer_programs"
 _KEPT = 2  # of one model, with different options
@@ -23,16 +23,16 @@ _KEPT = 2  # of one model, with different options
 class _ProgramCache:
     """Programs of one model, the last one used last; no container, which Keras would track."""
 
-    known: list[tuple[list[Any], StepOptions, Steps]] = field(default_factory=list)
+    known: list[tuple[list[Any], StepOptions, Program]] = field(default_factory=list)
 
 
 def cached_program(
     model: keras.Model,
     options: StepOptions,
     owner: list[Any],
-    prepare: Callable[[keras.Model, StepOptions], Steps],
+    prepare: Callable[[keras.Model, StepOptions], Program],
     any_options: bool = False,
-) -> Steps:
+) -> Program:
     """The program of `model`: one that is known, or a new one.
 
     Args:

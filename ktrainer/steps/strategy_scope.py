@@ -1,4 +1,4 @@
-"""The strategy's scope that a call of the Trainer may be in, and leaves meanwhile."""
+"""Leave an active `tf.distribute` scope during a call of the Trainer."""
 
 from __future__ import annotations
 

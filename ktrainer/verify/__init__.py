@@ -1,15 +1,16 @@
-"""Does a model train the same in parts as at once?
+"""Compare split with unsplit training: `health.verify` and `ktrainer verify`.
 
-first_step.py   `health.verify`: the check that `fit` makes before its first update
-passes.py       one pass of a model's `train_step` that leaves nothing behind: loss and gradients
-side_effects.py what else a pass changes, undone
-compare.py      gradients at once beside those in parts; the likely cause of a difference
-mode.py         whether `ktrainer verify` runs this process, and how it is then configured
-recorder.py     records the first updates of such a run
-split.py        into how many parts an update is split
-diagnosis.py    why an update in parts differs, and what to do; how far rounding reaches
-table.py        two recorded runs, item by item, and why they differ
+first_update_check.py   `health.verify`: the check that `fit` makes before its first update
+eager_pass.py           one pass of a model's `train_step` without side effects: loss and gradients
+side_effects.py         undoes other changes that a pass makes
+gradient_compare.py     gradients of a whole batch against those of its parts
+metric_compare.py       compiled metrics, likewise
+diagnosis.py            likely cause of a difference, and the remedy; rounding tolerances
+verify_mode.py          whether `ktrainer verify` runs this process, and its configuration then
+update_recorder.py      records the first updates of such a run
+compare_runs.py         compares two recorded runs; the printed table
+update_split.py         how many parts an update is split into
 batch_invariant_random.py   random numbers that are the same for every example of any batch
 
-The command itself is `ktrainer.launch.verify`.
+The command itself is `ktrainer.cli.verify_command`.
 """

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow import random as keras_random
 from tensorflow.python.ops import random_ops
 
-from ktrainer.steps.threads import entered_in_this_thread, replaced_in
+from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
 
 _GOLDEN = 0.6180339887498949
 _EDGE = 1e-3  # keeps the inverse of a distribution finite

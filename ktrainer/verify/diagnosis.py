@@ -1,4 +1,4 @@
-"""Why an update in parts differs from one of all examples at once, and what to do about it."""
+"""Diagnose why a split update differs from the unsplit one, and name the remedy."""
 
 from __future__ import annotations
 

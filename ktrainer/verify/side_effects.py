@@ -1,4 +1,4 @@
-"""What a pass changes beside Keras' variables, and how it is undone.
+"""Undo what a pass changes besides Keras' variables.
 
 Restored are TensorFlow variables, wherever they are held, and what can be reached from a model's
 own attributes: numbers, lists, dicts, sets, arrays and plain objects. Globals are not.
@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
-from ktrainer.steps.threads import entered_in_this_thread, replaced_in
-from ktrainer.world import World
+from ktrainer.distributed import World
+from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 _MOST_VISITED, _MOST_BYTES = 10_000, 64 * 2**20
@@ -68,7 +68,7 @@ class KeptState:
     def _restore_attributes(self, layer: Any, before: dict[str, Any]) -> Iterator[str]:
         now, of_others = vars(layer), _is_of_others(layer)
         for name, value in before.items():
-            if name in ("_called", "built", "_is_built") or now.get(name) is value:
+            if name in ("_called", "built") or now.get(name) is value:
                 continue
             plain = isinstance(value, PLAIN)
             if plain and type(now.get(name)) is type(value) and now[name] == value:
@@ -115,7 +115,8 @@ def variables_kept(changed: list[str]) -> Iterator[None]:
 
     def keeping(original: Callable[..., Any], self: Any, *args: Any, **named: Any) -> Any:
         if id(self) not in kept:
-            kept[id(self)] = self, tf.identity(self)
+            with tf.init_scope():  # where a step is traced, too
+                kept[id(self)] = self, tf.identity(self)
         return original(self, *args, **named)
 
     def replacement(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from ktrainer.backends.devices import claim_device
 from ktrainer.config import load_config
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import ConfigError, SetupError
-from ktrainer.facts import WorldFacts
-from ktrainer.plan import make_plan
-from ktrainer.world import SingleWorld
+from ktrainer.plan.run_plan import make_plan
+from ktrainer.runtime.devices import claim_device
+from ktrainer.runtime.hardware import Hardware
 
 
 class Devices:
@@ -142,6 +142,6 @@ def test_threads_already_set_are_no_error(devices: Devices) -> None:
 def test_nccl_needs_a_gpu_for_each_rank(facts: dict[str, Any]) -> None:
     config = load_config(None, ["backend=data_parallel", "backend.engine=horovod"])
     with pytest.raises(ConfigError, match="NCCL") as caught:
-        make_plan(config, WorldFacts(cores=4, horovod=True, horovod_nccl=True, **facts))
+        make_plan(config, Hardware(cores=4, horovod=True, horovod_nccl=True, **facts))
     assert (caught.value.path, caught.value.value) == ("backend.engine", "horovod")
-    assert make_plan(config, WorldFacts(cores=4, horovod=True, **facts)).engine == "horovod"
+    assert make_plan(config, Hardware(cores=4, horovod=True, **facts)).engine == "horovod"

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ktrainer.world import SingleWorld
+from ktrainer.distributed import SingleWorld
 
 
 class Sized(SingleWorld):

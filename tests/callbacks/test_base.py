@@ -10,7 +10,7 @@ import pytest
 
 import ktrainer.callbacks as callbacks
 from ktrainer.callbacks import Callback, emit, gradient_hooks, is_writer, on_rank, rank_zero_only
-from ktrainer.world import SingleWorld
+from ktrainer.distributed import SingleWorld
 from tests.callbacks.helpers import fit, small_model
 
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import BroadcastVariables
 from ktrainer.errors import DivergenceError, ModelError
 from tests.callbacks.helpers import data, everything, fit, small_model
@@ -24,7 +24,7 @@ class AtFirstBatch(keras.callbacks.Callback):
 
 def _fit_from_different_weights(optimizer: str, dtype: str) -> tuple[list, list]:
     """Each rank has its own initial weights, seeds, optimizer slots and learning rate."""
-    rank = world.current().rank
+    rank = distributed.current_world().rank
     keras.config.set_dtype_policy(dtype)
     model = small_model(keras.optimizers.get(optimizer), seed=rank)
     model.optimizer.learning_rate = 0.1 * (rank + 1)
@@ -35,6 +35,7 @@ def _fit_from_different_weights(optimizer: str, dtype: str) -> tuple[list, list]
     return mine, seen.seen
 
 
+@pytest.mark.quick("sgd-mixed_bfloat16")
 @pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", "mixed_bfloat16"), ("adamw", "float64")])
 def test_before_the_first_step(ranks, optimizer: str, dtype: str) -> None:
     (root, first), (other, second) = ranks(2).run(_fit_from_different_weights, optimizer, dtype)
@@ -45,19 +46,20 @@ def test_before_the_first_step(ranks, optimizer: str, dtype: str) -> None:
 
 
 def _restored_by_root(size_of_bucket: int) -> list:
-    import ktrainer.world.arrays as arrays
+    import ktrainer.distributed.array_transfer as arrays
 
     arrays.BUCKET_BYTES = size_of_bucket  # several messages, and arrays larger than one
     model = small_model(seed=3)
     callback = BroadcastVariables()
     callback.set_model(model)
-    if world.current().is_root:
+    if distributed.current_world().is_root:
         for variable in model.weights:
             variable.assign(variable + 1.0)
     callback.on_restore(callback.progress)
     return everything(model)
 
 
+@pytest.mark.exhaustive
 def test_after_a_restore_on_rank_zero(ranks) -> None:
     every = ranks(3).run(_restored_by_root, 20)
     for other in every[1:]:
@@ -79,7 +81,7 @@ def test_a_model_without_variables_is_refused(ranks) -> None:
 
 
 def _different_models() -> None:
-    units = 3 + world.current().rank
+    units = 3 + distributed.current_world().rank
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     fit(model, [BroadcastVariables()])

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer.callbacks import Audit, BroadcastVariables, Callback, NanStop
-from ktrainer.callbacks.health import finite_loss
+from ktrainer.callbacks import Audit, BroadcastVariables, Callback, LossGuard
+from ktrainer.callbacks.loss_guard import finite_loss
 from ktrainer.errors import DivergenceError
 from tests.callbacks.helpers import EachStep, data, fit, small_model
 
@@ -29,7 +29,7 @@ class SpoilsAt(Callback):
 
 
 def test_stops_at_that_step() -> None:
-    stop, seen = NanStop(), EachStep(lambda model: None)
+    stop, seen = LossGuard(), EachStep(lambda model: None)
     with pytest.warns(UserWarning, match="not finite at step 3"):
         fit(small_model(), [SpoilsAt(2), stop, seen], epochs=3)
     assert stop.stopped_at == len(seen.seen) == 3
@@ -38,7 +38,7 @@ def test_stops_at_that_step() -> None:
 
 
 def _stop_together() -> tuple[int | None, int, list[str]]:
-    stop, seen = NanStop(), EachStep(lambda model: None)
+    stop, seen = LossGuard(), EachStep(lambda model: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(small_model(), [SpoilsAt(6, rank=1), stop, seen], epochs=3)
@@ -48,8 +48,15 @@ def _stop_together() -> tuple[int | None, int, list[str]]:
 def test_one_rank_stops_all(ranks) -> None:
     first, second = ranks(2).run(_stop_together)
     assert first[:2] == second[:2] == (7, 7)
-    assert first[2] == []
-    assert "on rank 1" in second[2][0]
+    assert "on rank 1 ({'loss': nan" in first[2][0]
+    assert second[2] == []
+
+
+def test_the_loss_can_be_looked_at_less_often() -> None:
+    stop = LossGuard(every=5)
+    with pytest.warns(UserWarning, match="not finite at step 5"):
+        fit(small_model(), [SpoilsAt(2), stop], epochs=3)
+    assert stop.stopped_at == 5
 
 
 def test_which_values_count() -> None:

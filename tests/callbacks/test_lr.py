@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktrainer.callbacks import LearningRate
-from ktrainer.callbacks.schedule import Stage, scale_factor, warmup_factor
+from ktrainer.callbacks.lr_schedules import LrStage, scale_factor, warmup_factor
 from ktrainer.errors import ConfigError
 from tests.callbacks.helpers import EachStep, Sized, data, fit, rate_of, small_model
 
@@ -100,6 +100,7 @@ def test_a_second_fit_does_not_compound() -> None:
     assert rate_of(model) == pytest.approx(0.1)
 
 
+@pytest.mark.exhaustive
 def test_resume_is_stateless_in_the_step() -> None:
     """A new process, whose optimizer holds a scaled rate from elsewhere, goes on exactly."""
     settings = {"scale": "linear", "warmup": "3ep", "world": Sized(4)}
@@ -158,7 +159,7 @@ def test_stages_multiply_and_end() -> None:
     stages = [
         {"start": "1ep", "end": "3ep", "multiplier": 0.5},
         {"start": "2ep", "multiplier": 0.1},
-        Stage.of({"start": "0ba", "multiplier": lambda s: 1 - s / 100, "staircase": False}),
+        LrStage.of({"start": "0ba", "multiplier": lambda s: 1 - s / 100, "staircase": False}),
     ]
     model, seen = small_model(), EachStep(rate_of)
     fit(model, [LearningRate(schedule=stages), seen], epochs=4)
@@ -173,9 +174,9 @@ def test_stages_multiply_and_end() -> None:
 
 
 def test_staircase_gives_a_function_whole_epochs() -> None:
-    seen = [Stage.of({"start": "0ep", "multiplier": float}).factor(s, 4) for s in range(9)]
+    seen = [LrStage.of({"start": "0ep", "multiplier": float}).factor(s, 4) for s in range(9)]
     assert seen == [0, 0, 0, 0, 1, 1, 1, 1, 2]
-    smooth = Stage.of({"start": "0ep", "multiplier": float, "staircase": False})
+    smooth = LrStage.of({"start": "0ep", "multiplier": float, "staircase": False})
     assert smooth.factor(3, 4) == 0.75
 
 

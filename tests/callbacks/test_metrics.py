@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import AverageMetrics, global_results
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import DivergenceError
 from ktrainer.steps.metric_states import adds_up
-from ktrainer.world import SingleWorld
 
 ROWS = 101  # odd: no two ranks have as many rows
 EVEN = 100  # Keras itself weights the losses of single outputs by batch, not by example
@@ -115,7 +115,7 @@ def updated(rank: int, size: int) -> list[keras.metrics.Metric]:
 
 
 def _zoo_on_ranks() -> tuple[dict[str, Any], bool]:
-    here = world.current()
+    here = distributed.current_world()
     metrics = updated(here.rank, here.size)
     before = [v.numpy().tobytes() for m in metrics for v in m.variables]
     calls: list[int] = []
@@ -132,6 +132,7 @@ def _zoo_on_ranks() -> tuple[dict[str, Any], bool]:
     return results, unchanged
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [2, 3])
 def test_zoo_equals_one_process(ranks, size: int) -> None:
     expected = global_results(updated(0, 1), SingleWorld())
@@ -152,7 +153,7 @@ def test_which_metrics_add_up() -> None:
 
 
 def _unknown_metric() -> tuple[dict[str, Any], list[str]]:
-    here = world.current()
+    here = distributed.current_world()
     metrics = [keras.metrics.Mean(name="loss"), LastValue(name="unknown"), FromParts()]
     examples = [30, 10, 0][here.rank]
     if examples:
@@ -176,7 +177,7 @@ def test_others_are_averaged_by_examples_with_a_warning(ranks) -> None:
 
 
 def _different_keys() -> None:
-    here = world.current()
+    here = distributed.current_world()
     logs = {"loss": 1.0, **({"only_here": 2.0} if here.rank == 1 else {})}
     global_results([keras.metrics.Mean(name="loss")], here, logs=logs)
 
@@ -188,7 +189,7 @@ def test_different_log_keys_raise_instead_of_hanging(ranks) -> None:
 
 
 def _custom_logs() -> dict[str, Any]:
-    here = world.current()
+    here = distributed.current_world()
     metric = keras.metrics.Mean(name="loss")
     metric.update_state(here.rank + 1.0, sample_weight=10 * (here.rank + 1))
     logs = {"loss": 5.0, "from_train_step": float(here.rank), "another": np.float32(2)}
@@ -228,7 +229,7 @@ def _model_and_rows() -> tuple[Any, list[np.ndarray]]:
 
 
 def _fit_alone() -> tuple[dict[str, Any], dict[str, Any]]:
-    here = world.current()
+    here = distributed.current_world()
     model, arrays = _model_and_rows()
     mine = [a[here.rank :: here.size] for a in arrays]
     x, truth = mine

@@ -5,14 +5,12 @@ from __future__ import annotations
 import keras
 import pytest
 
-from ktrainer.callbacks import assemble
-from ktrainer.callbacks.order import on_terminal
 from ktrainer.config import load_config
-from ktrainer.world import SingleWorld
+from ktrainer.training.default_callbacks import make_callbacks, on_terminal
 
 
 def names(config: dict, users: list) -> list[str]:
-    return [type(c).__name__ for c in assemble(load_config(config), SingleWorld(), users)]
+    return [type(c).__name__ for c in make_callbacks(load_config(config), users)]
 
 
 def test_everything_in_its_place() -> None:
@@ -28,7 +26,7 @@ def test_everything_in_its_place() -> None:
         "AverageMetrics",
         "LambdaCallback",
         "EarlyStopping",
-        "NanStop",
+        "LossGuard",
         "Audit",
         "Checkpoint",
         "Throughput",
@@ -53,7 +51,7 @@ def test_what_is_off_is_left_out() -> None:
 
 def test_the_checkpoint_keeps_the_states_of_all() -> None:
     config = load_config({"checkpoint": {"every": "1ep"}, "health": {"nan": "ignore"}})
-    every = assemble(config, SingleWorld(), [])
+    every = make_callbacks(config)
     (checkpoint,) = [c for c in every if type(c).__name__ == "Checkpoint"]
     assert checkpoint.callbacks == every
     assert checkpoint.allow_nan

@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import Audit, BroadcastVariables
-from ktrainer.callbacks.variables import all_variables, built_optimizers, model_variables
+from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import DivergenceError
-from ktrainer.steps.placement import Placement, place
-from ktrainer.world.layout import Layout
+from ktrainer.steps.named_variables import all_variables, built_optimizers, model_variables
+from ktrainer.steps.variable_placement import Placement, place
 from tests.callbacks.helpers import small_model
 
 LAYOUT = Layout(2, 2)
@@ -26,7 +26,7 @@ GRIDS = [LAYOUT, Layout(2, 2, "spread"), Layout(2, 1), Layout(1, 2)]
 def placed(model: Any, layout: Layout) -> Iterator[Placement]:
     """The first layer is on the first partition, the last on the last; both have the first bias,
     and with it its momentum, and the optimizer's counter and rate."""
-    whole: Any = world.current()
+    whole: Any = distributed.current_world()
     partition, replica = layout.partition_of(whole.rank), layout.replica_of(whole.rank)
     weights = [id(v) for v in model.trainable_variables]
     optimizer = [id(v) for v in model.optimizer.variables]
@@ -53,7 +53,7 @@ def placed(model: Any, layout: Layout) -> Iterator[Placement]:
 
 def _own_model() -> Any:
     """A model with weights, slots and a learning rate of this rank's own."""
-    rank = world.current().rank
+    rank = distributed.current_world().rank
     model = small_model(seed=rank)
     model.optimizer.build(model.trainable_variables)
     for variable in model.optimizer.variables:
@@ -96,7 +96,10 @@ def _names() -> tuple[list[str], list[str], int]:
         mine = [name for name, _ in model_variables(model)]
         other = small_model()
         assert not other.optimizer.built
-        place(other, Placement(0, 1, 0, 1, (), (), world.SingleWorld(), world.SingleWorld()))
+        place(
+            other,
+            Placement(0, 1, 0, 1, (), (), distributed.SingleWorld(), distributed.SingleWorld()),
+        )
         built_optimizers(other)
         return every, mine, len(other.optimizer.variables)
 
@@ -112,7 +115,7 @@ def _audit(spoiled: int | None, held: bool) -> None:
     model = small_model(seed=0)
     model.optimizer.build(model.trainable_variables)
     with placed(model, LAYOUT) as placement:
-        if world.current().rank == spoiled:
+        if distributed.current_world().rank == spoiled:
             for _, variable in all_variables(model):
                 if placement.holds(variable) == held:
                     variable.assign(keras.ops.ones_like(variable) * 7)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import (
     CSVLog,
     PlainProgress,
@@ -22,16 +22,17 @@ from ktrainer.callbacks import (
     Throughput,
     emit,
 )
-from ktrainer.callbacks.display import (
-    Meter,
+from ktrainer.callbacks.console_text import (
     count_text,
     final_report,
     metrics_text,
     rate_text,
     span_text,
 )
+from ktrainer.callbacks.throughput import Meter
 from ktrainer.errors import ConfigError
-from ktrainer.progress import Progress
+from ktrainer.state.progress import Progress
+from ktrainer.state.train_state import TrainState
 from tests.callbacks.helpers import data, fit, small_model
 
 
@@ -83,7 +84,7 @@ def test_csv_drops_an_epoch_that_is_not_over(tmp_path) -> None:
 
 def test_reports_need_a_place() -> None:
     for callback in (CSVLog(), TensorBoardLog()):
-        with pytest.raises(ConfigError, match="say where"):
+        with pytest.raises(ConfigError, match="give the"):
             fit(small_model(), [callback])
 
 
@@ -161,7 +162,7 @@ def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr("ktrainer.callbacks.progress.REFRESH_SECONDS", 0.0)  # draw every step
+    monkeypatch.setattr("ktrainer.callbacks.console.REFRESH_SECONDS", 0.0)  # draw every step
     x, y = data(20)
     callback = RichProgress()
     fit(small_model(), [callback], epochs=2, validation_data=(x, y))
@@ -188,9 +189,10 @@ def test_rich_display_of_unknown_lengths(monkeypatch) -> None:
 def test_events_of_the_loop() -> None:
     """Under a trainer, `on_log` and `on_validation_end` come from the loop alone."""
     trainer = SimpleNamespace(
-        world=world.SingleWorld(),
-        progress=Progress(epoch=0, batch=2, step=2, examples=64),
-        steps_per_epoch=4,
+        world=distributed.SingleWorld(),
+        state=TrainState(
+            progress=Progress(epoch=0, batch=2, step=2, examples=64), steps_per_epoch=4
+        ),
         config=SimpleNamespace(trainer=SimpleNamespace(max_steps=3), backend=None),
     )
     callback = PlainProgress()
@@ -217,8 +219,8 @@ def _only_rank_zero_reports(directory: str) -> list[str]:
             [
                 PlainProgress(every="2ba"),
                 RichProgress(),
-                CSVLog(here / f"{world.current().rank}.csv"),
-                TensorBoardLog(here / f"tb{world.current().rank}"),
+                CSVLog(here / f"{distributed.current_world().rank}.csv"),
+                TensorBoardLog(here / f"tb{distributed.current_world().rank}"),
                 throughput := Throughput(),
             ],
         )
@@ -234,21 +236,19 @@ def test_only_rank_zero_reports(ranks, tmp_path) -> None:
 
 
 def _throughput(directory: str) -> list[Any]:
-    here = world.current()
+    here = distributed.current_world()
     trainer = SimpleNamespace(
         world=here,
-        progress=Progress(),
-        steps_per_epoch=5,
+        state=TrainState(steps_per_epoch=5, timers={"data": 1.0, "communication": 5.0}),
         run_dir=Path(directory),
-        timers={"data": 1.0, "communication": 5.0},
     )
     callback = Throughput()
     callback.set_trainer(trainer)
     callback.on_train_begin()
     callback.on_epoch_begin(0)
-    trainer.progress.advance(320)
-    trainer.timers["data"] += here.rank + 1
-    trainer.timers["communication"] += 10 * (here.rank + 1)
+    trainer.state.progress.advance(320)
+    trainer.state.timers["data"] += here.rank + 1
+    trainer.state.timers["communication"] += 10 * (here.rank + 1)
     callback.on_epoch_end(0)
     return callback.epochs
 
@@ -267,7 +267,7 @@ def test_throughput_of_every_rank(ranks, tmp_path) -> None:
 
 def test_throughput_of_an_epoch_is_written_once(tmp_path) -> None:
     trainer = SimpleNamespace(
-        world=world.SingleWorld(), progress=Progress(), steps_per_epoch=1, run_dir=tmp_path
+        world=distributed.SingleWorld(), state=TrainState(steps_per_epoch=1), run_dir=tmp_path
     )
     path = tmp_path / "throughput.jsonl"
 

@@ -10,11 +10,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import Checkpoint
-from ktrainer.callbacks.variables import all_variables
-from ktrainer.steps.elsewhere import take_away
-from ktrainer.steps.placement import Placement, place, placement_of
+from ktrainer.steps.named_variables import all_variables
+from ktrainer.steps.remote_variable import make_remote
+from ktrainer.steps.variable_placement import Placement, place, placement_of
 from tests.callbacks.helpers import fit
 
 
@@ -54,7 +54,7 @@ def stages_of(model: Any, partitions: int) -> dict[int, list[int]]:
 
 def cut(model: Any, partitions: int) -> Placement:
     """Leave each rank of the world with its stage of `model`; all ranks call it together."""
-    here = world.current()
+    here = distributed.current_world()
     replica, partition = divmod(here.rank, partitions)
     first = replica * partitions
     stages = stages_of(model, partitions)
@@ -70,7 +70,7 @@ def cut(model: Any, partitions: int) -> Placement:
     )
     for _, variable in all_variables(model):
         if not placement.holds(variable):
-            take_away(variable, stages[id(variable)][0])
+            make_remote(variable, stages[id(variable)][0])
     weights = [w if placement.holds(w) else None for w in model.weights]
     model.get_weights = lambda: [w if w is None else w.numpy() for w in weights]
     place(model, placement)
@@ -87,12 +87,12 @@ def close(model: Any) -> None:
 
 def values(model: Any) -> dict[str, np.ndarray]:
     """All variables that this rank holds, and Keras' global seed."""
-    from ktrainer.checkpoint.state import variables_of
+    from ktrainer.checkpoint.state.capture_state import named_variables
 
     placement = placement_of(model)
     return {
         name: np.array(variable.numpy())
-        for name, variable in variables_of(model)
+        for name, variable in named_variables(model)
         if placement is None or name == "seed/global" or placement.holds(variable)
     }
 

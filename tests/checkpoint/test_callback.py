@@ -9,12 +9,12 @@ import keras
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.format as format_module
-from ktrainer import world
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
-from ktrainer.checkpoint.direction import direction
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.checkpoint.metric_direction import metric_direction
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
 from tests.small import build, data, trainer
@@ -142,9 +142,9 @@ def test_direction() -> None:
     model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "mae"])
     x, y = np.zeros((4, 4), "float32"), np.float32([[0], [1], [0], [1]])
     model.fit(x, y, verbose=0)
-    assert direction(model, "val_auc") == "max"
-    assert direction(model, "mae") == "min"
-    assert direction(model, "val_loss") == direction(model, "a_loss") == "min"
+    assert metric_direction(model, "val_auc") == "max"
+    assert metric_direction(model, "mae") == "min"
+    assert metric_direction(model, "val_loss") == metric_direction(model, "a_loss") == "min"
 
 
 def test_a_loss_that_is_not_finite_is_not_kept(tmp_path) -> None:
@@ -196,16 +196,16 @@ def test_rank_zero_writes_and_the_metrics_of_all_are_kept(ranks, tmp_path) -> No
 
 
 def _cannot_write(directory: str) -> None:
-    if world.current().is_root:
+    if distributed.current_world().is_root:
 
         def full(at: str, path: Path) -> None:
             raise OSError(28, "No space left on device")
 
-        format_module.probe = full
+        format_module.fault_point = full
     try:
         fit(small_model(), [Checkpoint(directory, every="3ba")])
     finally:
-        format_module.probe = lambda at, path: None
+        format_module.fault_point = lambda at, path: None
 
 
 def test_when_rank_zero_cannot_write_all_end(ranks, tmp_path) -> None:

@@ -10,13 +10,13 @@ import keras
 import numpy as np
 import pytest
 
-import ktrainer.world.arrays as bucketed
-from ktrainer import world
+import ktrainer.distributed.array_transfer as bucketed
+from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint, LearningRate
 from ktrainer.checkpoint import resume
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
-from ktrainer.world import SingleWorld
 from tests.callbacks.helpers import EachStep, Sized, everything, fit, rate_of, small_model
 
 ALONE = SingleWorld()
@@ -134,7 +134,7 @@ def test_a_resumed_rate_does_not_compound(tmp_path) -> None:
 
 
 def _resume_on_ranks(directory: str, bucket: int) -> tuple[int, list[np.ndarray]]:
-    here = world.current()
+    here = distributed.current_world()
     if not here.is_root:
         directory = "/nowhere"  # a disk of its own, without the files
     bucketed.BUCKET_BYTES = bucket
@@ -152,7 +152,7 @@ def test_all_ranks_get_what_rank_zero_reads(ranks, saved) -> None:
 
 
 def _resume_into_another_model(directory: str) -> None:
-    here = world.current()
+    here = distributed.current_world()
     units = 3 if here.is_root else 4
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(units), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
@@ -176,4 +176,4 @@ def _resume_quietly(directory: str) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
-    resume("auto", directory, model=small_model(), world=world.current())
+    resume("auto", directory, model=small_model(), world=distributed.current_world())

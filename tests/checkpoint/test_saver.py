@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.format as format_module
-from ktrainer import world
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from tests.callbacks.helpers import fit, small_model
 from tests.checkpoint.stages import close, cut, same, values, whole_model
@@ -51,7 +51,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(format_module, "probe", gate)
+    monkeypatch.setattr(format_module, "fault_point", gate)
     yield gate
     gate.open.set()
 
@@ -134,27 +134,27 @@ def test_an_error_in_training_waits_for_the_write(tmp_path, gate) -> None:
 
 
 def test_a_write_that_hangs_is_told(tmp_path, gate) -> None:
-    world.current().deadline = 0.2
+    distributed.current_world().deadline = 0.2
     keeper = Checkpoint(tmp_path, every="2ba", keep=9)
     try:
         with pytest.raises(CheckpointError, match=r"still being written after world\.deadline"):
             fit(small_model(), [keeper])
     finally:
-        world.current().deadline = 300.0
+        distributed.current_world().deadline = 300.0
 
 
 def _hangs_on_rank_0(directory: str) -> None:
-    here, release = world.current(), threading.Event()
-    kept = format_module.probe, here.deadline
+    here, release = distributed.current_world(), threading.Event()
+    kept = format_module.fault_point, here.deadline
     if here.is_root:
-        format_module.probe = lambda at, path: release.wait(30)
+        format_module.fault_point = lambda at, path: release.wait(30)
     here.deadline = 2.0
     keeper = Checkpoint(directory, every="1ep")
     try:
         fit(small_model(), [keeper], epochs=3)
     finally:
         release.set()
-        format_module.probe, here.deadline = kept
+        format_module.fault_point, here.deadline = kept
         keeper.close()
 
 
@@ -204,8 +204,8 @@ def _wait_for(path: Path) -> None:
 
 
 def _save_at_once(directory: str, partitions: int) -> Any:
-    """Each stage begins its file only once all others have begun theirs; nobody else waits."""
-    rank = world.current().rank
+    """Each stage begins its file only once all others have begun theirs; no other stage waits."""
+    rank = distributed.current_world().rank
     model = whole_model(epochs=1)
     expected = values(model)
     cut(model, partitions)
@@ -214,7 +214,7 @@ def _save_at_once(directory: str, partitions: int) -> Any:
     keeper.on_train_begin()
     threads = []
 
-    def probe(point: str, path: Path) -> None:
+    def fault_point(point: str, path: Path) -> None:
         if point == "before file" and path.name.startswith("arrays"):
             threads.append(threading.current_thread().name)
             (Path(directory) / f"begun-{rank}").write_text("")
@@ -222,24 +222,27 @@ def _save_at_once(directory: str, partitions: int) -> Any:
                 _wait_for((Path(directory), f"begun-{other}"))
             _wait_for((Path(directory), "trained"))
 
-    kept, format_module.probe = format_module.probe, probe
+    kept, format_module.fault_point = format_module.fault_point, fault_point
     try:
         keeper.progress.step = 3
         assert keeper.save({"loss": 1.0})
         # All ranks train on, with collectives of their own, while parts are under way.
-        total = sum(int(world.current().oob_allreduce(np.int64(rank), "sum")) for _ in range(50))
-        assert total == 50 * sum(range(world.current().size))
+        total = sum(
+            int(distributed.current_world().oob_allreduce(np.int64(rank), "sum")) for _ in range(50)
+        )
+        assert total == 50 * sum(range(distributed.current_world().size))
         if rank == 0:
             assert not Store(directory).entries()
             (Path(directory) / "trained").write_text("")
         keeper.on_train_end()
     finally:
-        format_module.probe = kept
+        format_module.fault_point = kept
         keeper.close()
     close(model)
     return expected, threads
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.parametrize(("size", "partitions"), [(2, 2), (4, 2)])
 def test_stages_write_at_once_behind_the_steps(ranks, tmp_path, size, partitions) -> None:
     found = ranks(size).run(_save_at_once, str(tmp_path), partitions, deadline=60)
@@ -250,7 +253,7 @@ def test_stages_write_at_once_behind_the_steps(ranks, tmp_path, size, partitions
 
 def _ends_with_an_error(directory: str) -> float:
     """Stage 1 never writes its part; training ends with an error on stage 0."""
-    here = world.current()
+    here = distributed.current_world()
     model = whole_model()
     cut(model, 2)
     keeper = Checkpoint(directory, every="1ep", keep=5)
@@ -261,25 +264,25 @@ def _ends_with_an_error(directory: str) -> float:
     def lost(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("lost")
 
-    import ktrainer.checkpoint.parts as parts_module
+    import ktrainer.checkpoint.stage_parts as parts_module
 
-    kept = parts_module.Parts.send, parts_module._GRACE_SECONDS
-    parts_module.Parts.send, parts_module._GRACE_SECONDS = lost, 0.3
+    kept = parts_module.StageParts.send, parts_module._GRACE_SECONDS
+    parts_module.StageParts.send, parts_module._GRACE_SECONDS = lost, 0.3
     began = time.monotonic()
     try:
         keeper.save({"loss": 1.0})
         if here.is_root:
-            with pytest.warns(UserWarning, match=r"did not hear from stage 1 \(rank 1\)"):
+            with pytest.warns(UserWarning, match=r"received none from stage 1 \(rank 1\)"):
                 keeper.close()
         else:
             keeper.close()
     finally:
-        parts_module.Parts.send, parts_module._GRACE_SECONDS = kept
+        parts_module.StageParts.send, parts_module._GRACE_SECONDS = kept
     here.barrier()
     close(model)
     return time.monotonic() - began
 
 
-def test_a_part_that_never_comes_holds_up_nobody(ranks, tmp_path) -> None:
+def test_a_missing_part_blocks_no_rank(ranks, tmp_path) -> None:
     assert max(ranks(2).run(_ends_with_an_error, str(tmp_path))) < 10
     assert list(tmp_path.iterdir()) == []

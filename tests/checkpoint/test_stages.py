@@ -10,14 +10,14 @@ import keras
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.parts as parts_module
-from ktrainer import world
-from ktrainer.callbacks.variables import all_variables
+import ktrainer.checkpoint.stage_parts as parts_module
+from ktrainer import distributed
 from ktrainer.checkpoint import resume, verify
-from ktrainer.checkpoint.reading import read_manifest
-from ktrainer.checkpoint.rebuild import export
+from ktrainer.checkpoint.export.export_model import export_model
+from ktrainer.checkpoint.format.checkpoint_reader import read_manifest
 from ktrainer.errors import CheckpointError, ModelError
-from ktrainer.steps.placement import placement_of
+from ktrainer.steps.named_variables import all_variables
+from ktrainer.steps.variable_placement import placement_of
 from tests.checkpoint.stages import close, cut, keeper, same, values, whole_model
 from tests.dist.small import more
 
@@ -35,7 +35,7 @@ def counted(model: Any) -> tuple[float, float]:
 def _save(directory: str, partitions: int, steps: tuple[int, ...] = (3,)) -> Any:
     """Save; returns what the model was before it was cut, and what was counted."""
     model = whole_model(epochs=1)
-    expected, rank = values(model), world.current().rank
+    expected, rank = values(model), distributed.current_world().rank
     stop = keras.callbacks.EarlyStopping()
     if partitions:
         cut(model, partitions)
@@ -52,7 +52,7 @@ def _save(directory: str, partitions: int, steps: tuple[int, ...] = (3,)) -> Any
 
 def _resume(directory: str, partitions: int) -> Any:
     """Go on with another model; returns what this rank has then."""
-    here = world.current()
+    here = distributed.current_world()
     model, stop = whole_model(seed=7, epochs=1), keras.callbacks.EarlyStopping()
     model.reset_metrics()
     if partitions:
@@ -69,9 +69,10 @@ def _resume(directory: str, partitions: int) -> Any:
 LAYOUTS = [(1, WHOLE), (2, WHOLE), (2, 2), (3, 3), (4, 4), (4, 2)]  # (ranks, stages)
 
 
+@pytest.mark.quick("2-0")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "partitions"), [(2, 2), more(3, 3), (4, 2), (2, WHOLE)])
-def test_any_number_of_stages_goes_on(ranks, tmp_path, size: int, partitions: int) -> None:
+def test_any_number_of_stages_resumes(ranks, tmp_path, size: int, partitions: int) -> None:
     saved = ranks(size).run(_save, str(tmp_path), partitions)
     expected = saved[0][0]
     total, count = np.sum([one[1] for one in saved], axis=0)
@@ -104,14 +105,14 @@ def test_any_number_of_stages_goes_on(ranks, tmp_path, size: int, partitions: in
 def check_export(checkpoint: Path, expected: dict[str, np.ndarray]) -> None:
     """The Keras files of it have all weights, whichever stage wrote them, and the optimizer."""
     file = checkpoint.parent / "model.keras"
-    export(checkpoint, file)
+    export_model(checkpoint, file)
     loaded = keras.models.load_model(file)
     values = {name: np.array(variable.numpy()) for name, variable in all_variables(loaded)}
     found = {name: value for name, value in values.items() if "seed" not in name}
     same(found, expected)
     assert set(found) == {name for name in expected if "seed" not in name}  # as of Keras' own save
     file = checkpoint.parent / "model.weights.h5"
-    export(checkpoint, file)
+    export_model(checkpoint, file)
     other = whole_model(seed=7)
     other = keras.Model(other.inputs, other.outputs)  # without the optimizer
     other.load_weights(file)
@@ -149,7 +150,7 @@ def _resume_into_another_model(directory: str) -> None:
     before = values(model)
     cut_at_the_last(model)
     with pytest.raises(CheckpointError, match="model/more/kernel is not in") as raised:
-        resume("auto", directory, model=model, world=world.current())
+        resume("auto", directory, model=model, world=distributed.current_world())
     assert "optimizer/0/" in str(raised.value)
     same(values(model), before)
     close(model)
@@ -170,8 +171,9 @@ def test_two_stages_must_not_save_the_same(tmp_path) -> None:
     def part(*names: str) -> dict[str, Any]:
         return {"error": None, "files": {}, "arrays": {name: {} for name in names}}
 
-    with pytest.raises(CheckpointError, match=r"two stages have b; no stage has c; nobody .* d"):
-        parts_module.put_together(tmp_path, [part("a", "b"), part("b", "d")], ["a", "b", "c"])
+    message = "two stages have b; no stage has c; d is unexpected"
+    with pytest.raises(CheckpointError, match=message):
+        parts_module.merge_stage_parts(tmp_path, [part("a", "b"), part("b", "d")], ["a", "b", "c"])
 
 
 def _export(path: str, partitions: int) -> Any:
@@ -181,11 +183,11 @@ def _export(path: str, partitions: int) -> Any:
     expected = values(model)
     placement = cut(model, partitions)
     refused = Path(path).parent / "a file"
-    if world.current().is_root:
+    if distributed.current_world().is_root:
         refused.write_text("")
     with pytest.raises(CheckpointError, match="cannot save the model"):
-        save_model(model, refused / "m.keras", world.current())
-    save_model(model, path, world.current())
+        save_model(model, refused / "m.keras", distributed.current_world())
+    save_model(model, path, distributed.current_world())
     absent = [w for w in model.weights if not placement.holds(w)]
     assert absent
     for weight in absent:  # nothing stays behind
@@ -195,6 +197,7 @@ def _export(path: str, partitions: int) -> Any:
     return expected
 
 
+@pytest.mark.quick("3-3")
 @pytest.mark.parametrize(("size", "partitions"), [(3, 3), (4, 2)])
 def test_the_whole_model_in_one_file(ranks, tmp_path, size: int, partitions: int) -> None:
     path = tmp_path / "model.keras"

@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import world
+from ktrainer import distributed
 from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
-from ktrainer.checkpoint.callback_state import callback_states, load_callback_states
-from ktrainer.checkpoint.state import restore
-from ktrainer.progress import Progress
-from ktrainer.world import SingleWorld
+from ktrainer.checkpoint.state.callback_state import callback_states, load_callback_states
+from ktrainer.distributed import SingleWorld
+from ktrainer.state.progress import Progress
 from tests.callbacks.helpers import data, everything, fit, small_model
+from tests.checkpoint.whole import restore_state
 
 ALONE = SingleWorld()
 
@@ -27,6 +27,7 @@ def same(a: Any, b: Any) -> None:
         assert x.tobytes() == y.tobytes()
 
 
+@pytest.mark.quick("lion")
 @pytest.mark.parametrize(
     "optimizer", ["sgd", "adamw", "adafactor", "lion", "ftrl", "loss_scale", "schedule"]
 )
@@ -46,7 +47,7 @@ def test_everything_comes_back(optimizer: str) -> None:
     fit(model, [])
     arrays, state = capture(model, Progress(epoch=1, step=5), ALONE)
     other = make()
-    assert restore(other, arrays, state, ALONE) == Progress(epoch=1, step=5)
+    assert restore_state(other, arrays, state, ALONE) == Progress(epoch=1, step=5)
     same(model, other)
     # Goes on as if nothing had happened: weights, dropout masks and slots.
     fit(model, [])
@@ -62,7 +63,7 @@ def test_mixed_precision_and_seeds() -> None:
     arrays, state = capture(model, Progress(), ALONE)
     expected = keras.random.normal((4,)).numpy()
     other = small_model(seed=9)
-    restore(other, arrays, state, ALONE)
+    restore_state(other, arrays, state, ALONE)
     same(model, other)
     np.testing.assert_array_equal(keras.random.normal((4,)).numpy(), expected)
 
@@ -101,7 +102,7 @@ def test_several_optimizers_not_yet_built() -> None:
     model, other = make(), make()
     fit(model, [])
     arrays, state = capture(model, Progress(), ALONE)
-    restore(other, arrays, state, ALONE)
+    restore_state(other, arrays, state, ALONE)
     fit(model, [])
     fit(other, [])
     for a, b in zip(model.weights, other.weights, strict=True):
@@ -152,7 +153,7 @@ def _half_an_epoch(rows: slice | None = None) -> Any:
     """A model whose metrics stand in the middle of an epoch."""
     model = small_model(keras.optimizers.SGD(0.0))
     x, y = data(40)
-    here = world.current()
+    here = distributed.current_world()
     mine = np.arange(40)[here.rank :: here.size]
     fit(model, [], rows=10)
     model.reset_metrics()
@@ -165,12 +166,12 @@ def _half_an_epoch(rows: slice | None = None) -> Any:
 
 
 def _metrics_to_the_same_ranks() -> list[tuple[bytes, bytes]]:
-    here = world.current()
+    here = distributed.current_world()
     model = _half_an_epoch()
     before = [v.numpy().tobytes() for v in model.metrics_variables]
     arrays, state = capture(model, Progress(batch=3, step=3), here)
     model.reset_metrics()
-    restore(model, arrays, state, here)
+    restore_state(model, arrays, state, here)
     after = [v.numpy().tobytes() for v in model.metrics_variables]
     return list(zip(before, after, strict=True))
 
@@ -181,14 +182,14 @@ def test_metrics_in_mid_epoch_are_each_ranks_own(ranks) -> None:
 
 
 def _capture_half_an_epoch() -> Any:
-    return capture(_half_an_epoch(), Progress(batch=3, step=3), world.current())
+    return capture(_half_an_epoch(), Progress(batch=3, step=3), distributed.current_world())
 
 
 def test_metrics_on_another_number_of_ranks_keep_their_sum(ranks) -> None:
     every = ranks(2).run(_capture_half_an_epoch)
     arrays, state = every[0]
     model = _half_an_epoch()
-    restore(model, arrays, state, ALONE)
+    restore_state(model, arrays, state, ALONE)
     loss = model.metrics[0]
     assert float(loss.count) == 40
     assert float(loss.result()) == 0.5  # rank 0 logged zeros, rank 1 ones
@@ -200,5 +201,5 @@ def test_metrics_on_another_number_of_ranks_keep_their_sum(ranks) -> None:
         arrays = {k: v for k, v in arrays.items() if not k.startswith("optimizer/")}
         full, _ = capture(model, Progress(), ALONE)
         arrays |= {k: v for k, v in full.items() if k.startswith("optimizer/")}
-        restore(model, arrays, state, ALONE)
+        restore_state(model, arrays, state, ALONE)
     assert any("other metrics" in str(w.message) for w in caught)

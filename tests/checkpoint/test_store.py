@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.store as store_module
-from ktrainer.checkpoint.store import Store
+import ktrainer.checkpoint.format.checkpoint_store as store_module
+from ktrainer.checkpoint.format.checkpoint_store import Store
 
 
 def names(directory: Path) -> list[str]:
@@ -93,7 +93,7 @@ def test_killed_while_pruning(tmp_path, monkeypatch) -> None:
         if at == "while pruning":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module, "probe", die)
+    monkeypatch.setattr(store_module, "fault_point", die)
     with pytest.raises(KeyboardInterrupt):
         store.prune(1)
     assert [entry.step for entry in store.entries()] == [2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ktrainer.config.cluster import expand_hosts, slurm_cluster, tf_config
+from ktrainer.config.cluster_environment import expand_hosts, slurm_cluster, tf_config
 from ktrainer.errors import ConfigError
 
 TWO = {"worker": ["one:1000", "two:1000"]}

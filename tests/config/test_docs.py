@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from ktrainer.config import BACKENDS, Config, describe, load_config, resolved_yaml
-from ktrainer.config.docs import diff_yaml, key_docs, summary
-from ktrainer.config.schematree import group_of, hints, item_group
+from ktrainer.config import (
+    BACKENDS,
+    Config,
+    config_diff,
+    describe,
+    load_config,
+    resolved_yaml,
+)
+from ktrainer.config.key_reference import diff_yaml, key_docs, reference_markdown, summary
+from ktrainer.config.schema_fields import group_of, hints, item_group
 from ktrainer.errors import ConfigError
-from ktrainer.facts import WorldFacts
-from ktrainer.plan import make_plan
+from ktrainer.plan.run_plan import make_plan
+from ktrainer.runtime.hardware import Hardware
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -41,6 +49,17 @@ def test_describe_names_every_key():
     assert "backend.partitions (a whole number; required)" in text
     assert "one of auto, horovod, mpi; default auto" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 96
+
+
+def test_the_reference_page_has_a_row_for_every_key():
+    page = reference_markdown()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    keys = [row.split("`")[1] for row in rows]
+    described = [line.split(" ")[0] for line in describe().splitlines() if line[0] != " "]
+    headings = [line[3:] for line in page.splitlines() if line.startswith("## ")]
+    assert sorted(keys + headings) == sorted(described)
+    assert all(len(row.replace(r"\|", "").split("|")) == 6 for row in rows)
+    assert "| `trainer.epochs` | a whole number | `1` |" in page
 
 
 def test_describe_one_key():
@@ -79,12 +98,15 @@ def test_comments_stand_above_keys():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
-def test_files_in_configs_are_complete_and_current(path):
+def test_files_in_configs_hold_what_differs_from_the_defaults_and_say_why(path):
     text = path.read_text()
-    header, _, body = text.partition("\n\n")
+    assert 5 <= len(text.splitlines()) <= 25
+    assert yaml.safe_load(text) == config_diff(load_config(path))
+    header, *body = text.split("\n\n")
     assert all(line.startswith("#") for line in header.splitlines())
-    # When this fails after a change of the schema: ktrainer config --config FILE prints the body.
-    assert body == resolved_yaml(load_config(path))
+    assert f"--config configs/{path.name}" in header
+    settings = [line for line in "\n".join(body).splitlines() if line.startswith("  ")]
+    assert all("  # " in line or line.startswith("  name: ") for line in settings), settings
 
 
 def test_configs_holds_each_way_to_run():
@@ -110,5 +132,5 @@ def test_configs_holds_each_way_to_run():
     strategies = [n for n, c in configs.items() if getattr(c.backend, "strategy", None) == n]
     assert len(strategies) == 6
     assert configs["per_worker"].data.batch == "per_worker"
-    assert make_plan(configs["pipeline"], WorldFacts(size=2)).replicas == 1
-    assert make_plan(configs["pipeline_hybrid"], WorldFacts(size=4)).replicas == 2
+    assert make_plan(configs["pipeline"], Hardware(size=2)).replicas == 1
+    assert make_plan(configs["pipeline_hybrid"], Hardware(size=4)).replicas == 2

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ktrainer.config import load_config
-from ktrainer.config.launched import as_launched, to_environment
+from ktrainer.config.launch_environment import as_launched, to_environment
 from ktrainer.errors import ConfigError
-from ktrainer.facts import WorldFacts
-from ktrainer.plan import make_plan
+from ktrainer.plan.run_plan import make_plan
+from ktrainer.runtime.hardware import Hardware
 
 HYBRID = ["world.heal=true", "backend=pipeline", "backend.partitions=2"]
 HEAL = ["world.heal=true", "backend=data_parallel"]
@@ -20,7 +20,7 @@ HEAL = ["world.heal=true", "backend=data_parallel"]
         (["world.heal=true"], "world.heal", "only backend=data_parallel"),
         (["world.heal=true", "backend=tf_distribute"], "world.heal", "--max-restarts"),
         ([*HYBRID, "backend.engine=horovod"], "backend.engine", "backend.engine=mpi"),
-        ([*HYBRID, "world.replace=true"], "world.replace", "each other's work"),
+        ([*HYBRID, "world.replace=true"], "world.replace", "hold different stages"),
         ([*HYBRID, "world.max_size=4"], "world.max_size", "--max-restarts"),
         ([*HYBRID, "world.min_size=2"], "world.min_size", "--max-restarts"),
         ([*HEAL, "backend.engine=horovod"], "backend.engine", "backend.engine=mpi"),
@@ -54,7 +54,7 @@ def test_the_launchers_word_is_checked_too():
 
 
 def test_auto_means_mpi_also_where_horovod_has_nccl():
-    facts = WorldFacts(size=2, local_size=2, gpus=2, horovod=True, horovod_nccl=True)
+    facts = Hardware(size=2, local_size=2, gpus=2, horovod=True, horovod_nccl=True)
     assert make_plan(load_config(None, HEAL[1:]), facts).engine == "horovod"
     assert make_plan(load_config(None, HEAL), facts).engine == "mpi"
 
@@ -62,8 +62,8 @@ def test_auto_means_mpi_also_where_horovod_has_nccl():
 def test_a_pipeline_needs_a_second_copy():
     config = load_config(None, HYBRID)
     with pytest.raises(ConfigError, match="start 4 processes for two replicas") as raised:
-        make_plan(config, WorldFacts(size=2))
+        make_plan(config, Hardware(size=2))
     assert raised.value.path == "world.heal"
-    plan = make_plan(config, WorldFacts(size=4, horovod=True, gpus=4, local_size=4))
+    plan = make_plan(config, Hardware(size=4, horovod=True, gpus=4, local_size=4))
     assert plan.engine == "mpi"
-    assert "replicas that are left save the state" in str(plan)
+    assert "surviving replicas save the state" in str(plan)

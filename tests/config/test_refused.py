@@ -176,7 +176,9 @@ def test_required_values():
     assert refused(["lr.schedule=[{start: 1ep}]"]).path == "lr.schedule[0].multiplier"
     error = refused([], {"seed": "???", "run": {"dir": "???"}})
     assert "run.dir=..., seed=..." in str(error)
-    assert refused(["callbacks.a={type: nan_stop, patience: '???'}"]).path == "callbacks.a.patience"
+    assert (
+        refused(["callbacks.a={type: loss_guard, patience: '???'}"]).path == "callbacks.a.patience"
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_objects_belong_in_code():
-    error = refused([], {"callbacks": {"a": {"type": "nan_stop", "f": print}}})
+    error = refused([], {"callbacks": {"a": {"type": "loss_guard", "f": print}}})
     assert error.path == "callbacks.a.f"
     assert "Trainer(cfg, callbacks=[...])" in str(error)
     assert "path, a dict or nothing" in str(refused([], 5))

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import callbacks as stock
 
 from ktrainer import Trainer
-from ktrainer.world import current
+from ktrainer.distributed import current_world
 from tests.contracts import zoo
 from tests.contracts.running import (
     BATCH,
@@ -82,7 +82,7 @@ class StopOn(stock.Callback):
         self.rank = rank
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if current().rank == self.rank and batch == 1:
+        if current_world().rank == self.rank and batch == 1:
             self.model.stop_training = True
 
 
@@ -126,7 +126,7 @@ SCENARIOS = {
         lambda to: [
             stock.LambdaCallback(
                 on_epoch_end=lambda epoch, logs: (
-                    (to / f"{epoch}.txt").write_text("") if current().is_root else None
+                    (to / f"{epoch}.txt").write_text("") if current_world().is_root else None
                 )
             )
         ]
@@ -224,7 +224,7 @@ def play_all(
     folder: Path, how: Any = "data_parallel", names: Iterable[str] = SCENARIOS
 ) -> dict[str, Run]:
     """Scenarios, one after another, on this rank."""
-    mine = folder / f"rank{current().rank}"
+    mine = folder / f"rank{current_world().rank}"
     return {name: play(name, mine / str(i), how) for i, name in enumerate(names)}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ktrainer import Trainer
 from ktrainer.steps import optimizers_of
-from ktrainer.steps.placement import placement_of
+from ktrainer.steps.variable_placement import placement_of
 from tests.contracts.zoo import ZOO, Case
 from tests.dist.harness import keras_state
 

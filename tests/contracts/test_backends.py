@@ -34,6 +34,7 @@ def compare(name: str, expected: Outcome, ours: Outcome) -> float:
     return difference
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3])
 def test_models_equal_one_process(ranks: Callable[..., Any], size: int) -> None:
     chosen = EXACT if size == 2 else EXACT[1::2]
@@ -47,6 +48,7 @@ def test_models_equal_one_process(ranks: Callable[..., Any], size: int) -> None:
     print({name: f"{difference:.1e}" for name, difference in largest.items()})
 
 
+@pytest.mark.exhaustive
 def test_noisy_models_are_equal_on_all_ranks_and_in_every_run(ranks: Callable[..., Any]) -> None:
     by_rank = ranks(2).run(train, NOISY, times=2, name="data_parallel", engine="mpi", deadline=200)
     for name in NOISY:
@@ -57,6 +59,7 @@ def test_noisy_models_are_equal_on_all_ranks_and_in_every_run(ranks: Callable[..
         assert np.isfinite(values).all(), name
 
 
+@pytest.mark.exhaustive
 def test_models_in_two_stages_equal_one_process(ranks: Callable[..., Any]) -> None:
     by_rank = ranks(2).run(train, IN_STAGES, name="pipeline", partitions=2, deadline=280)
     for name in IN_STAGES:
@@ -65,7 +68,7 @@ def test_models_in_two_stages_equal_one_process(ranks: Callable[..., Any]) -> No
             truth, held = getattr(expected, part), [getattr(rank, part) for rank in ours]
             for (path, value), *both in zip(truth, *held, strict=True):
                 here = [mine for mine in both if mine[1].size or not value.size]
-                assert here, f"{name}: nobody has {path}"
+                assert here, f"{name}: no rank has {path}"
                 difference, _ = largest_difference(here, [(path, value)] * len(here))
                 assert difference <= WEIGHTS, f"{name}: {path} differs by {difference:.1e}"
         assert ours[0].history == ours[1].history

@@ -18,7 +18,7 @@ import ktrainer.callbacks as callbacks
 from ktrainer import Trainer
 from ktrainer.callbacks import Callback
 from ktrainer.callbacks.base import EXTRA_EVENTS
-from ktrainer.checkpoint.encoding import decode_json, encode_json
+from ktrainer.checkpoint.format.value_encoding import decode_json, encode_json
 from tests.callbacks.helpers import data, everything, fit, small_model
 
 MAKERS: dict[str, Callable[[Path], Any]] = {
@@ -31,9 +31,9 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "LearningRate, active": lambda path: callbacks.LearningRate(
         schedule=[{"start": "0ba", "multiplier": 1.0}]
     ),
-    "LossGuard": lambda path: callbacks.LossGuard(spike=100.0, window=2),
+    "LossGuard": lambda path: callbacks.LossGuard(),
+    "LossGuard, spikes": lambda path: callbacks.LossGuard(spike=100.0, window=2),
     "LossGuard, skipping": lambda path: callbacks.LossGuard("skip", 100.0, "skip", window=2),
-    "NanStop": lambda path: callbacks.NanStop(),
     "PlainProgress": lambda path: callbacks.PlainProgress(every="2ba"),
     "RichProgress": lambda path: callbacks.RichProgress(),
     "TensorBoardLog": lambda path: callbacks.TensorBoardLog(path / "tb", every="2ba"),
@@ -66,6 +66,7 @@ def plain() -> tuple[list[np.ndarray], dict[str, list[float]], dict[str, list[fl
     return everything(model), first, second
 
 
+@pytest.mark.quick("RichProgress")
 def test_alone_under_keras_fit_twice_and_close_twice(make, plain) -> None:
     model, callback = small_model(), make()
     x, y = data(20)
@@ -79,6 +80,7 @@ def test_alone_under_keras_fit_twice_and_close_twice(make, plain) -> None:
         np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.quick("BroadcastVariables")
 def test_closed_before_and_in_the_middle(make) -> None:
     callback = make()
     callback.close()
@@ -95,6 +97,7 @@ def test_closed_before_and_in_the_middle(make) -> None:
     callback.close()
 
 
+@pytest.mark.quick("LossGuard, spikes")
 def test_state_goes_through_json_and_back(make) -> None:
     first, second = make(), make()
     fit(small_model(), [first], epochs=2)
@@ -113,6 +116,7 @@ def test_state_goes_through_json_and_back(make) -> None:
         callback.close()
 
 
+@pytest.mark.quick("Checkpoint")
 def test_under_the_trainer_twice(make, tmp_path, plain) -> None:
     callback = make()
     config = {

@@ -31,6 +31,7 @@ from tests.contracts.running import (
 from tests.contracts.zoo import OPTIMIZERS, ZOO
 
 
+@pytest.mark.quick("mlp")
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model(name: str) -> None:
     ours = local(name)  # in float64, and kept for the tests of other backends
@@ -38,6 +39,7 @@ def test_every_model(name: str) -> None:
     assert_same(ours, with_keras(ZOO[name]))
 
 
+@pytest.mark.quick("sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name: str) -> None:
     def build() -> keras.Model:
@@ -153,6 +155,7 @@ KINDS = {
 
 
 # Model.fit says so whenever it learns a length by coming to the end, one batch too late.
+@pytest.mark.quick("weighted PyDataset")
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_data(name: str) -> None:
@@ -186,7 +189,7 @@ def test_every_kind_of_data(name: str) -> None:
     assert_same(ours, theirs)
 
 
-def test_a_second_fit_goes_on_from_the_first() -> None:
+def test_a_second_fit_continues_the_first() -> None:
     x, y = zoo.features_and_labels(ROWS)
     keras.utils.set_random_seed(SEED)
     model = zoo.mlp()

@@ -31,6 +31,7 @@ from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+@pytest.mark.quick("user's own")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_alone_as_under_keras(name: str, tmp_path: Path) -> None:
     theirs = play(name, tmp_path / "keras", "keras", eager=True)
@@ -64,6 +65,7 @@ def check_ranks(name: str, first: Run, second: Run) -> None:
     compare(first, alone(name))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_on_ranks(name: str, on_two_ranks: list[dict[str, Run]]) -> None:
     check_ranks(name, *(rank[name] for rank in on_two_ranks))
@@ -81,6 +83,7 @@ def under_strategy(
             leaks.expect_ports()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "devices", "names"),
     [("mirrored", 2, TOUCHING), ("central_storage", 2, HOLDING), ("one_device", 1, HOLDING)],
@@ -96,6 +99,7 @@ def test_under_strategies(
         compare(run, alone(name))
 
 
+@pytest.mark.exhaustive
 def test_under_multi_worker_mirrored(ranks: Callable[..., Any], tmp_path: Path) -> None:
     names = [*HOLDING, "TerminateOnNaN", "user's own, on another rank"]
     by_rank = ranks(2, f"{CLUSTER} 1").run(

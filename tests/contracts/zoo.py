@@ -309,12 +309,13 @@ OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "loss_scaled": lambda: keras.optimizers.SGD(0.05, loss_scale_factor=1024.0),
     "accumulating": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "schedule_free": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
-    "multiple": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.01), {".*/bias": keras.optimizers.SGD(0.1)}
-        )
-    ),
     "decaying": lambda: keras.optimizers.Adam(
         keras.optimizers.schedules.ExponentialDecay(0.02, 2, 0.5)
     ),
 }
+if hasattr(keras.optimizers, "MultiOptimizer"):  # from Keras 3.15
+    OPTIMIZERS["multiple"] = lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.01), {".*/bias": keras.optimizers.SGD(0.1)}
+        )
+    )

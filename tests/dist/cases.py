@@ -174,6 +174,39 @@ def masked_accumulated(name: str) -> Case:
     return Case(lambda: _language_model(name), _tokens(), settings=settings)
 
 
+def positions(name: str) -> Case:
+    """Tokens with a table of positions that is looked up once a batch, and one that is looked up
+    for each example."""
+    import keras
+    from keras import ops
+
+    class Placed(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = keras.layers.Embedding(12, 6)
+            self.places = keras.layers.Embedding(9, 6)
+            self.each = keras.layers.Embedding(9, 6)
+
+        def call(self, tokens: Any) -> Any:
+            length = ops.shape(tokens)[1]
+            x = self.tokens(tokens) + self.places(ops.arange(length))
+            return x + self.each(ops.broadcast_to(ops.arange(length), ops.shape(tokens)))
+
+    def build() -> Any:
+        layers = [Placed(), keras.layers.LayerNormalization(), keras.layers.Dense(12)]
+        model = keras.Sequential([keras.Input((9,), dtype="int32"), *layers])
+        model.compile(optimizer(name), _loss(), metrics=["accuracy"])
+        return model
+
+    return Case(build, _tokens())
+
+
+def positions_accumulated(name: str) -> Case:
+    case = positions(name)
+    case.settings = {"trainer.accumulate": 2, "data.batch_size": BATCH // 2}
+    return case
+
+
 def several_outputs(name: str) -> Case:
     """Two inputs, two outputs, a loss of each kind of reduction, loss weights."""
     import keras
@@ -211,7 +244,9 @@ CASES = {
         clipped_by_optimizer,
         masked,
         masked_accumulated,
+        positions,
         several_outputs,
+        positions_accumulated,
     )
 }
 
@@ -271,3 +306,38 @@ def difference(a: Outcome, b: Outcome) -> float:
         # A slot that is zero but for round-off (of a regularised-away bias, say) has no scale.
         worst = max(worst, gap / max(scale, 1e-3))
     return worst
+
+
+def compare(
+    expected: list[Outcome],
+    ranks: list[list[Outcome]],
+    names: list[Any],
+    weights: float = 1e-10,
+    logs: float = 1e-9,
+) -> dict[str, float]:
+    """Check weights, slots, logs and evaluation of several cases, on every rank.
+
+    Args:
+        expected: what one process gives, for each case.
+        ranks: what each rank gives for them.
+        names: of the cases.
+        weights: largest difference of a variable, relative to its largest element.
+        logs: relative tolerance of logs and evaluation.
+
+    Returns:
+        The largest difference of each case.
+    """
+    largest = {}
+    for i, name in enumerate(names):
+        ours = [rank[i] for rank in ranks]
+        assert len({outcome.checksum for outcome in ours}) == 1, f"{name}: ranks differ"
+        largest[str(name)] = difference(expected[i], ours[0])
+        for outcome in ours:
+            assert list(outcome.history) == list(expected[i].history), name
+            for key, values in expected[i].history.items():
+                np.testing.assert_allclose(outcome.history[key], values, logs, err_msg=name)
+            for key, value in expected[i].evaluated.items():
+                np.testing.assert_allclose(outcome.evaluated[key], value, logs, err_msg=name)
+    print({key: f"{value:.1e}" for key, value in largest.items()})
+    assert max(largest.values()) <= weights, largest
+    return largest

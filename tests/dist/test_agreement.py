@@ -41,17 +41,17 @@ def test_another_model_is_found_before_step_1(ranks: Callable[..., Any]) -> None
 
 
 def _other_versions() -> None:
-    from ktrainer import fit
-    from ktrainer.world import current
+    from ktrainer.training import run
+    from ktrainer.distributed import current_world
 
-    keras = "3.15.1" if current().is_root else "3.14.0"
-    original = fit.versions_that_compute
-    fit.versions_that_compute = lambda: {**original(), "keras": keras}
+    keras = "3.15.1" if current_world().is_root else "3.14.0"
+    original = run.versions_that_compute
+    run.versions_that_compute = lambda: {**original(), "keras": keras}
     try:
         with make_trainer() as trainer:
             trainer.fit(small_model, vectors())
     finally:
-        fit.versions_that_compute = original
+        run.versions_that_compute = original
 
 
 def test_other_library_versions_are_found(ranks: Callable[..., Any]) -> None:
@@ -62,9 +62,9 @@ def test_other_library_versions_are_found(ranks: Callable[..., Any]) -> None:
 
 
 def _another_config() -> None:
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
-    with make_trainer(lr__warmup=f"{1 + current().rank}ep") as trainer:
+    with make_trainer(lr__warmup=f"{1 + current_world().rank}ep") as trainer:
         trainer.fit(small_model, vectors())
 
 
@@ -83,9 +83,9 @@ _UNLIKE = {
 
 
 def _unlike(key: str) -> None:
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
-    settings = {key: _UNLIKE[key]} if current().rank else {}
+    settings = {key: _UNLIKE[key]} if current_world().rank else {}
     with make_trainer(**settings, world__deadline=20) as trainer:
         trainer.fit(small_model, vectors(), validation_data=vectors())
 
@@ -100,10 +100,10 @@ def test_a_config_that_asks_for_other_collectives_is_found(
 
 
 def _validate_on_one_rank() -> None:
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
     with make_trainer(world__deadline=20) as trainer:
-        trainer.fit(small_model, vectors(), validation_data=vectors() if current().rank else None)
+        trainer.fit(small_model, vectors(), validation_data=vectors() if current_world().rank else None)
 
 
 def test_validation_data_on_one_rank_only_is_found(ranks: Callable[..., Any]) -> None:
@@ -115,10 +115,10 @@ def test_validation_data_on_one_rank_only_is_found(ranks: Callable[..., Any]) ->
 def _another_kind() -> None:
     import tensorflow as tf
 
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
     data = vectors()
-    if current().rank:
+    if current_world().rank:
         data = tf.data.Dataset.from_tensor_slices(data).batch(32)
     with make_trainer(world__deadline=20) as trainer:
         trainer.fit(small_model, data)
@@ -131,11 +131,11 @@ def test_another_kind_of_data_is_found(ranks: Callable[..., Any]) -> None:
 
 
 def _over_other_data(what: str) -> None:
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
     x, y = vectors()
     with make_trainer(world__deadline=20) as trainer:
-        rows = len(x) - 64 * current().rank
+        rows = len(x) - 64 * current_world().rank
         if what == "evaluate":
             trainer.evaluate(small_model, (x[:rows], y[:rows]))
         else:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from ktrainer.errors import DataError, DivergenceError
-from ktrainer.world import current
+from ktrainer.distributed import current_world
 from tests.contracts.running import use_float64
 
 QUIET = {"logging": {"progress": "none", "csv": False}, "checkpoint": {"resume": "never"}}
@@ -68,6 +68,7 @@ def with_trainer() -> list[Any]:
         return outcomes(trainer.fit)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_have_the_numbers_of_fit(ranks: Callable[..., Any], size: int) -> None:
@@ -101,7 +102,7 @@ def of_graphs() -> keras.Model:
 
 def refused() -> list[str]:
     """What is said of batches that are no examples, and of arguments that differ by rank."""
-    here = current()
+    here = current_world()
     with Trainer({**QUIET, "backend": "data_parallel"}) as trainer:
 
         def python() -> Any:

@@ -74,6 +74,7 @@ def heard_in_evaluate(backend: dict[str, Any], which: str) -> list[tuple[str, in
     return callback.logs
 
 
+@pytest.mark.exhaustive
 def test_callbacks_of_an_evaluation(ranks: Callable[..., Any]) -> None:
     truth = heard_in_evaluate({"name": "local"}, "rank")
     assert len(truth) == 3
@@ -81,6 +82,7 @@ def test_callbacks_of_an_evaluation(ranks: Callable[..., Any]) -> None:
         same([ours], [truth])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "names", "steps_per_call"),
     [
@@ -102,6 +104,7 @@ def test_all_ranks_hear_what_one_process_would(
         same(ours, truth)
 
 
+@pytest.mark.exhaustive
 def test_each_rank_hears_its_own_by_default(ranks: Callable[..., Any]) -> None:
     one, two = ranks(2).run(heard, ["many_metrics"], DATA_PARALLEL, "rank")
     pairs = zip(one[0], two[0], strict=True)

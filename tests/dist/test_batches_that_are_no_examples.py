@@ -66,6 +66,7 @@ def mirrored() -> list[str]:
 REASON = "slice index 1 of dimension 0 out of bounds. If the first axis"
 
 
+@pytest.mark.quick("ranks")
 @pytest.mark.parametrize(
     ("function", "ranks_and_mode", "remedy"),
     [

@@ -20,24 +20,24 @@ Group = Callable[..., Ranks]
 
 
 def _place(factor: int = 1) -> tuple[int, int, int]:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    here = world.current()
+    here = distributed.current_world()
     return here.rank * factor, here.size, os.getpid()
 
 
 def _fail_on(rank: int) -> str:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    if world.current().rank == rank:
+    if distributed.current_world().rank == rank:
         raise ValueError(f"rank {rank} has had enough")
     return "fine"
 
 
 def _sum_of_ranks() -> float:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    here = world.current()
+    here = distributed.current_world()
     return float(here.oob_allreduce(float(here.rank), "sum"))
 
 
@@ -46,16 +46,16 @@ def _identity(value: object) -> object:
 
 
 def _sleep_on(rank: int, seconds: float) -> None:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    if world.current().rank == rank:
+    if distributed.current_world().rank == rank:
         time.sleep(seconds)
 
 
 def _die_on(rank: int) -> None:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    if world.current().rank == rank:
+    if distributed.current_world().rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
 
@@ -108,9 +108,9 @@ def test_collectives_work_after_a_rank_left_one(ranks: Group) -> None:
 
 
 def _leave_a_collective() -> None:
-    from ktrainer import world
+    from ktrainer import distributed
 
-    here = world.current()
+    here = distributed.current_world()
     here.deadline = 0.5
     if here.rank == 0:
         raise RuntimeError("not coming")
@@ -125,7 +125,7 @@ def test_late_rank_is_named_with_its_stack_and_group_is_replaced(ranks: Group) -
     assert set(pids).isdisjoint(r[2] for r in ranks(2, "late").run(_place))
 
 
-def test_dead_rank_is_named(ranks: Group) -> None:
+def test_lost_rank_is_named(ranks: Group) -> None:
     with pytest.raises(RanksTimeout, match="rank 1 died"):
         ranks(2, "late").run(_die_on, 1)
 

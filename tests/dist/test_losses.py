@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ktrainer import ConfigError, ModelError, Trainer
-from tests.dist import losses
+from tests.dist import cases, losses
 from tests.dist.cases import Outcome, difference, train
 from tests.dist.losses import ACCUMULATED, LOSSES
 from tests.dist.small import more
@@ -20,20 +20,10 @@ _references: dict[str, Outcome] = {}
 
 def compare(names: list[str], every: list[list[Outcome]]) -> None:
     """Every rank has the weights, logs and evaluation of one process."""
-    largest = {}
-    for i, name in enumerate(names):
+    for name in names:
         if name not in _references:
             (_references[name],) = losses.outcomes([name], backend="local")
-        expected = _references[name]
-        for ours in every:
-            largest[name] = difference(expected, ours[i])
-            assert ours[i].history.keys() == expected.history.keys()
-            for key, values in expected.history.items():
-                np.testing.assert_allclose(ours[i].history[key], values, 1e-11, err_msg=name)
-            for key, value in expected.evaluated.items():
-                np.testing.assert_allclose(ours[i].evaluated[key], value, 1e-11, err_msg=name)
-    print({key: f"{value:.1e}" for key, value in largest.items()})
-    assert max(largest.values()) <= 1e-12, largest
+    cases.compare([_references[name] for name in names], every, names, 1e-12, 1e-11)
 
 
 # Some are enough in everyday runs; `make test-all` shares out the others.
@@ -42,56 +32,42 @@ FIRST += ["differentiated_by_xla", "returned_whole"]
 SECOND = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all", *ACCUMULATED]
 THREE = ["differentiated_in_few_rows", "simclr_in_few_rows", "own_against_all_in_few_rows", "clip"]
 OTHERS = [name for name in LOSSES if name not in FIRST + SECOND]
-REST = [name for name in LOSSES if name not in THREE]
 
 
+PARALLEL = {"backend": "data_parallel"}
+HOROVOD = {**PARALLEL, "backend__engine": "horovod"}
+MIRRORED = {"backend": "tf_distribute", "backend__strategy": "mirrored", "backend__devices": 2}
+CENTRAL = {**MIRRORED, "backend__strategy": "central_storage"}
+WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__devices": 1}
+SHARDS = ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]
+
+
+@pytest.mark.quick("-data_parallel-0", "-tf_distribute-mirrored-0")
 @pytest.mark.parametrize(
-    ("size", "names"),
+    ("group", "settings", "names"),
     [
-        (2, FIRST),
-        (2, SECOND),
-        more(2, OTHERS),
-        (3, THREE),
-        more(3, REST[: len(REST) // 2]),
-        more(3, REST[len(REST) // 2 :]),
+        ((2,), PARALLEL, FIRST),
+        ((2,), PARALLEL, SECOND),
+        more((2,), PARALLEL, OTHERS),
+        ((3,), PARALLEL, THREE),
+        pytest.param(
+            (2, "horovod"),
+            HOROVOD,
+            ["added", "differentiated", "clip", "own_against_all"],
+            marks=pytest.mark.horovod,
+        ),
+        ((1, ONE_PROCESS), MIRRORED, SHARDS),
+        ((1, ONE_PROCESS), MIRRORED, SECOND),
+        more((1, ONE_PROCESS), MIRRORED, OTHERS),
+        ((1, ONE_PROCESS), CENTRAL, ["added", "differentiated", "simclr", "own_against_all"]),
+        ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "clip", "own_against_all"]),
     ],
+    ids=lambda v: "-".join(map(str, list(v.values())[:2])) if isinstance(v, dict) else "",
 )
-def test_data_parallel(ranks: Callable[..., Any], size: int, names: list[str]) -> None:
-    ours = ranks(size).run(losses.outcomes, names, backend="data_parallel", deadline=280)
-    compare(names, ours)
-
-
-@pytest.mark.horovod
-def test_data_parallel_through_horovod(ranks: Callable[..., Any]) -> None:
-    names = ["added", "differentiated", "clip", "own_against_all"]
-    ours = ranks(2, "horovod").run(
-        losses.outcomes, names, backend="data_parallel", backend__engine="horovod", deadline=280
-    )
-    compare(names, ours)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "names"),
-    [
-        ("mirrored", ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]),
-        ("mirrored", SECOND),
-        more("mirrored", OTHERS),
-        ("central_storage", ["added", "differentiated", "simclr", "own_against_all"]),
-    ],
-)
-def test_replicas(ranks: Callable[..., Any], strategy: str, names: list[str]) -> None:
-    settings = {"backend": "tf_distribute", "backend__strategy": strategy, "backend__devices": 2}
-    ours = ranks(1, ONE_PROCESS).run(losses.outcomes, names, **settings, deadline=280)
-    compare(names, ours)
-
-
-def test_replicas_of_two_processes(ranks: Callable[..., Any]) -> None:
-    names = ["differentiated", "clip", "own_against_all"]
-    settings = {"backend": "tf_distribute", "backend__strategy": "multi_worker_mirrored"}
-    ours = ranks(2, f"{CLUSTER} 1").run(
-        losses.outcomes, names, **settings, backend__devices=1, deadline=250
-    )
-    compare(names, ours)
+def test_the_losses_of_one_process(
+    ranks: Callable[..., Any], group: tuple[Any, ...], settings: dict[str, Any], names: list[str]
+) -> None:
+    compare(names, ranks(*group).run(losses.outcomes, names, **settings, deadline=280))
 
 
 def test_without_it_ranks_have_another_loss(ranks: Callable[..., Any]) -> None:

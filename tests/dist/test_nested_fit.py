@@ -66,10 +66,12 @@ def outcome(fit: Callable[..., Any]) -> Any:
 def with_trainer() -> Any:
     with Trainer({**QUIET, "backend": "data_parallel", "checkpoint": {"every": "1ep"}}) as trainer:
         found = outcome(trainer.fit)
-        outer = (trainer.progress.step, trainer.steps_per_epoch, trainer.fits, trainer.inside)
+        state = trainer.state
+        outer = (state.progress.step, state.steps_per_epoch, state.fits, state.inside)
         return found, outer, str(trainer.run_dir), trainer.model.name
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_fit_inside_a_fit_has_kerass_numbers(ranks: Callable[..., Any], size: int) -> None:
     epochs, updates, *expected = outcome(keras.Model.fit)

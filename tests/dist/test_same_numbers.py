@@ -9,24 +9,19 @@ import numpy as np
 import pytest
 
 from tests.dist import cases
-from tests.dist.cases import CASES, Case, Outcome, difference, several, train
+from tests.dist.cases import CASES, Case, Outcome, compare, several, train
 from tests.dist.small import ENGINES, group_mode, more
 
 Cases = list[tuple[str, str]]
 
-# Two ranks run every case. Of three and four ranks, and of Horovod, some are enough in everyday
-# runs; all together they share out every case.
+# Two ranks run every case; of three and four ranks, and of Horovod, some are enough.
 NAMES = list(CASES)
 TWO = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)] + [("plain", "sgd")]
 BOTH = [("plain", "sgd"), ("plain", "adamw")]
-THREE = [*BOTH, *((case, "sgd") for case in NAMES[1::2])]
-FOUR = [*BOTH, *((case, "adamw") for case in NAMES[2::2])]
 ONE = [("plain", "sgd"), ("masked_accumulated", "sgd")]
-CHOSEN = [(1, ONE), (2, TWO), (3, THREE[:3]), (4, FOUR[:3])]
-CHOSEN += [more(3, THREE[3:]), more(4, FOUR[3:])]
-HOROVOD = [(2, TWO[::5]), (3, [(NAMES[1], "adamw")]), (4, [("masked", "adamw")])]
-HOROVOD += [more(1, ONE[1:]), more(2, TWO[::2]), more(4, BOTH[:1])]
-HOROVOD += [more(3, [(case, "adamw") for case in NAMES[4::3]])]
+SLICES = [("positions", "adamw"), ("positions_accumulated", "adamw")]  # squared one by one
+CHOSEN = [(1, ONE), (2, TWO), (3, [*BOTH, (NAMES[1], "sgd"), *SLICES]), (4, [*BOTH, (NAMES[2], "adamw")])]
+HOROVOD = [(2, TWO[::5] + SLICES), (3, [(NAMES[1], "adamw"), *SLICES]), (4, [("masked", "adamw")])]
 _references: dict[tuple[str, str], list[Outcome]] = {}
 
 
@@ -41,30 +36,7 @@ def reference(chosen: list[tuple[str, str]], floatx: str, **settings: Any) -> li
     return outcomes
 
 
-def compare(
-    expected: list[Outcome],
-    ranks: list[list[Outcome]],
-    chosen: list[tuple[str, str]],
-    weights: float,
-    logs: float,
-) -> dict[str, float]:
-    """Check every case on every rank; the largest difference of each."""
-    largest = {}
-    for i, (case, name) in enumerate(chosen):
-        ours = [rank[i] for rank in ranks]
-        assert len({outcome.checksum for outcome in ours}) == 1, f"{case}: ranks differ"
-        largest[f"{case}/{name}"] = difference(expected[i], ours[0])
-        for outcome in ours:
-            assert outcome.history.keys() == expected[i].history.keys()
-            for key, values in expected[i].history.items():
-                np.testing.assert_allclose(outcome.history[key], values, rtol=logs, err_msg=case)
-            for key, value in expected[i].evaluated.items():
-                np.testing.assert_allclose(outcome.evaluated[key], value, rtol=logs, err_msg=case)
-    print({key: f"{value:.1e}" for key, value in largest.items()})
-    assert max(largest.values()) <= weights, largest
-    return largest
-
-
+@pytest.mark.quick("3-chosen2")
 @pytest.mark.parametrize(("size", "chosen"), CHOSEN)
 def test_float64_weights_equal_one_process(
     ranks: Callable[..., Any], size: int, chosen: Cases
@@ -75,6 +47,7 @@ def test_float64_weights_equal_one_process(
     compare(reference(chosen, "float64"), ours, chosen, weights=1e-10, logs=1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, more(3)])
 def test_float32_weights_equal_one_process_to_round_off(
     ranks: Callable[..., Any], size: int
@@ -85,6 +58,7 @@ def test_float32_weights_equal_one_process_to_round_off(
     compare(reference(chosen, "float32"), ours, chosen, weights=1e-5, logs=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.horovod
 @pytest.mark.parametrize(("size", "chosen"), HOROVOD)
 def test_horovod_equals_one_process(ranks: Callable[..., Any], size: int, chosen: Cases) -> None:
@@ -107,6 +81,7 @@ def _train_tiny(**settings: Any) -> Outcome:
     return train(_tiny_batches(), **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES)
 def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any], engine: str) -> None:
     expected = _train_tiny(backend="local")
@@ -116,6 +91,7 @@ def test_batches_smaller_than_the_world_are_exact(ranks: Callable[..., Any], eng
     compare([expected], [[o] for o in ours], [("tiny batches", "sgd")], 1e-10, 1e-9)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     [
@@ -141,6 +117,7 @@ def _train_uneven(**settings: Any) -> Outcome:
     return train(case, **settings)
 
 
+@pytest.mark.quick("mpi")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_several_steps_a_call_of_which_one_rank_has_fewer_examples(
     ranks: Callable[..., Any], engine: str
@@ -154,6 +131,7 @@ def test_several_steps_a_call_of_which_one_rank_has_fewer_examples(
     compare([expected], [[o] for o in ours], [("uneven", "sgd")], 1e-10, 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_fp16_on_the_wire_is_close_and_equal_on_all_ranks(ranks: Callable[..., Any]) -> None:
     chosen = [("plain", "sgd"), ("masked", "sgd")]
     settings = {"backend": "data_parallel", "backend__compression": "fp16"}

@@ -1,4 +1,4 @@
-"""Runs that are asked to end by a real signal, and go on afterwards."""
+"""Runs that are asked to end by a real signal, and resume afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer import Callback, Interrupted, Trainer
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from tests.dist.harness import leaks
 from tests.faults.runs import CASES, Case, Result, arrays, settings, train
 from tests.tf_distribute.running import make_devices
@@ -70,7 +70,7 @@ def case_of(name: str, asks: Asks) -> Case:
 
 
 def whole(folder: Path, name: str, *words: str) -> tuple[Result, list[int]]:
-    """A run that nobody interrupts, and the steps of its validations inside epochs."""
+    """A run that is not interrupted, and the steps of its validations inside epochs."""
     asks = Asks(-1)
     words = ("checkpoint.every=100ba", *words)
     return train(folder / "whole", case_of(name, asks), *words), asks.validated

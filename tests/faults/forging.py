@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktrainer.checkpoint.checksums import checksum
-from ktrainer.checkpoint.encoding import decode_json, encode_json
-from ktrainer.checkpoint.format import MANIFEST
+from blake3 import blake3
+
+from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
+from ktrainer.checkpoint.format.value_encoding import decode_json, encode_json
 
 
 def flip(file: Path, at: int | None = None) -> None:
@@ -24,7 +25,7 @@ def cut(file: Path) -> None:
 
 
 def _blake3(text: bytes) -> Any:
-    return {"blake3": checksum(text)}
+    return {"blake3": blake3(text).hexdigest()}
 
 
 def forge(
@@ -41,5 +42,5 @@ def forge(
 def replace(path: Path, name: str, content: bytes) -> None:
     """Put other content into a file of the checkpoint `path`, with the right checksums."""
     (path / name).write_bytes(content)
-    facts = {"size": len(content), "blake3": checksum(content)}
+    facts = {"size": len(content), "blake3": blake3(content).hexdigest()}
     forge(path, lambda manifest: manifest["files"].update({name: facts}))

@@ -22,7 +22,7 @@ import numpy as np
 from keras import layers
 
 from ktrainer import Callback, Trainer
-from ktrainer.world.listening import on_all_interfaces
+from ktrainer.distributed.loopback_sockets import on_all_interfaces
 
 SETTINGS = {
     "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],
@@ -79,14 +79,14 @@ class Dies(Callback):
         self.slot, self.step, self.where = slot, step, where
 
     def at(self, where: str) -> None:
-        mine = where == self.where.removesuffix("!") and self.world.slot == self.slot
+        mine = where == self.where.removesuffix("!") and self.world.stable_rank == self.slot
         if mine and self.progress.step >= self.step:
             os.kill(os.getpid(), signal.SIGSTOP if self.where.endswith("!") else signal.SIGKILL)
 
     def on_step_begin(self, step: int) -> None:
         self.at("before")
         if self.where == "joined" and not self.joined():
-            time.sleep(0.2)  # so that newcomers find somebody to join
+            time.sleep(0.2)  # so that new ranks find ranks to join
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
         self.at("after")
@@ -101,26 +101,26 @@ class Dies(Callback):
             self.at("joined")
 
     def joined(self) -> bool:
-        """Whether a newcomer has come in."""
-        return any(not healed.lost for healed in self.trainer.healed)
+        """Whether a rank has joined."""
+        return any(not healed.lost for healed in self.trainer.state.healed)
 
 
 def die_in_a_reduction(deaths: list[Dies]) -> Callable[[], None]:
     """Let `deaths` happen when an all-reduce of gradients has been started."""
-    from ktrainer.world.plane_mpi import MpiPlane
+    from ktrainer.distributed.elastic_world import ElasticWorld
 
-    original = MpiPlane._wait
+    original = ElasticWorld.wait
 
-    def wait(self: Any, request: Any, what: str) -> None:
+    def wait(self: Any, request: Any, what: str, *buffers: Any) -> None:
         if "gradients" in what:
             for dies in deaths:
                 dies.at("in")
-        original(self, request, what)
+        original(self, request, what, *buffers)
 
-    MpiPlane._wait = wait  # type: ignore[method-assign]
+    ElasticWorld.wait = wait  # type: ignore[method-assign]
 
     def put_back() -> None:
-        MpiPlane._wait = original  # type: ignore[method-assign]
+        ElasticWorld.wait = original  # type: ignore[method-assign]
 
     return put_back
 
@@ -162,8 +162,12 @@ def main() -> None:
             arrays = {str(k): v for k, v in enumerate(found["weights"])}
             np.savez(folder / f"{number}.npz", **arrays)
             # What became of the ranks in this `fit`.
-            healed = [[h.step, list(h.lost), h.size, h.seconds] for h in trainer.healed]
-            facts = {"history": found["history"], "healed": healed, "slot": trainer.world.slot}
+            healed = [[h.step, list(h.lost), h.size, h.seconds] for h in trainer.state.healed]
+            facts = {
+                "history": found["history"],
+                "healed": healed,
+                "stable_rank": trainer.world.stable_rank,
+            }
             facts["listens everywhere"] = everywhere
             (folder / f"{number}.json").write_text(json.dumps(facts))
         trainer.world.barrier("results")

@@ -1,4 +1,4 @@
-"""A hybrid training whose ranks die; `test_just_in_time.py` launches it.
+"""A hybrid training whose ranks die; `test_just_in_time_checkpoint.py` launches it.
 
     ktrainer run --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
 
@@ -20,10 +20,10 @@ import numpy as np
 from keras import layers
 
 from ktrainer import Callback, Trainer
-from ktrainer.backends.pipeline.post import Post
-from ktrainer.backends.pipeline.update import StageUpdate
-from ktrainer.healing import saving
-from ktrainer.steps.placement import placement_of
+from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
+from ktrainer.backends.pipeline.runtime.transport import Transport
+from ktrainer.elastic import just_in_time_checkpoint
+from ktrainer.steps.variable_placement import placement_of
 
 WORDS = (
     *("backend=pipeline", "backend.partitions=2", "backend.microbatches=3"),
@@ -65,15 +65,15 @@ class Dies(Callback):
         self._received = 0  # tensors of other stages in this step
 
     def at(self, where: str) -> None:
-        mine = where == self.where and self.world.slot == self.rank
+        mine = where == self.where and self.world.stable_rank == self.rank
         if mine and self.progress.step >= self.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
-        _after(Post, "receive", self._count)
+        _after(Transport, "receive", self._count)
         _after(StageUpdate, "__call__", lambda: self.at("update"))
-        _after(saving, "written", lambda: self.at("saving"))
+        _after(just_in_time_checkpoint, "write_stage_part", lambda: self.at("saving"))
 
     def on_step_begin(self, step: int) -> None:
         self._received = 0

@@ -1,4 +1,4 @@
-"""Runs of eight updates that save after each one, and go on from any of them.
+"""Runs of eight updates that save after each one, and resume from any of them.
 
 A run that is killed after update k has just the checkpoint of k in its folder, or one before.
 """
@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from ktrainer import Trainer, world
-from ktrainer.callbacks.variables import model_variables
+from ktrainer import Trainer, distributed
+from ktrainer.steps.named_variables import model_variables
 
 STEPS = 8
 BATCH = 4
@@ -93,7 +93,7 @@ def killed_after(whole: Path, folder: Path, step: int) -> Path:
 
 def resumed(whole: Path, folder: Path, case: Case, step: int, *more: str) -> Result:
     """The rest of a run that was killed after update `step`."""
-    here, killed = world.current(), folder / f"killed-{step}"
+    here, killed = distributed.current_world(), folder / f"killed-{step}"
     if here.is_root:
         killed_after(whole, killed, step)
     here.barrier("checkpoints of a killed run")

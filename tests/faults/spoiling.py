@@ -13,8 +13,8 @@ import numpy as np
 from keras import layers
 
 from ktrainer import Callback, Trainer
-from ktrainer.callbacks.variables import model_variables
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.steps.named_variables import model_variables
 from tests.dist.harness import leaks
 from tests.faults.asking import BACKENDS
 from tests.tf_distribute.running import make_devices
@@ -98,7 +98,7 @@ def on_ranks(directory: str, backend: str, what: Sequence[str], *words: str) -> 
         if without not in expected:
             expected[without] = train(folder / f"without {without}", words, without=without)
         run = train(folder / name, (*words, *more), bad)
-        # A rollback begins the epoch's metrics anew.
+        # A rollback starts the epoch's metrics over.
         if name == "rollback":
             run.history = expected[without].history
             assert run.steps == [2, 4, 6], run.steps

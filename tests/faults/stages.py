@@ -7,9 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import ktrainer.checkpoint.format as format_module
-import ktrainer.checkpoint.parts as parts_module
-from ktrainer import world
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+import ktrainer.checkpoint.stage_parts as parts_module
+from ktrainer import distributed
 from tests.checkpoint.stages import cut, keeper, whole_model
 
 
@@ -22,24 +22,29 @@ def save_with_fault(directory: str, partitions: int, faulty: int, fault: str) ->
     callback.save()
     callback.progress.step = 2
     callback.wait()
-    kept = (format_module.probe, Path.is_dir, parts_module.write_arrays, parts_module.put_together)
-    if world.current().rank == faulty:
+    kept = (
+        format_module.fault_point,
+        Path.is_dir,
+        parts_module.write_arrays,
+        parts_module.merge_stage_parts,
+    )
+    if distributed.current_world().rank == faulty:
         _FAULTS[fault]()
     try:
         callback.save()
         callback.on_train_end()
     finally:
         callback.close()
-        format_module.probe, Path.is_dir = kept[:2]
-        parts_module.write_arrays, parts_module.put_together = kept[2:]
+        format_module.fault_point, Path.is_dir = kept[:2]
+        parts_module.write_arrays, parts_module.merge_stage_parts = kept[2:]
 
 
 def _full() -> None:
-    def probe(at: str, path: Path) -> None:
+    def fault_point(at: str, path: Path) -> None:
         if at == "after file":
             raise OSError(28, "No space left on device")
 
-    format_module.probe = probe
+    format_module.fault_point = fault_point
 
 
 def _no_folder() -> None:
@@ -61,16 +66,16 @@ def _bug() -> None:
     def raises(*args: Any) -> Any:
         raise RuntimeError("before anybody was heard")
 
-    parts_module.put_together = raises
+    parts_module.merge_stage_parts = raises
 
 
 def _die(at: str) -> Any:
-    def probe(point: str, path: Path) -> None:
+    def fault_point(point: str, path: Path) -> None:
         if point == at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def fault() -> None:
-        format_module.probe = probe
+        format_module.fault_point = fault_point
 
     return fault
 

@@ -49,6 +49,7 @@ class Hears(ktrainer.Callback):
         self.heard = dict(state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("words", [("2ba", "20"), ("0.5ep", "20"), ("1ba", "8")])
 def test_row_07_validation_inside_epochs(tmp_path: Path, words: tuple[str, str]) -> None:
     """Epochs of two updates; after the fourth, both the validation and the epoch's end are due."""
@@ -70,6 +71,7 @@ def test_row_07_validation_inside_epochs(tmp_path: Path, words: tuple[str, str])
         assert hears[-1].heard == hears[0].heard, step
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("last", [3, 4, 8])
 def test_row_08_in_a_validation_at_the_end(tmp_path: Path, last: int) -> None:
     """Inside an epoch and at its end; what was validated is the best, and not what follows."""
@@ -124,6 +126,7 @@ def logging() -> Any:
 CASES["logs"] = Case(logging, 8, ("trainer.epochs=4",))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:averaging the results of furthest")
 def test_row_07_logs_of_an_epoch(ranks: Callable[..., Any], tmp_path: Path) -> None:
     assert on_ranks(str(tmp_path / "one"), "logs", [3, 4], "backend=local") == [[], []]

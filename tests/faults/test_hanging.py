@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
+from ktrainer.distributed.stack_dump import enable_stack_dumps, stack_dumps
 from ktrainer.errors import DeadlineExceeded
-from ktrainer.world.stacks import answering, where_they_are
+from tests.distributed.collectives import opened
 from tests.launch.conftest import launch, script
-from tests.world.collectives import opened
 
 __all__ = ["launch", "script"]
 
@@ -84,14 +84,14 @@ def test_row_10_a_rank_that_has_stopped_cannot(ranks: Callable[..., Any]) -> Non
 
 
 def test_row_10_a_process_that_has_ended_or_is_elsewhere() -> None:
-    here = answering()
+    here = enable_stack_dumps()
     with subprocess.Popen(["sleep", "60"]) as process:
         pid, born = process.pid, psutil.Process(process.pid).create_time()
         process.kill()
     gone = type(here)(pid, born, here.where, 5)
     far = type(here)(here.pid, here.born, "another-host 1", 5)
     other = type(here)(here.pid, here.born - 60, here.where, 5)  # the number was given again
-    text = where_they_are({0: here, 1: gone, 2: far, 3: other, 4: here}, [1, 2, 3, 4])
+    text = stack_dumps({0: here, 1: gone, 2: far, 3: other, 4: here}, [1, 2, 3, 4])
     assert f"rank 1 (process {pid}) has ended\n" in text
     assert "is on another host: another-host\n" in text
     assert f"rank 3 (process {here.pid}) has ended\n" in text

@@ -1,4 +1,4 @@
-"""Row 8: a process that is asked to end finishes its step, saves, and goes on from there."""
+"""Row 8: a preempted process finishes its step and saves; the next start resumes from there."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from typing import Any
 import keras
 import pytest
 
-import ktrainer.checkpoint.format as format_module
-from ktrainer import ConfigError, Interrupted, Trainer, interruption
-from ktrainer.checkpoint.format import MANIFEST
-from ktrainer.checkpoint.store import Store
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+from ktrainer import ConfigError, Interrupted, Trainer
+from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.config import load_config
-from ktrainer.feed.prefetch import Prefetcher
+from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.training import preemption
 from tests.dist.small import ENGINES, group_mode, more
 from tests.faults import asking
 from tests.faults.asking import Asks, case_of, in_two, no_checkpoint, whole
@@ -35,6 +36,7 @@ __all__ = ["script", "start"]
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["callbacks", "precision", more("tf.data")])
 def test_row_08_at_every_step(tmp_path: Path, name: str) -> None:
     before = [signal.getsignal(number) for number in HANDLED]
@@ -50,6 +52,7 @@ def test_row_08_at_every_step(tmp_path: Path, name: str) -> None:
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
+@pytest.mark.quick("validation-2-words0")
 @pytest.mark.parametrize(
     ("during", "step", "words"),
     [
@@ -70,13 +73,14 @@ def test_row_08_in_validation(
 
 
 def test_row_08_before_the_first_step(tmp_path: Path) -> None:
-    """There is nothing to save: the same command begins anew."""
+    """There is nothing to save: the same command starts afresh."""
     expected, _ = whole(tmp_path, "compiled")
     ended, found, _ = in_two(tmp_path, "compiled", Asks(0, during="begin"))
     assert (ended.code, ended.step, ended.checkpoint) == (143, 0, None)
     assert not differences(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_row_08_before_the_first_step_with_a_limit_of_time(tmp_path: Path) -> None:
     """Then the ranks agree before the first step too: on the time that earlier starts have used."""
     limit, asks = "trainer.max_time=10m", Asks(0, during="begin")
@@ -116,6 +120,7 @@ trainer.fit(build, (x, x[:, :3]))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
     [
@@ -138,6 +143,7 @@ def test_row_08_before_the_first_step_where_ranks_may_die(
     assert errors.splitlines()[-1] == said
 
 
+@pytest.mark.quick("named")
 @pytest.mark.parametrize(
     ("words", "adds"),
     [
@@ -150,7 +156,7 @@ def test_row_08_before_the_first_step_where_ranks_may_die(
     ],
     ids=["named", "own folder", "new folder", "by time", "own place", "never"],
 )
-def test_what_is_said_of_going_on_is_true(
+def test_the_message_about_resuming_is_true(
     tmp_path: Path, words: tuple[str, ...], adds: str
 ) -> None:
     expected, _ = whole(tmp_path, "compiled")
@@ -163,13 +169,14 @@ def test_what_is_said_of_going_on_is_true(
     assert (ended.code, ended.saved_at) == (75, 3)
     assert ended.add == adds.replace("LAST", str(ended.checkpoint))
     how = f"the command again with {ended.add}" if adds else "the same command again"
-    assert str(ended).endswith(f"step-00000003; run {how} to go on")
+    assert str(ended).endswith(f"step-00000003; run {how} to resume")
     again = Asks(-1)
     found = train(tmp_path / "run", case_of("compiled", again), *words, *ended.add.split())
     assert again.first == 3
     assert not differences(found, expected)
 
 
+@pytest.mark.exhaustive
 def test_what_is_said_in_the_second_fit_is_true(tmp_path: Path) -> None:
     """A path is where the first one begins."""
 
@@ -202,7 +209,7 @@ def test_row_08_in_a_save(tmp_path: Path, monkeypatch: Any) -> None:
         if at == "before file" and path.name == MANIFEST and "step-00000002" in path.parent.name:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(format_module, "probe", asks)
+    monkeypatch.setattr(format_module, "fault_point", asks)
     with pytest.raises(Interrupted) as ended:
         train(tmp_path, CASES["compiled"], "checkpoint.every=2ba")
     steps = {entry.step for entry in Store(tmp_path / "checkpoints").entries()}
@@ -244,6 +251,7 @@ def test_row_08_while_it_waits_for_data(
     assert 0 < ended.value.step == ended.value.saved_at < 4
 
 
+@pytest.mark.exhaustive
 def test_row_08_when_nothing_can_be_saved(tmp_path: Path, monkeypatch: Any) -> None:
     """Checkpointing is off, or the grace is too short: then the last checkpoint stands."""
     ended = no_checkpoint(tmp_path / "off")
@@ -254,7 +262,7 @@ def test_row_08_when_nothing_can_be_saved(tmp_path: Path, monkeypatch: Any) -> N
         if at == "after file" and path.name == MANIFEST:
             time.sleep(1.0)
 
-    monkeypatch.setattr(format_module, "probe", slowly)
+    monkeypatch.setattr(format_module, "fault_point", slowly)
     for grace, saved_at in ((1.05, 4), (30, 5)):
         words = ("checkpoint.every=2ba", f"trainer.interrupt.grace={grace}")
         with pytest.raises(Interrupted) as raised:
@@ -273,7 +281,7 @@ class Twice(Asks):
 def test_row_08_a_second_signal_ends_at_once(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(Interrupted):  # one request, which came twice
         train(tmp_path / "same", case_of("compiled", Twice(3)))
-    monkeypatch.setattr(interruption, "_SAME_SECONDS", -1.0)
+    monkeypatch.setattr(preemption, "_SAME_SECONDS", -1.0)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "second", case_of("compiled", Twice(3)))
 
@@ -287,20 +295,24 @@ def test_which_signals() -> None:
         load_config(None, [f"{words}=[SIGKILL]"])
 
 
+@pytest.mark.quick("mpi")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_row_08_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     """Rank 1 alone is asked."""
     check(ranks(2, group_mode(engine)), tmp_path, 1, "data_parallel", f"backend.engine={engine}")
 
 
+@pytest.mark.exhaustive
 def test_row_08_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     check(ranks(2), tmp_path, 1, "pipeline")
 
 
+@pytest.mark.exhaustive
 def test_row_08_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None:
     check(ranks(1, ONE_PROCESS), tmp_path, 0, "strategy")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "words",
     [
@@ -312,7 +324,7 @@ def test_row_08_tf_distribute(ranks: Callable[..., Any], tmp_path: Path) -> None
 def test_row_08_under_the_launcher(
     start: Start, script: Path, tmp_path: Path, words: tuple[object, ...]
 ) -> None:
-    """It passes the signal on, and says where to go on; nobody has to be killed."""
+    """It passes the signal on, and says how to resume; no process has to be killed."""
     count = 1 + max(i for i, word in enumerate(words) if isinstance(word, int))
     settings = ("checkpoint.every=1000ba", f"run.dir={tmp_path / 'run'}", "trainer.epochs=99")
     command = (*LAUNCH, *words[:count], script, *words[count:], *QUIET, "data.batch_size=16")
@@ -328,6 +340,7 @@ def test_row_08_under_the_launcher(
     assert Path(found[2]).is_dir()
 
 
+@pytest.mark.exhaustive
 def test_row_08_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
     check(ranks(2, f"{CLUSTER} 1"), tmp_path, 1, "workers")
 

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.format as format_module
-import ktrainer.checkpoint.store as store_module
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+import ktrainer.checkpoint.format.checkpoint_store as store_module
 from ktrainer.checkpoint import read_checkpoint, resume, verify
-from ktrainer.checkpoint.encoding import encode_json
-from ktrainer.checkpoint.format import write_checkpoint
-from ktrainer.checkpoint.reading import read_manifest
-from ktrainer.checkpoint.saver import Saver
-from ktrainer.checkpoint.snapshot import Snapshot
-from ktrainer.checkpoint.store import Store
-from ktrainer.world import SingleWorld
+from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.format.checkpoint_reader import read_manifest
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.checkpoint.format.value_encoding import encode_json
+from ktrainer.checkpoint.state.run_snapshot import Snapshot
+from ktrainer.distributed import SingleWorld
 from tests.checkpoint.stages import same, values, whole_model
+from tests.checkpoint.whole import write_checkpoint
 from tests.dist.harness import RanksTimeout
 from tests.faults.runs import CASES, killed_after, train
 from tests.faults.stages import save_with_fault
@@ -41,12 +41,12 @@ def save_and_die(directory: Path, source: Path, model: Any, nth: int) -> bool:
     if child == 0:
         count = iter(range(1000))
 
-        def probe(at: str, path: Path) -> None:
+        def fault_point(at: str, path: Path) -> None:
             if next(count) == nth:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        format_module.probe = store_module.probe = probe
-        saver = Saver(directory, model, SingleWorld(), asynchronous=True)
+        format_module.fault_point = store_module.fault_point = fault_point
+        saver = BackgroundWriter(directory, model, SingleWorld(), asynchronous=True)
         saver.save(snapshot, lambda store: store.prune(2, "val_loss", "min"))
         saver.wait()
         os._exit(0)
@@ -54,9 +54,10 @@ def save_and_die(directory: Path, source: Path, model: Any, nth: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.quick("replaced")
 @pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
 def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> None:
-    """Killed while it saves step 4 (or saves it again), the run goes on from 3 or 4 to the bit."""
+    """Killed while it saves step 4 (or saves it again), the run resumes from 3 or 4 to the bit."""
     case = CASES["callbacks"]
     whole = train(tmp_path / "whole", case)
     source, model = tmp_path / "whole" / "checkpoints" / "step-00000004", case.model()
@@ -75,9 +76,10 @@ def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> 
     assert nth == (13 if again else 14), "files, manifest, renames, and pruning or replacing"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
 def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
-    """A run goes on from the checkpoint before; what is left of the new one is cleared up."""
+    """A run resumes from the checkpoint before; the rest of the new one is cleared up."""
     with pytest.raises(RanksTimeout, match="died"):
         ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
     store = Store(tmp_path)

@@ -1,8 +1,10 @@
-"""Row 9: with `--heal` too, a death where nobody heals it ends the launch, which names the rank."""
+"""Row 9: with `--heal` too, a rank lost outside of `fit` ends the launch, which names it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.faults.test_healing import launch
 
@@ -15,8 +17,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1" and os.environ["KTRAINER_RESTART"] 
         os._exit(0)
     time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
-from ktrainer import world
-print(world.current().size)
+from ktrainer import distributed as world
+print(world.current_world().size)
 """
 
 MODEL = """
@@ -46,7 +48,7 @@ if trainer.world.rank == 0:
 """
 
 
-def test_a_rank_that_dies_before_the_start_ends_all_and_they_start_again(tmp_path: Path) -> None:
+def test_a_rank_lost_before_the_start_ends_all_and_they_restart(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(EARLY)
     again = ("--max-restarts", "1", "--backoff", "0.1", "--timeout", "60")
@@ -57,7 +59,8 @@ def test_a_rank_that_dies_before_the_start_ends_all_and_they_start_again(tmp_pat
     assert "before the first step of fit or after its end" in done.stderr
 
 
-def test_a_rank_that_dies_after_fit_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_a_rank_lost_after_fit_is_a_failure(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MODEL + LATE)
     words = ("backend=data_parallel", "data.batch_size=12", "logging.progress=none")
@@ -65,21 +68,21 @@ def test_a_rank_that_dies_after_fit_is_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[ 0] trained", "[ 1] trained"]
     healed, last = done.stderr.splitlines()
-    assert "rank 2 died; 2 ranks go on after step" in healed
+    assert "rank 2 was lost; 2 ranks continue after step" in healed
     assert "ktrainer run: rank 0 was killed" in last
 
 
 NAMES = """
 import os, signal, threading, time
 from ktrainer.errors import DeadlineExceeded, PeerLost
-from ktrainer.telling import tell_part
-from ktrainer.world import open_world
+from ktrainer.distributed.launcher_events import report_phase
+from ktrainer.distributed import open_world
 
 def lost_in_thought():
     threading.Event().wait(60)
 
 world = open_world(heal=True)
-tell_part(1, range(3))
+report_phase(1, range(3))
 if world.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 if world.rank == 1:
@@ -98,14 +101,14 @@ os._exit(3)
 """
 
 
-def test_errors_name_the_dead_and_those_that_do_not_come(tmp_path: Path) -> None:
+def test_errors_name_lost_ranks_and_missing_ones(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(NAMES)
     done = launch(tmp_path, "--heal", "-n", "3", "--no-prefix", "--timeout", "60", str(script))
     assert done.returncode == 3, done.stdout + done.stderr
     lost, late, *where = done.stdout.splitlines()
     assert lost.startswith("rank 0 lost rank 2 at step 0 in 'a meeting': ")
-    assert "rank 0 waited 1 s at step 0 in 'agree on who is left'" in late
-    assert "Dead: process 2. Expected: process 1, by their ranks at the start." in late
+    assert "rank 0 waited 1 s at step 0 in 'agree on the surviving ranks'" in late
+    assert "Lost: process 2. Expected: process 1, by their ranks at the start." in late
     assert where[0].startswith("process 1 (process ")
     assert any('script.py", line 8 in lost_in_thought' in line for line in where)

@@ -51,6 +51,7 @@ def configured(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_row_28_a_planted_secret(
     tmp_path: Path, monkeypatch: Any, capfd: Any, launch: Callable[..., Any]
 ) -> None:
@@ -110,11 +111,13 @@ def cycles(backend: str, count: int, folder: str, *words: str) -> list[tuple[int
     return seen
 
 
+@pytest.mark.exhaustive
 def test_row_30_cycles(tmp_path: Path) -> None:
     seen = cycles("local", 20, str(tmp_path))
     assert len(set(seen[3:])) == 1, seen
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES)
 def test_row_30_cycles_on_ranks(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     group, word = ranks(2, group_mode(engine)), f"backend__engine={engine}"
@@ -123,12 +126,14 @@ def test_row_30_cycles_on_ranks(ranks: Callable[..., Any], tmp_path: Path, engin
         assert len(set(seen[3:])) == 1, seen
 
 
+@pytest.mark.exhaustive
 def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend__partitions=2", "backend__microbatches=2")
     for seen in ranks(2).run(cycles, "pipeline", 8, str(tmp_path), *words, deadline=180):
         assert len(set(seen[3:])) == 1, seen
 
 
+@pytest.mark.exhaustive
 def test_row_30_cycles_of_a_strategy(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend__strategy=mirrored", "backend__devices=2")
     group = ranks(1, ONE_PROCESS)

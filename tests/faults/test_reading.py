@@ -16,13 +16,14 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import cli
 from ktrainer.checkpoint import read_checkpoint, resume
-from ktrainer.checkpoint.format import MANIFEST, MODEL, write_checkpoint
-from ktrainer.checkpoint.store import Store
+from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST, MODEL
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.cli import main
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
-from ktrainer.world import SingleWorld
 from tests.callbacks.helpers import fit
+from tests.checkpoint.whole import write_checkpoint
 from tests.dist.harness.group import ROOT
 from tests.faults.forging import cut, flip, forge, replace
 
@@ -143,7 +144,7 @@ def test_row_23_a_pickle(folder: Path, capsys: Any) -> None:
         replace(path, name, hostile)
         if name == MODEL:  # a resume does not look into it
             words = ["checkpoint", "export", str(path), "m.keras"]
-            assert cli.main(words) == 2
+            assert main.main(words) == 2
             assert "cannot be read" in capsys.readouterr().err
         else:
             with pytest.raises(CheckpointError, match=name):
@@ -194,7 +195,7 @@ def test_row_23_a_lambda_or_a_foreign_class(
     config = json.loads((path / MODEL).read_text())
     config["config"]["layers"].insert(1, FOREIGN[kind]())
     replace(path, MODEL, json.dumps(config).encode())
-    assert cli.main(["checkpoint", "export", str(path), "m.keras"]) == 2
+    assert main.main(["checkpoint", "export", str(path), "m.keras"]) == 2
     assert "not all Keras' own" in capsys.readouterr().err
     # Where the model is the script's, what the file says of one is not looked at.
     assert resume(str(path), folder, model=named_model(), world=ALONE) is not None
@@ -215,11 +216,11 @@ def test_row_24_file_names_stay_inside(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="not a file name"):
         read_checkpoint(path)
 
-    def elsewhere(manifest: dict) -> None:
+    def is_remote(manifest: dict) -> None:
         manifest["files"].pop(name)
         manifest["arrays"]["flags"]["file"] = name
 
-    forge(path, elsewhere)
+    forge(path, is_remote)
     with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
         read_checkpoint(path)
     assert (tmp_path / "secret.json").read_text() == "{}"
@@ -246,7 +247,7 @@ def test_row_24_links(folder: Path, tmp_path: Path, name: str) -> None:
 READS = """
 import resource, sys
 from pathlib import Path
-from ktrainer.checkpoint.reading import read_checkpoint
+from ktrainer.checkpoint.format.checkpoint_reader import read_checkpoint
 from ktrainer.errors import CheckpointError
 import blake3, ml_dtypes, numpy
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ktrainer import restarted
-from ktrainer.launch.channel import Note
-from ktrainer.launch.end import End
-from ktrainer.launch.report import Failure
+from ktrainer.distributed import restart_records
+from ktrainer.launch.failure_report import Failure
+from ktrainer.launch.group_state import GroupEnd
+from ktrainer.launch.rank_channel import Note
 from ktrainer.launch.restarts import Restarts
 from tests.dist.small import ENGINES
 from tests.launch.conftest import launch, script
@@ -65,8 +65,9 @@ WORDS = ("trainer.epochs=2", "data.batch_size=16", "logging.progress=none", "wor
 ARGS = ("--max-restarts", 3, "--backoff", 0.1)
 
 
+@pytest.mark.quick("mpi")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_group_that_failed_goes_on_from_its_last_checkpoint(
+def test_a_failed_group_resumes_from_its_last_checkpoint(
     start: Start, tmp_path: Path, engine: str
 ) -> None:
     """In run folders that are named after the time."""
@@ -83,6 +84,7 @@ def test_a_group_that_failed_goes_on_from_its_last_checkpoint(
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_is_started_again_after_the_loss_of_a_server(
     start: Start, tmp_path: Path
 ) -> None:
@@ -117,6 +119,7 @@ class Faults""",
     assert "the coordinator lost ps 0" in errors
 
 
+@pytest.mark.exhaustive
 def test_no_progress_and_ends_that_were_chosen(launch: Launch, script: Script) -> None:
     words = "import os\nprint('start', os.environ['KTRAINER_RESTART'], flush=True)\n"
     done = launch("-n", 1, *ARGS, script(words + "raise ValueError('again and again')"))
@@ -129,7 +132,7 @@ def test_no_progress_and_ends_that_were_chosen(launch: Launch, script: Script) -
     assert "not started again: the script chose to end" in done.stderr
     done = launch("-n", 1, *ARGS, script(words + "import ktrainer\nraise ktrainer.DataError('x')"))
     assert (done.returncode, done.stdout) == (1, "start 0\n")
-    assert "after DataError another try would end alike" in done.stderr
+    assert "after DataError another try would fail in the same way" in done.stderr
 
 
 def test_a_signal_to_the_launcher_ends_it(
@@ -144,6 +147,7 @@ def test_a_signal_to_the_launcher_ends_it(
     assert len(ready(marks)) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_signal_or_the_timeout_before_the_next_start(
     script: Script, launch: Launch, tmp_path: Path, start: Start
 ) -> None:
@@ -173,16 +177,16 @@ def saved(folder: Path, name: str, step: int) -> None:
 def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
     """One more checkpoint of the same steps is none: a run that begins afresh each time."""
     again = Restarts(9, 2.0, tmp_path)
-    killed, end = Failure(1, 137, "rank 1 was ended"), End(started=True)
+    killed, end = Failure(1, 137, "rank 1 was ended"), GroupEnd(started=True)
     assert again.why_not(end, killed) is None  # the first failure
-    for name, step, goes_on in (
+    for name, step, restarts_follow in (
         ("a", 3, True),
         ("a", 3, False),
         ("a", 4, True),
         ("a-2", 1, True),  # of the script's second `fit`
     ):
         saved(tmp_path, name, step)
-        assert (again.why_not(end, killed) is None) is goes_on, (name, step)
+        assert (again.why_not(end, killed) is None) is restarts_follow, (name, step)
     again.count = 9
     saved(tmp_path, "a-2", 2)
     assert again.why_not(end, killed) == "not started again: that was restart 9 of 9"
@@ -190,31 +194,31 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
     assert Restarts(9, 2.0, tmp_path, soon=3).seconds == 16.0
     assert Restarts(9, 2.0, tmp_path, soon=8).seconds == 60.0
     note = Note("failed", kind="ktrainer.errors.CheckpointError", final=True)
-    assert Restarts(9, 2.0, tmp_path).why_not(End(failures={1: note}, started=True), killed)
-    assert Restarts(9, 2.0, tmp_path).why_not(End(), killed)
+    assert Restarts(9, 2.0, tmp_path).why_not(GroupEnd(failures={1: note}, started=True), killed)
+    assert Restarts(9, 2.0, tmp_path).why_not(GroupEnd(), killed)
     assert Restarts(0, 2.0, tmp_path).why_not(end, killed) == ""
 
 
 def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv(restarted.MEMORY, str(tmp_path))
-    monkeypatch.setattr(restarted, "_opened", 0)
-    restarted.note_save(tmp_path / "checkpoints", 3, "first")
-    assert restarted.run_before(tmp_path / "checkpoints") is None  # it was this start itself
-    assert restarted.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
-    assert restarted.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
-    monkeypatch.setenv(restarted.COUNT, "1")
-    monkeypatch.setattr(restarted, "_opened", 0)
-    assert restarted.run_before(tmp_path / "checkpoints") == "first"
-    assert restarted.run_before(tmp_path / "others") is None
-    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
+    monkeypatch.setenv(restart_records.MEMORY, str(tmp_path))
+    monkeypatch.setattr(restart_records, "_opened", 0)
+    restart_records.note_save(tmp_path / "checkpoints", 3, "first")
+    assert restart_records.run_before(tmp_path / "checkpoints") is None  # it was this start itself
+    assert restart_records.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
+    assert restart_records.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
+    monkeypatch.setenv(restart_records.COUNT, "1")
+    monkeypatch.setattr(restart_records, "_opened", 0)
+    assert restart_records.run_before(tmp_path / "checkpoints") == "first"
+    assert restart_records.run_before(tmp_path / "others") is None
+    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('["cut off", 1')
-    assert list(restarted.saves(tmp_path).values()) == [3]
-    restarted.note_save(tmp_path / "checkpoints", 5, "first")  # by the next start
-    assert list(restarted.saves(tmp_path).values()) == [5]
+    assert list(restart_records.saves(tmp_path).values()) == [3]
+    restart_records.note_save(tmp_path / "checkpoints", 5, "first")  # by the next start
+    assert list(restart_records.saves(tmp_path).values()) == [5]
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('["/cut o')
-    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "two"
-    assert restarted.run_folder(lambda: tmp_path / "three") == tmp_path / "three"
-    monkeypatch.setattr(restarted, "_opened", 2)
-    assert restarted.run_folder(lambda: tmp_path / "four") == tmp_path / "three"
+    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "two"
+    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "three"
+    monkeypatch.setattr(restart_records, "_opened", 2)
+    assert restart_records.run_folder(lambda: tmp_path / "four") == tmp_path / "three"

@@ -1,4 +1,4 @@
-"""Rows 7 and 18: a run goes on as if it had never been interrupted."""
+"""Rows 7 and 18: a run resumes as if it had never been interrupted."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def differences(found: Result, expected: Result) -> list[str]:
     return names
 
 
+@pytest.mark.quick("precision")
 @pytest.mark.parametrize("name", ["callbacks", "precision"])
 def test_row_07_resume_at_every_step(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -43,6 +44,7 @@ def test_row_07_resume_at_every_step(tmp_path: Path, name: str) -> None:
         assert whole.history["learning_rate"] == pytest.approx([0.05, 0.05, 0.05, 0.025])
 
 
+@pytest.mark.quick("unseeded tf.data")
 @pytest.mark.parametrize("name", ["tf.data", "unseeded tf.data", "PyDataset", "generator"])
 def test_row_07_other_data(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -65,6 +67,7 @@ def on_ranks(directory: str, name: str, steps: list[int], *words: str) -> list[l
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES)
 def test_row_07_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     group = ranks(2, group_mode(engine))
@@ -90,6 +93,7 @@ COMPILED = ["compiled", "judged", "compiled, tf.data", "compiled, PyDataset"]
 STRATEGY = ("backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2")
 
 
+@pytest.mark.quick("compiled")
 @pytest.mark.parametrize("case", COMPILED)
 def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
     words = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
@@ -97,6 +101,7 @@ def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path, case: str) -
         assert found == [[]]
 
 
+@pytest.mark.quick("compiled")
 @pytest.mark.parametrize("case", COMPILED)
 def test_row_07_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
     group = ranks(1, ONE_PROCESS)
@@ -132,6 +137,7 @@ def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("begun", "kind", "step", "continued"),
     [
@@ -179,6 +185,7 @@ def test_row_18_other_examples_would_be_left(tmp_path: Path) -> None:
     assert train(tmp_path, case, every, word).step == STEPS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "words"),
     [

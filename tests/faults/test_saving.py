@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ktrainer.checkpoint.format as format_module
-import ktrainer.checkpoint.saver as saver_module
-from ktrainer import Callback, Trainer, world
+import ktrainer.checkpoint.background_writer as saver_module
+import ktrainer.checkpoint.format.checkpoint_folder as format_module
+from ktrainer import Callback, Trainer, distributed
 from ktrainer.checkpoint import read_checkpoint, verify
-from ktrainer.checkpoint.format import write_checkpoint
 from ktrainer.errors import CheckpointError, SetupError
+from tests.checkpoint.whole import write_checkpoint
 from tests.faults.runs import CASES, Case, settings, train
 from tests.faults.stages import save_with_fault
 from tests.small import build, data
@@ -105,18 +105,18 @@ def test_row_05_the_rename_fails(tmp_path: Path, monkeypatch: Any, replaces: boo
 
 def no_room_for_a_folder(directory: str) -> None:
     """The folder of the third checkpoint cannot be made, by rank 0."""
-    here, begin = world.current(), saver_module.begin
+    here, begin = distributed.current_world(), saver_module.make_temporary
 
     def full(path: Path) -> Path:
         if path.name == "step-00000003":
             raise CheckpointError(f"cannot write {path.name}: No space left on device")
         return begin(path)
 
-    saver_module.begin = full if here.is_root else begin
+    saver_module.make_temporary = full if here.is_root else begin
     try:
         train(Path(directory), CASES["callbacks"], "backend=data_parallel")
     finally:
-        saver_module.begin = begin
+        saver_module.make_temporary = begin
 
 
 def test_row_05_not_even_a_folder(ranks: Callable[..., Any], tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_row_05_not_even_a_folder(ranks: Callable[..., Any], tmp_path: Path) -> 
     [
         (1, "full", ["stage 1 cannot write its part: OSError", "No space left"]),
         (0, "full", ["stage 0 cannot write its part: OSError", "No space left"]),
-        (1, "no folder", ["stage 1", "does not see", "file system that all ranks share"]),
+        (1, "no folder", ["stage 1", "cannot see", "file system that all ranks share"]),
         (1, "own disk", ["arrays-p01", "seen from rank 0", "file system that all ranks share"]),
         (0, "bug", ["RuntimeError: before anybody was heard"]),
     ],
@@ -158,7 +158,7 @@ class Steps(Callback):
 
 
 def read_only(tmp_path: Path) -> Path:
-    """A folder in which nobody can make anything, root neither."""
+    """A folder in which no user can make anything, nor can root."""
     if os.geteuid() == 0:
         return Path("/sys/kernel")
     (tmp_path / "read only").mkdir(mode=0o500)
@@ -195,7 +195,7 @@ class Counts(Callback):
 
 @pytest.mark.parametrize("every", ["1ba", "4ba"], ids=["next save", "end"])
 def test_row_21_the_background_writer_fails(tmp_path: Path, monkeypatch: Any, every: str) -> None:
-    monkeypatch.setattr(format_module, "probe", broken)
+    monkeypatch.setattr(format_module, "fault_point", broken)
     counts = Counts()
     case = Case(build, 24, ("trainer.epochs=1", f"checkpoint.every={every}", "checkpoint.keep=2"))
     words = settings(tmp_path / "run", case)
@@ -219,7 +219,7 @@ def test_row_21_the_background_writer_fails(tmp_path: Path, monkeypatch: Any, ev
 HOLDS = """
 import sys
 from pathlib import Path
-from ktrainer.folderlock import FolderLock
+from ktrainer.runtime.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "run folder")
 print("held", flush=True)
 sys.stdin.read()

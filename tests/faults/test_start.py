@@ -1,4 +1,4 @@
-"""Rows 9 and 10 at the start: who does not come to `Trainer(...)` is named, and nobody waits on."""
+"""Rows 9 and 10 at the start: a rank that misses `Trainer(...)` is named, and none waits on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ktrainer.launch import start
-from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
+from ktrainer.launch import group_state
+from ktrainer.launch.group_state import StartupWatch
+from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import launch, script
 
@@ -24,7 +25,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     if sys.argv[1] == "under way":
         from mpi4py import MPI
     time.sleep(60)
-from ktrainer.world import open_world
+from ktrainer.distributed import open_world
 open_world(start_deadline=2.0)
 """
 
@@ -60,27 +61,27 @@ def test_under_mpirun_the_ranks_end_by_themselves(script: Callable[[str], Path],
         assert "_start_mpi_with_the_other_ranks" in done.stderr
 
 
-def test_a_person_is_told_once_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "NOTICE_SECONDS", 0.0)
-    wait = start.Start(3)
+def test_the_user_is_shown_once_which_ranks_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_state, "NOTICE_SECONDS", 0.0)
+    wait = StartupWatch(3)
     assert wait.notice() is None
-    wait.hear(2, 1800.0)
-    told = wait.notice()
-    assert told is not None
-    assert "rank 2 has waited 0 s for ranks 0, 1 to come to `Trainer(...)`; after 1800 s" in told
+    wait.record(2, 1800.0)
+    notice = wait.notice()
+    assert notice is not None
+    assert "rank 2 has waited 0 s for ranks 0, 1 to come to `Trainer(...)`; after 1800 s" in notice
     assert wait.notice() is None
     assert wait.late(()) is None
 
 
-def test_a_rank_that_never_comes_is_told_apart() -> None:
-    wait = start.Start(3)
+def test_a_rank_that_ended_without_a_trainer_is_named() -> None:
+    wait = StartupWatch(3)
     assert wait.late(()) is None
-    wait.hear(0, 0.0)
-    wait.hear(5, 0.0)  # one that joins later
+    wait.record(0, 0.0)
+    wait.record(5, 0.0)  # one that joins later
     said = wait.late({1})
     assert said is not None
     assert "waited 0 s for ranks 1, 2 to come to `Trainer(...)`" in said
     assert "; rank 1 came to the end of the script without it." in said
-    wait.hear(1, 0.0)
-    wait.hear(2, 0.0)
+    wait.record(1, 0.0)
+    wait.record(2, 0.0)
     assert wait.late({1}) is None

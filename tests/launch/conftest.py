@@ -29,7 +29,7 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
 
 def launch_command(*words: object) -> list[str]:
     """The command line of `ktrainer run`, all ranks shown."""
-    return [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", *map(str, words)]
+    return [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", *map(str, words)]
 
 
 @pytest.fixture

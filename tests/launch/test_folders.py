@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ktrainer.launch.folders import private_folder
+from ktrainer.launch.launch_folders import private_folder
 
 
 def names(folder: Path) -> set[str]:

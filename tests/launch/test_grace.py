@@ -9,26 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from ktrainer import Trainer, telling
+from ktrainer import Trainer
+from ktrainer.distributed import launcher_events
 from tests.launch.test_launch import running
 
 # Rank 1 needs longer than rank 0 has said, and ends by itself; rank 0 never does.
 SCRIPT = """
 import os, signal, sys, time
-from ktrainer.telling import tell_grace
+from ktrainer.distributed.launcher_events import report_grace
 rank = os.environ["OMPI_COMM_WORLD_RANK"]
 def end(*_):
     time.sleep(2.0 if rank == "1" else 60.0)
     print("took 2 s", flush=True)
     time.sleep(60)
 signal.signal(signal.SIGTERM, end)
-tell_grace(4.0 if rank == "1" else 0.5)
+report_grace(4.0 if rank == "1" else 0.5)
 with open("MARKS", "a") as marks:
     marks.write("here\\n")
 time.sleep(60)
 """
 
 
+@pytest.mark.quick("given1-False")
 @pytest.mark.parametrize(("given", "in_time"), [((), True), (("--grace", 1), False)])
 def test_the_longest_grace_that_a_rank_has_said_counts(
     script: Callable[[str], Path],
@@ -47,11 +49,13 @@ def test_the_longest_grace_that_a_rank_has_said_counts(
         output = launcher.stdout.read()
         assert launcher.wait(20) == 143, output
     assert ("[1] took 2 s" in output) == in_time, output
-    assert time.monotonic() - asked < 15.0  # not the 30 seconds where nobody says anything
+    assert time.monotonic() - asked < 15.0  # not the 30 seconds where no rank reports any
 
 
 def test_a_trainer_says_the_grace_of_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[object]()
-    monkeypatch.setattr(telling, "listener", lambda event, **more: said.append((event, more)))
+    monkeypatch.setattr(
+        launcher_events, "listener", lambda event, **more: said.append((event, more))
+    )
     with Trainer(overrides=["trainer.interrupt.grace=120"]):
         assert ("grace", {"seconds": 120.0}) in said

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ktrainer.launch.command import find_mpirun
+from ktrainer.launch.mpirun_command import find_mpirun
 from tests.dist.harness.group import ROOT
-from tests.world import collectives
+from tests.distributed import collectives
 
 Script = Callable[[str], Path]
 
@@ -47,7 +47,7 @@ with Trainer.from_cli(defaults=quiet) as trainer:
 
 COLLECTIVES = """\
 import os, pickle
-from tests.world import collectives
+from tests.distributed import collectives
 
 results = (collectives.reductions("horovod"), collectives.python_numbers("horovod"),
            collectives.messages("horovod"), collectives.barrier("horovod"))
@@ -58,7 +58,7 @@ with open(f"results-{os.environ['HOROVOD_RANK']}", "wb") as file:
 LOST = """\
 import os
 from ktrainer.errors import PeerLost
-from ktrainer.world import open_world
+from ktrainer.distributed import open_world
 
 world = open_world(30)
 world.barrier()
@@ -75,7 +75,7 @@ world.close()
 
 LATE = """\
 import time
-from ktrainer.world import open_world
+from ktrainer.distributed import open_world
 
 world = open_world(30)
 world.barrier()
@@ -120,6 +120,7 @@ def finish(command: list[str], folder: Path) -> tuple[int, str]:
     return code, (folder / "output").read_text(errors="replace")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "world", "engine"),
@@ -140,6 +141,7 @@ def test_a_script_trains_on_both_ranks_together(
     assert one.startswith(f"{world} {engine} 2 8 ")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.horovod
 def test_collectives_without_mpi(script: Script, tmp_path: Path) -> None:
@@ -153,6 +155,7 @@ def test_collectives_without_mpi(script: Script, tmp_path: Path) -> None:
     assert max(came for came, _ in barriers) <= min(left for _, left in barriers)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.horovod
 def test_a_rank_that_died_is_lost(script: Script, tmp_path: Path) -> None:
@@ -161,9 +164,10 @@ def test_a_rank_that_died_is_lost(script: Script, tmp_path: Path) -> None:
     assert "lost: rank 0 lost a peer at step 0 in 'the news'" in output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.horovod
-def test_a_deadline_that_nobody_catches_ends_all(script: Script, tmp_path: Path) -> None:
+def test_an_uncaught_deadline_ends_all(script: Script, tmp_path: Path) -> None:
     code, output = finish(horovodrun(script(LATE)), tmp_path)
     assert code == 1, output
     assert "DeadlineExceeded: rank 0 waited 1 s at step 0 in 'the end'" in output

@@ -25,8 +25,8 @@ Within = Callable[..., None]
 
 HEADER = """\
 import os, signal, sys, time
-from ktrainer import world
-here = world.current()
+from ktrainer import distributed as world
+here = world.current_world()
 here.barrier()
 """
 LAST = "if here.rank == here.size - 1:\n    "
@@ -72,6 +72,7 @@ def test_output_is_merged_line_by_line_with_the_rank_in_front(
     assert sorted(done.stderr.splitlines()) == [f"[{r}] err {r}" for r in range(3)]
 
 
+@pytest.mark.exhaustive
 def test_one_process_or_no_prefix_leaves_lines_alone(launch: Launch, script: Script) -> None:
     path = script("print('plain')")
     assert launch("-n", 1, path).stdout == "plain\n"
@@ -147,8 +148,9 @@ def test_failing_rank_ends_all_and_its_traceback_is_last(launch: Launch, script:
 
 def test_ranks_that_only_lost_a_peer_come_before(launch: Launch, script: Script) -> None:
     path = script(
-        "import time\nfrom ktrainer import world\nfrom ktrainer.errors import PeerLost\n"
-        "here = world.current()\nhere.barrier()\n"
+        "import time\nfrom ktrainer import distributed as world\n"
+        "from ktrainer.errors import PeerLost\n"
+        "here = world.current_world()\nhere.barrier()\n"
         "if here.rank == 0:\n    raise PeerLost('rank 0 lost a peer')\n"
         "time.sleep(0.05)\nraise RuntimeError('the cause')\n"
     )
@@ -160,6 +162,7 @@ def test_ranks_that_only_lost_a_peer_come_before(launch: Launch, script: Script)
     assert lines[0] == before
 
 
+@pytest.mark.quick("os.kill(os.getpid(), signal.SIGKILL)-137-signal 9 (SIGKILL: Killed)")
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [
@@ -182,6 +185,7 @@ def test_rank_that_ends_without_a_traceback_is_named(
     assert not Path(done.stdout.split()[0]).exists()
 
 
+@pytest.mark.exhaustive
 def test_config_mistake_is_found_before_a_process_starts(
     launch: Launch, script: Script, tmp_path: Path
 ) -> None:
@@ -217,6 +221,7 @@ def ready(path: Path) -> list[int]:
     return pids if len(pids) == 2 else []
 
 
+@pytest.mark.quick("9--9")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
@@ -238,7 +243,7 @@ def test_signal_to_the_launcher_leaves_nothing(
         launcher.send_signal(number)
         assert launcher.wait(20) == code
         if number == signal.SIGKILL:
-            # They are then nobody's to end.
+            # No process is then responsible for ending them.
             for child in tree:
                 if child.pid not in ready(marks) and "prterun" not in child.name():
                     child.kill()
@@ -324,7 +329,7 @@ def test_rank_0_writes_to_the_terminal_itself(script: Script) -> None:
 
 
 def test_plain_mpirun_finds_ranks_too(script: Script) -> None:
-    from ktrainer.launch.command import find_mpirun, mpirun_command
+    from ktrainer.launch.mpirun_command import find_mpirun, mpirun_command
 
     path = script(HEADER + "print(here.rank, here.size)")
     done = subprocess.run(

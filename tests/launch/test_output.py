@@ -7,7 +7,8 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktrainer.launch.output import LineMerger
+from ktrainer.launch import heal_option
+from ktrainer.launch.rank_output import LineMerger
 
 
 def test_lines_are_whole_and_prefixed() -> None:
@@ -25,6 +26,14 @@ def test_line_beside_a_display_wipes_the_line_under_the_cursor() -> None:
     merger = LineMerger(stream, 2, beside_display=True)
     merger.feed(1, b"one\ntwo\n")
     assert stream.getvalue() == b"\r\x1b[2K[1] one\n\r\x1b[2K[1] two\n"
+
+
+def test_lines_that_contain_noise_are_dropped_with_the_empty_ones_after_them() -> None:
+    stream = io.BytesIO()
+    merger = LineMerger(stream, 1, prefix=False, drop=heal_option.NOISE)
+    merger.feed(0, b"one\n[host:1] OPAL ERROR: Not supported in file ompi/dpm/dpm.c at line 9\n\n")
+    merger.feed(0, b"\ntwo\n\nthree\n")
+    assert stream.getvalue() == b"one\ntwo\n\nthree\n"
 
 
 def test_line_without_end_is_cut() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ktrainer.launch.channel import Note, decode, encode
-from ktrainer.launch.report import first_failure, others
+from ktrainer.launch.failure_report import first_failure, others
+from ktrainer.launch.rank_channel import Note, decode, encode
 
 SIGNALLED = """\
 --------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def test_notes_survive_the_pipe() -> None:
     assert decode(encode(note)) == note
 
 
-def test_earliest_error_that_is_nobody_elses_is_first() -> None:
+def test_earliest_error_that_is_no_consequence_is_first() -> None:
     lost = failed(1.0, follows=True, kind="ktrainer.errors.PeerLost")
     notes = {0: lost, 2: failed(2.0), 1: failed(3.0)}
     first = first_failure(notes, [0, 1, 2], 1, "", {})
@@ -49,7 +49,7 @@ def test_killed_rank_comes_before_those_that_lost_it() -> None:
 
 
 def test_what_all_that_are_left_say_is_said_once() -> None:
-    kind = "ktrainer.errors.RanksDied"
+    kind = "ktrainer.errors.RanksLost"
     said = replace(failed(1.0, follows=True, kind=kind), code=75, text=f"Traceback\n{kind}: of 1\n")
     notes = {0: said, 2: said, 3: failed(0.5, follows=True)}
     first = first_failure(notes, [1], 1, SIGNALLED, {})
@@ -70,7 +70,7 @@ def test_without_mpiruns_word_the_first_to_fall_silent_is_named() -> None:
     assert (first.rank, first.code) == (1, 139)
 
 
-def test_mpirun_that_started_nobody_speaks_itself() -> None:
+def test_mpirun_that_started_no_rank_reports_itself() -> None:
     first = first_failure({}, [], 213, "no such file", {})
     assert first is not None
     assert (first.rank, first.code, first.text) == (None, 213, "no such file")

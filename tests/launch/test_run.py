@@ -19,7 +19,7 @@ RANK = "import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 
 def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ktrainer.cli", "run", *map(str, words)],
+        [sys.executable, "-m", "ktrainer.cli.main", "run", *map(str, words)],
         cwd=ROOT,
         env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
@@ -32,8 +32,8 @@ def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
     path = script(
-        "import sys\nfrom ktrainer import commandline\n"
-        "print(sys.argv[1:], commandline.words, __name__)"
+        "import sys\nfrom ktrainer.config import command_line\n"
+        "print(sys.argv[1:], command_line.launcher_words, __name__)"
     )
     words = ["--lr", "0.1", "seed=3", "--config=configs/local.yaml", "own"]
     done = run(path, *words, "--", "--out=x", "a=b", "--", "c")
@@ -47,8 +47,8 @@ def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
 def test_the_words_are_not_inherited_by_children(script: Script) -> None:
     path = script(
         "import subprocess, sys\n"
-        "print(subprocess.check_output([sys.executable, '-c', "
-        "'from ktrainer import commandline; print(commandline.words)'], text=True))"
+        "code = 'from ktrainer.config.command_line import launcher_words as w; print(w)'\n"
+        "print(subprocess.check_output([sys.executable, '-c', code], text=True))"
     )
     assert run(path, "seed=3").stdout.strip() == "[]"
 
@@ -60,6 +60,7 @@ def test_an_unknown_key_may_be_a_word_of_the_script(script: Script) -> None:
     assert "go after --" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_other_ranks_are_kept_back_unless_all_are_asked_for(script: Script) -> None:
     path = script(RANK + "print('here', rank)\nprint('aside', rank, file=sys.stderr)")
     done = run("-n", 3, path)
@@ -120,6 +121,7 @@ def test_scripts_end_as_under_python(way: str, script: Script) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
     path = script(
         RANK + "import random\nimport numpy as np\n"
@@ -140,7 +142,8 @@ def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
 
 def test_an_hdf5_file_of_all_ranks_is_named_with_the_remedy(script: Script, tmp_path: Path) -> None:
     path = script(
-        RANK + "import ktrainer.world, time\nhere = ktrainer.world.current()\nimport h5py\n"
+        RANK + "import ktrainer.distributed, time\n"
+        "here = ktrainer.distributed.current_world()\nimport h5py\n"
         f"path = {str(tmp_path / 'all.h5')!r}\n"
         "if rank == 0: file = h5py.File(path, 'w')\n"
         "here.barrier()\n"

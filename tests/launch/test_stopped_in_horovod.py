@@ -47,6 +47,7 @@ STAGES = "backend.stages={0: dense, 1: 'stops|dense_1'}"
 WORDS = ("backend.engine=horovod", "data.batch_size=16", "logging.progress=none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.horovod
 @pytest.mark.parametrize(
     ("size", "words"),

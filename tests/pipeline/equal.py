@@ -1,6 +1,7 @@
-"""Train a model under `local` and under `pipeline`, and compare what comes out.
+"""One matrix of backend x case: train in one process and under a pipeline, compare everything.
 
-`local` sees the very microbatches of the pipeline, as batches whose gradients accumulate.
+The truth of a case is `local`, which sees the very microbatches of the pipeline as batches whose
+gradients accumulate, or, where losses are of whole batches, `Model.fit`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from ktrainer.callbacks import Callback
 from tests.pipeline.trained import BUILD, ROWS, data_of
 
-LOCAL = ("backend=local",)
+LOCAL, FIT = ("backend=local",), ()  # the latter: `Model.fit`
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Case:
         instance: the model is made before `fit`.
         callbacks: with those of `callbacks()`.
         gradients: keep those of the last update.
+        truth: the words that choose what it is compared with.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Case:
     instance: bool = False
     callbacks: bool = False
     gradients: bool = False
+    truth: tuple[str, ...] = LOCAL
 
 
 @dataclass
@@ -118,7 +121,7 @@ def callbacks() -> list[Any]:
 
 def parts_of(rows: int, batch: int, parts: int) -> Iterator[slice]:
     """The rows of each microbatch, of batches that are cut as a pipeline cuts them."""
-    from ktrainer.feed.share import bounds
+    from ktrainer.data.local_batch import bounds
 
     for start in range(0, rows, batch):
         size = min(batch, rows - start)
@@ -159,8 +162,7 @@ def configure(floatx: str) -> None:
 
 def words_of(case: Case, backend: tuple[str, ...]) -> list[str]:
     """The configuration of a case under a backend."""
-    local = backend[0] == "backend=local"
-    accumulate = case.accumulate * (case.microbatches if local else 1)
+    accumulate = case.accumulate * (case.microbatches if backend == LOCAL else 1)
     return [
         *backend,
         f"trainer.epochs={case.epochs}",
@@ -178,16 +180,17 @@ def train(case: Case, backend: tuple[str, ...] = LOCAL, save: str | None = None)
     from ktrainer import Trainer
 
     configure(case.floatx)
-    x, y = data_of(case.model, case.rows)
-    # For each example, or each token.
-    weights = (np.random.default_rng(1).random(np.shape(y)),) if case.weighted else ()
-    data = (x, y, *weights)
-    local = backend[0] == "backend=local"
-    given = dataset(data, case.rows, case.batch, case.microbatches if local else 1)
-    unseen = dataset(data, 2 * case.batch, case.batch)  # fewer, to compile for fewer shapes
+    data = data_of(case.model, case.rows)
+    if case.weighted:  # for each example, or each token
+        data += (np.random.default_rng(1).random(np.shape(data[1])),)
+    given = dataset(data, case.rows, case.batch, case.microbatches if backend == LOCAL else 1)
+    # Fewer, to compile for fewer shapes.
+    unseen = dataset(data, case.rows if case.truth == FIT else 2 * case.batch, case.batch)
+    build = BUILD[case.model]
+    if backend == FIT:
+        return _fit(case, build(), given, unseen)
     stop = callbacks() if case.callbacks else []
     notes = NotesGradients() if case.gradients else Notes()
-    build = BUILD[case.model]
     with Trainer(overrides=words_of(case, backend)) as trainer:
         history = trainer.fit(
             build() if case.instance else build,
@@ -199,7 +202,25 @@ def train(case: Case, backend: tuple[str, ...] = LOCAL, save: str | None = None)
         if save:
             trainer.save(save)
         more = {key: getattr(stop[0], key) for key in ("best", "best_epoch") if stop}
-        return outcome_of(trainer, history, unseen, notes, more)
+        return outcome_of(trainer, history, unseen, notes if case.truth == LOCAL else Notes(), more)
+
+
+def _fit(case: Case, model: Any, given: Any, unseen: Any) -> Outcome:
+    """What `Model.fit` makes of it."""
+    import keras
+
+    quiet = {"verbose": 0}
+    history = model.fit(
+        given, epochs=case.epochs, shuffle=False, validation_data=unseen, **quiet
+    ).history
+    variables = named(model)
+    return Outcome(
+        names=[name for name, _ in variables],
+        held={name: v.numpy() for name, v in variables},
+        history=history,
+        evaluated=model.evaluate(unseen, return_dict=True, **quiet),
+        predicted=keras.tree.flatten(model.predict(unseen, **quiet)),
+    )
 
 
 def named(model: Any) -> list[tuple[str, Any]]:
@@ -212,7 +233,7 @@ def outcome_of(trainer: Any, history: Any, data: Any, notes: Notes, more: Any) -
     """What a Trainer has after `fit`."""
     import keras
 
-    from ktrainer.steps.placement import placement_of
+    from ktrainer.steps.variable_placement import placement_of
 
     model = trainer.model
     evaluated = trainer.evaluate(model, data)
@@ -234,8 +255,8 @@ def outcome_of(trainer: Any, history: Any, data: Any, notes: Notes, more: Any) -
 
 @functools.cache
 def local(case: Case) -> Outcome:
-    """What one process makes of a case; once a session."""
-    return train(case)
+    """The truth of a case, in one process; once a session."""
+    return train(case, case.truth)
 
 
 def pipeline(partitions: int, *words: str) -> tuple[str, ...]:

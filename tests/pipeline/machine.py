@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from ktrainer.backends.pipeline.schedule import Action, Schedule
+from hypothesis import strategies as st
+
+from ktrainer.backends.pipeline.schedules.actions import Action, Schedule
+from ktrainer.backends.pipeline.schedules.make_schedule import SCHEDULES, make_schedule
+
+CHUNKED = ("gpipe", "interleaved", "forward_only")
 
 
 def rows(*texts: str) -> tuple[tuple[Action, ...], ...]:
@@ -55,7 +60,7 @@ def run(schedule: Schedule, *, tags: bool = True, buffered: bool = True) -> list
         schedule: what to run.
         tags: whether a receive picks its message by tag; else it takes the oldest from its rank,
             and `AssertionError` is raised when that is the wrong one.
-        buffered: whether a send goes on at once; else it waits until its message is received.
+        buffered: whether a send returns at once; else it waits until its message is received.
     """
     programs = [deque(program(schedule, rank)) for rank in range(schedule.ranks)]
     mail: dict[tuple[int, int], list[Any]] = {}
@@ -96,3 +101,14 @@ def _step(rank: int, step: tuple[str, Any, int], mail: dict, tags: bool, buffere
     if not buffered and other != rank:
         box.append(("received", what))
     return True
+
+
+@st.composite
+def schedules(draw: st.DrawFn, names: tuple[str, ...] = tuple(SCHEDULES)) -> tuple[Schedule, int]:
+    """A schedule, and its cap; 0 for none."""
+    name = draw(st.sampled_from(names))
+    ranks, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 20))
+    chunks = draw(st.integers(1, 3)) if name in CHUNKED else 1
+    least = microbatches if name == "gpipe" else 1
+    cap = draw(st.none() | st.integers(least, least + 8))
+    return make_schedule(name, ranks, microbatches, chunks, cap), cap or 0

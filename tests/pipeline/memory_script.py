@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from ktrainer import Trainer
-from ktrainer.steps.placement import placement_of
+from ktrainer.steps.variable_placement import placement_of
 
 ROWS, MICROBATCHES = 64, 8
 CONFIG = {

@@ -10,9 +10,11 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from ktrainer.backends.pipeline.costs import describe, node_costs, profile
-from ktrainer.backends.pipeline.graph import Graph, trace
-from ktrainer.backends.pipeline.partition import Settings, partition
+from ktrainer.backends.pipeline.graph.nodes import Graph
+from ktrainer.backends.pipeline.graph.trace import trace
+from ktrainer.backends.pipeline.partition.balance import balance_stages
+from ktrainer.backends.pipeline.partition.costs import describe, node_costs, profile
+from ktrainer.backends.pipeline.partition.partition_inputs import Settings
 from ktrainer.errors import ConfigError
 from tests.pipeline import models
 
@@ -104,15 +106,15 @@ def test_a_description_has_the_bytes_of_a_microbatch() -> None:
     assert (table.bytes, table.parameters, table.trainable) == (20 * 8 * 4, 160, True)
     assert by_name["derived"].variables == (table,)
     assert not by_name["drop"].variables[0].trainable
-    result = partition(nodes, sizes, outputs, 2, Settings(memory_weight=0))
+    result = balance_stages(nodes, sizes, outputs, 2, Settings(memory_weight=0))
     assert result.shared == {"tied/embed/embeddings": (0, 1)}
-    whole = partition(nodes, sizes, outputs, 1)
+    whole = balance_stages(nodes, sizes, outputs, 1)
     assert whole.stages[0].parameters == sum(int(np.prod(v.shape)) for v in model.variables)
     assert "shared by stages 0, 1: tied/embed/embeddings" in str(result)
 
 
 def test_an_early_output_crosses_to_the_last_stage() -> None:
     graph = trace(models.two_in_two_out())
-    result = partition(*describe(graph, node_costs(graph, "uniform"), batch=2), 6)
+    result = balance_stages(*describe(graph, node_costs(graph, "uniform"), batch=2), 6)
     made = result.stage_of["early"]
     assert all("early" in s.crossing for s in result.stages[made:-1])

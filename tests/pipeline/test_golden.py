@@ -1,6 +1,6 @@
 """The grids of all schedules, stages 1 to 4 x microbatches 1 to 9, as files to read.
 
-After a change that is meant, write them anew and read the difference:
+After an intended change, write them again and read the difference:
 
     KTRAINER_WRITE_GOLDEN=1 python -m pytest tests/pipeline/test_golden.py
     git diff tests/pipeline
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ktrainer.backends.pipeline.schedule import SCHEDULES, make_schedule
+from ktrainer.backends.pipeline.schedules.make_schedule import SCHEDULES, make_schedule
+from ktrainer.backends.pipeline.schedules.schedule_text import schedule_text
 
 GOLDEN = Path(__file__).parent / "golden"
 # The name of the file: the schedule, its chunks, and the microbatches in flight.
@@ -36,7 +37,7 @@ def grids(name: str, chunks: int, active: int | None) -> str:
     for ranks in range(1, 5):
         for microbatches in range(1, 10):
             schedule = make_schedule(name, ranks, microbatches, chunks, active)
-            parts.append(f"{ranks} ranks, {microbatches} microbatches\n{schedule}")
+            parts.append(f"{ranks} ranks, {microbatches} microbatches\n{schedule_text(schedule)}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from ktrainer.backends.pipeline.graph import trace
-from ktrainer.backends.pipeline.nodes import Graph
+from ktrainer.backends.pipeline.graph.nodes import Graph
+from ktrainer.backends.pipeline.graph.trace import trace
 from ktrainer.errors import DataError, ModelError
 from tests.pipeline import models
 
@@ -202,6 +202,7 @@ class _Masked(keras.Model):
         return self.two(self.one(self.embed(x)))
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("functional", [False, True])
 def test_masks_are_inputs_of_the_layers_that_read_them(functional: bool) -> None:
     model = _Masked()

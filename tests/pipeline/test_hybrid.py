@@ -1,4 +1,4 @@
-"""Two copies of a model, each in two stages, give the numbers of one process."""
+"""Copies of a model in stages: statistics, dropout, gradients in half precision."""
 
 from __future__ import annotations
 
@@ -8,45 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.small import group_mode, more
-from tests.pipeline.equal import Case, copies_agree, local, pipeline, same, train
-
-MAIN = Case("mlp", epochs=3)
-# The last batch is one row: the other copy has nothing to do.
-LITTLE = Case("plain", rows=41, epochs=2, weighted=True)
-MASKED = Case("masked", rows=38, epochs=2, settings=("trainer.clip.global_norm=0.5",))
-TWO = Case("two", rows=38, epochs=2, accumulate=2)
-
-
-@pytest.mark.parametrize(
-    ("case", "placement", "schedule", "engine"),
-    [
-        (MAIN, "cluster", "1f1b", "mpi"),
-        (MAIN, "spread", "zero_bubble", "mpi"),
-        more(LITTLE, "spread", "gpipe", "mpi"),
-        (MASKED, "cluster", "1f1b", "mpi"),
-        (TWO, "spread", "interleaved", "mpi"),
-        more(MASKED, "cluster", "1f1b", "horovod"),
-        pytest.param(MAIN, "spread", "1f1b", "horovod", marks=pytest.mark.horovod),
-    ],
-    ids=lambda v: v.model if isinstance(v, Case) else v,
-)
-def test_two_copies_of_two_stages(
-    ranks: Callable[..., Any], case: Case, placement: str, schedule: str, engine: str
-) -> None:
-    words = pipeline(
-        2,
-        f"backend.microbatches={case.microbatches // 2}",
-        f"backend.placement={placement}",
-        f"backend.schedule={schedule}",
-        f"backend.engine={engine}",
-        # With several stages a process, they keep as little as can be, too.
-        *(("backend.chunks=2", "backend.recompute=true") if schedule == "interleaved" else ()),
-    )
-    ours = ranks(4, group_mode(engine)).run(train, case, words, deadline=150)
-    print(f"largest difference {same(local(case), ours):.1e}")
-    copy, other = (1, 2) if placement == "spread" else (2, 1)
-    assert ours[copy].held.keys() == ours[0].held.keys() != ours[other].held.keys()
+from tests.pipeline.equal import Case, copies_agree, local, pipeline, train
 
 
 def _statistics() -> dict[str, np.ndarray]:
@@ -54,7 +16,7 @@ def _statistics() -> dict[str, np.ndarray]:
     import keras
 
     from ktrainer import Trainer
-    from ktrainer.steps.placement import placement_of
+    from ktrainer.steps.variable_placement import placement_of
 
     def build() -> Any:
         norm = keras.layers.BatchNormalization(momentum=0.9, name="norm")
@@ -71,6 +33,7 @@ def _statistics() -> dict[str, np.ndarray]:
         return {v.name: v.numpy() for v in held if "moving" in v.name}
 
 
+@pytest.mark.exhaustive
 def test_statistics_are_the_average_of_what_copies_move(ranks: Callable[..., Any]) -> None:
     first, _, other, _ = ranks(4).run(_statistics)
     rows = (np.arange(48.0).reshape(16, 3) ** 2 / 100).reshape(2, 2, 4, 3)  # by copy, microbatch
@@ -81,6 +44,7 @@ def test_statistics_are_the_average_of_what_copies_move(ranks: Callable[..., Any
         assert first[name].tobytes() == other[name].tobytes()
 
 
+@pytest.mark.exhaustive
 def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
     """Copies hold the same weights, whatever they draw."""
     words = pipeline(2, "backend.microbatches=2")
@@ -133,12 +97,6 @@ def test_stages_copies_and_microbatches_draw_masks_of_their_own(
     found = ranks(4).run(_masks)
     assert list(map(len, found)) == [4] * 4
     assert len(set().union(*found)) == 16
-
-
-def test_three_copies(ranks: Callable[..., Any]) -> None:
-    case = Case("plain", rows=38, epochs=2, microbatches=6)
-    ours = ranks(3).run(train, case, pipeline(1, "backend.microbatches=2"), deadline=150)
-    print(f"largest difference {same(local(case), ours):.1e}")
 
 
 def test_gradients_between_copies_in_half_precision(ranks: Callable[..., Any]) -> None:

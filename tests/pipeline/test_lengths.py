@@ -48,14 +48,14 @@ def _of_many_lengths(words: dict[str, Any], lengths: tuple[int, ...]) -> list[An
         return [*found, trainer.predict(model, tokens[10])]
 
 
-def _same(ours: list[Any], expected: list[Any]) -> None:
+def same(ours: list[Any], expected: list[Any]) -> None:
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_that_the_model_must_know() -> None:
     lengths = (10, 7, 1)
-    _same(_of_many_lengths(PIPELINE, lengths), _of_many_lengths({}, lengths))
+    same(_of_many_lengths(PIPELINE, lengths), _of_many_lengths({}, lengths))
 
 
 def test_lengths_that_a_stage_must_know_without_the_weights(ranks: Callable[..., Any]) -> None:
@@ -64,7 +64,7 @@ def test_lengths_that_a_stage_must_know_without_the_weights(ranks: Callable[...,
     words = {"backend": {**PIPELINE["backend"], "partitions": 2, "costs": "uniform"}}
     expected = _of_many_lengths({}, lengths)
     for rank in ranks(2).run(_of_many_lengths, words, lengths):
-        _same(rank, expected)
+        same(rank, expected)
 
 
 def _of_open_lengths(words: dict[str, Any]) -> list[Any]:
@@ -82,4 +82,4 @@ def _of_open_lengths(words: dict[str, Any]) -> list[Any]:
 
 
 def test_lengths_that_no_spec_says() -> None:
-    _same(_of_open_lengths(PIPELINE), _of_open_lengths({}))
+    same(_of_open_lengths(PIPELINE), _of_open_lengths({}))

@@ -11,11 +11,11 @@ import tensorflow as tf
 from keras import layers, ops
 from keras.src.ops.node import Node
 
-from ktrainer.backends.pipeline import hooks
-from ktrainer.backends.pipeline.graph import Graph, trace
-from ktrainer.backends.pipeline.manual import (
-    partition,
-    stage_of,
+from ktrainer.backends.pipeline.graph import call_hooks
+from ktrainer.backends.pipeline.graph.nodes import Graph
+from ktrainer.backends.pipeline.graph.stage_scopes import partition, stage_of
+from ktrainer.backends.pipeline.graph.trace import trace
+from ktrainer.backends.pipeline.partition.manual_stages import (
     stages_by_name,
     stages_by_pattern,
     stages_by_scope,
@@ -117,14 +117,14 @@ def test_nothing_of_keras_stays_replaced() -> None:
 
     before = replaced()
     with partition(0), partition(1):
-        assert hooks.installed()
+        assert call_hooks.installed()
         assert replaced() != before
-    assert not hooks.installed()
+    assert not call_hooks.installed()
     assert replaced() == before
     with pytest.raises(ZeroDivisionError), partition(0):
         raise ZeroDivisionError
     trace(models.nested())
-    assert not hooks.installed()
+    assert not call_hooks.installed()
     assert replaced() == before
 
 

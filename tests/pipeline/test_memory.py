@@ -16,6 +16,7 @@ from tests.dist.small import more
 SCRIPT = Path(__file__).with_name("memory_script.py")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "layers", "width"), [(2, 12, 2048), more(4, 24, 1448)])
 def test_a_process_takes_its_share_of_a_model_of_200_mb(
@@ -24,7 +25,15 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
     """Weights, gradients, Adam's slots and activations in flight, within 15 per cent, above what
     the process had taken after training tiny layers. Each process holds half of the model; four
     hold two copies of it, and sum their gradients where they are."""
-    command = [sys.executable, "-m", "ktrainer.cli", "launch", "-n", str(processes), str(SCRIPT)]
+    command = [
+        sys.executable,
+        "-m",
+        "ktrainer.cli.main",
+        "launch",
+        "-n",
+        str(processes),
+        str(SCRIPT),
+    ]
     done = subprocess.run(
         [*command, str(layers), str(width)],
         cwd=tmp_path,

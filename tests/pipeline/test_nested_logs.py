@@ -30,6 +30,7 @@ def history(backend: dict[str, Any], **more: Any) -> Any:
     return with_ktrainer(Case(build, features_and_targets), backend=backend, **more).history
 
 
+@pytest.mark.quick("plain-2")
 @pytest.mark.parametrize("partitions", [1, 2])
 @pytest.mark.parametrize("more", [{}, {"health": {"nan": "skip"}}], ids=["plain", "guarded"])
 def test_nested_logs(ranks: Callable[..., Any], partitions: int, more: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""What goes on while stages compute, shown by order and not by time: a stage does not go on
-before another one has done what it could not do if it had to wait."""
+"""Overlap of transfers and computation, shown by order and not by time: a stage waits for what
+another stage could not do if it had to wait itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Ranks = Callable[..., Any]
 @contextmanager
 def marking(owner: Any, name: str, folder: Path) -> Iterator[None]:
     """Leave a file, named by rank and step, before the function is called."""
-    from ktrainer import world
+    from ktrainer import distributed
 
     original = getattr(owner, name)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        here = world.current()
+        here = distributed.current_world()
         assert name != "reduce_in_place" or any(array.size for array in args[1])
         (folder / f"{here.rank}-{here.step}").touch()
         return original(*args, **kwargs)
@@ -45,15 +45,15 @@ def wait_for(files: Sequence[Path], why: str) -> None:
 @contextmanager
 def last_backward_waits_for(ranks: tuple[int, ...], folder: Path) -> Iterator[None]:
     """The last backward pass of a step ends once these ranks have left their files."""
-    from ktrainer import world
-    from ktrainer.backends.pipeline.runner import _Step
+    from ktrainer import distributed
+    from ktrainer.backends.pipeline.runtime.runner import _Step
 
     original = _Step.backward
 
     def backward(step: Any, action: Any) -> None:
         original(step, action)
         if action.microbatch == len(step.microbatches) - 1:
-            here = world.current()
+            here = distributed.current_world()
             files = [folder / f"{rank}-{here.step}" for rank in ranks]
             wait_for(files, f"nothing from {ranks} during the last backward pass")
 
@@ -62,16 +62,17 @@ def last_backward_waits_for(ranks: tuple[int, ...], folder: Path) -> Iterator[No
 
 
 def _reducing(case: Case, words: tuple[str, ...], folder: str) -> Outcome:
-    from ktrainer import world
-    from ktrainer.world.plane_mpi import MpiPlane
+    from ktrainer import distributed
+    from ktrainer.distributed.mpi_gradients import MpiGradients
 
-    if world.current().rank in (1, 3):  # the last stage of each copy
-        with marking(MpiPlane, "reduce_in_place", Path(folder)):
+    if distributed.current_world().rank in (1, 3):  # the last stage of each copy
+        with marking(MpiGradients, "reduce_in_place", Path(folder)):
             return train(case, words)
     with last_backward_waits_for((1, 3), Path(folder)):
         return train(case, words)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "schedule"), [("plain", "1f1b"), ("masked", "gpipe")])
 def test_copies_sum_gradients_while_stages_before_them_are_at_work(
     ranks: Ranks, tmp_path: Path, model: str, schedule: str
@@ -84,16 +85,17 @@ def test_copies_sum_gradients_while_stages_before_them_are_at_work(
 
 
 def _sharing(case: Case, words: tuple[str, ...], folder: str) -> Outcome:
-    from ktrainer import world
-    from ktrainer.backends.pipeline.post import Post
+    from ktrainer import distributed
+    from ktrainer.backends.pipeline.runtime.transport import Transport
 
-    if world.current().rank == 1:
-        with marking(Post, "start_send", Path(folder)):
+    if distributed.current_world().rank == 1:
+        with marking(Transport, "start_send", Path(folder)):
             return train(case, words)
     with last_backward_waits_for((1,), Path(folder)):
         return train(case, words)
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_tied_weights_leave_while_stages_before_are_at_work(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -108,25 +110,25 @@ def _transferring(folder: str) -> list[str]:
     import keras
     import numpy as np
 
-    from ktrainer import Trainer, world
-    from ktrainer.backends.pipeline.post import Post
-    from ktrainer.backends.pipeline.runner import _Step
+    from ktrainer import Trainer, distributed
+    from ktrainer.backends.pipeline.runtime.runner import _Step
+    from ktrainer.backends.pipeline.runtime.transport import Transport
 
     seen: list[str] = []
-    expect, forward, backward = Post.expect, _Step.forward, _Step.backward
+    post_receive, forward, backward = Transport.post_receive, _Step.forward, _Step.backward
     last = Path(folder) / "runs ahead"
 
-    def posted(post: Any, transfer: Any, specs: Any) -> None:
-        here = world.current()
+    def posted(transport: Any, transfer: Any, specs: Any) -> None:
+        here = distributed.current_world()
         if here.step and (here.rank, transfer.microbatch) == (1, 0):
             # Nothing is received before the first stage computes on the second microbatch.
             wait_for([last], "the first stage waits until what it sends is received")
         if here.step:
             seen.append(str(transfer))
-        expect(post, transfer, specs)
+        post_receive(transport, transfer, specs)
 
     def runs(step: Any, action: Any, original: Any) -> None:
-        here = world.current()
+        here = distributed.current_world()
         if here.step:
             seen.append(str(action))
         if here.step and (here.rank, action.microbatch) == (0, 1):
@@ -143,7 +145,7 @@ def _transferring(folder: str) -> list[str]:
     quiet = ("data.batch_size=64", "logging.progress=none", "logging.csv=false")
     x = np.zeros((128, 4), "float32")
     with (
-        patch.object(Post, "expect", posted),
+        patch.object(Transport, "post_receive", posted),
         patch.object(_Step, "forward", lambda step, action: runs(step, action, forward)),
         patch.object(_Step, "backward", lambda step, action: runs(step, action, backward)),
         Trainer(overrides=[*words, *quiet]) as trainer,
@@ -164,16 +166,16 @@ def test_stages_compute_while_tensors_travel(ranks: Ranks, tmp_path: Path) -> No
 
 
 def _telling(case: Case, words: tuple[str, ...]) -> int:
-    from ktrainer.backends.pipeline.post import Post
+    from ktrainer.backends.pipeline.runtime.transport import Transport
 
     told = []
-    original = Post.tell
+    original = Transport.send_object
 
-    def tell(*args: Any) -> None:
+    def send_object(*args: Any) -> None:
         told.append(args)
         original(*args)
 
-    with patch.object(Post, "tell", tell):
+    with patch.object(Transport, "send_object", send_object):
         train(case, words)
     return len(told)
 

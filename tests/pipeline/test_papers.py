@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ktrainer.backends.pipeline.schedule import make_schedule
-from ktrainer.backends.pipeline.simulate import Costs, simulate
+from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
+from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
 
 
 def order(schedule, rank):
@@ -60,6 +60,6 @@ def test_the_bubble_of_zb_h1(forward, input_grad, weight_grad):
     """As stated there: (P - 1)(F + B - W), against (P - 1)(F + B + W) of 1F1B."""
     costs = Costs.of(4, forward, input_grad + weight_grad, input_grad)
     for name, each in (("zero_bubble", -weight_grad), ("1f1b", weight_grad)):
-        timeline = simulate(make_schedule(name, 4, 12), costs)
+        timeline = make_timeline(make_schedule(name, 4, 12), costs)
         idle = timeline.makespan - 12 * (forward + input_grad + weight_grad)
         assert idle == 3 * (forward + input_grad + each)

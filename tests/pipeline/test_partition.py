@@ -12,14 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktrainer.backends.pipeline.partition import (
-    NodeFacts,
-    Settings,
-    Variable,
-    assigned,
-    partition,
-)
-from ktrainer.backends.pipeline.stages import Partition
+from ktrainer.backends.pipeline.partition.balance import assigned, balance_stages
+from ktrainer.backends.pipeline.partition.partition_inputs import NodeFacts, Settings, Variable
+from ktrainer.backends.pipeline.partition.stage_assignment import StageAssignment
 from ktrainer.errors import ConfigError
 from tests.dist.harness.group import ROOT
 
@@ -42,7 +37,7 @@ def chain(costs: list[float], sizes: list[int] | None = None, state: int = 0) ->
     return nodes, {"x": 1000, **{f"t{i}": s for i, s in enumerate(sizes)}}, [f"t{len(costs) - 1}"]
 
 
-def stages_of(result: Partition) -> list[list[str]]:
+def stages_of(result: StageAssignment) -> list[list[str]]:
     return [list(stage.nodes) for stage in result.stages]
 
 
@@ -104,14 +99,14 @@ def test_cuts_are_as_good_as_the_best_of_all(
     best = min(max(loads(p, problem, free)) for p in fits)
 
     limited = replace(free, memory_limit=limit)
-    result = partition(nodes, sizes, outputs, stages, limited)
+    result = balance_stages(nodes, sizes, outputs, stages, limited)
     assert max(loads(result, problem, free)) == pytest.approx(best)
     assert limit is None or max(s.memory for s in result.stages) <= limit
     as_good = [p for p in fits if max(loads(p, problem, free)) <= best * (1 + 1e-12)]
     assert crossed(result) <= min(crossed(p) for p in as_good) + 1e-9
 
 
-def loads(result: Partition, problem: Problem, used: Settings) -> list[float]:
+def loads(result: StageAssignment, problem: Problem, used: Settings) -> list[float]:
     """The loads by their definition: shares of the time and memory of a single stage."""
     nodes = problem[0]
     values = []
@@ -124,12 +119,12 @@ def loads(result: Partition, problem: Problem, used: Settings) -> list[float]:
     return values
 
 
-def crossed(result: Partition) -> int:
+def crossed(result: StageAssignment) -> int:
     return sum(stage.crossing_bytes for stage in result.stages)
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
-    result = partition(*chain([5, 1, 1, 1, 1, 1]), 2, Settings(memory_weight=0))
+    result = balance_stages(*chain([5, 1, 1, 1, 1, 1]), 2, Settings(memory_weight=0))
     assert stages_of(result) == [["n0"], ["n1", "n2", "n3", "n4", "n5"]]
     assert max(stage.time for stage in result.stages) == 5
 
@@ -137,14 +132,14 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
 def test_time_to_cross_a_cut_moves_it_to_where_little_crosses() -> None:
     problem = chain([1, 1, 1, 1], [100, 1, 100, 100])
     slow = Settings(memory_weight=0, time_per_byte=0.01)
-    assert stages_of(partition(*problem, 2, slow)) == [["n0", "n1"], ["n2", "n3"]]
+    assert stages_of(balance_stages(*problem, 2, slow)) == [["n0", "n1"], ["n2", "n3"]]
     problem = chain([1, 1, 1, 1], [1, 200, 200, 0])
-    assert stages_of(partition(*problem, 2, slow)) == [["n0"], ["n1", "n2", "n3"]]
+    assert stages_of(balance_stages(*problem, 2, slow)) == [["n0"], ["n1", "n2", "n3"]]
 
 
 def test_among_equals_the_fewest_bytes_cross() -> None:
     problem = chain([2, 0, 0, 2], [30, 10, 20, 0])
-    assert stages_of(partition(*problem, 2, Settings(memory_weight=0))) == [
+    assert stages_of(balance_stages(*problem, 2, Settings(memory_weight=0))) == [
         ["n0", "n1"],
         ["n2", "n3"],
     ]
@@ -153,14 +148,14 @@ def test_among_equals_the_fewest_bytes_cross() -> None:
 def test_a_skip_counts_on_every_cut_it_crosses_and_inputs_on_none() -> None:
     nodes, sizes, outputs = chain([1, 1, 1, 1], [8, 4, 2, 1])
     nodes[3] = NodeFacts("n3", 1, ("t2", "t0", "x"), ("t3",))
-    result = partition(nodes, sizes, outputs, 4)
+    result = balance_stages(nodes, sizes, outputs, 4)
     assert [s.crossing for s in result.stages] == [("t0",), ("t0", "t1"), ("t0", "t2"), ()]
     assert [s.crossing_bytes for s in result.stages] == [8, 12, 10, 0]
 
 
 def test_an_early_output_is_forwarded_to_the_last_stage() -> None:
     nodes, sizes, _ = chain([1, 1, 1], [8, 4, 2])
-    result = partition(nodes, sizes, ["t0", "t2"], 3)
+    result = balance_stages(nodes, sizes, ["t0", "t2"], 3)
     assert [s.crossing for s in result.stages] == [("t0",), ("t0", "t1"), ()]
 
 
@@ -172,7 +167,7 @@ def test_memory_weight_goes_from_time_only_to_memory_only() -> None:
     ]
 
     def first(**chosen: object) -> int:
-        return len(partition(nodes, sizes, outputs, 2, Settings(**chosen)).stages[0].nodes)  # type: ignore[arg-type]
+        return len(balance_stages(nodes, sizes, outputs, 2, Settings(**chosen)).stages[0].nodes)  # type: ignore[arg-type]
 
     assert first(memory_weight=0) == 1
     assert first(optimize="speed") == 1
@@ -187,7 +182,7 @@ def test_shared_variables_count_once_a_stage_and_are_reported_across() -> None:
         NodeFacts(n.name, n.cost, n.inputs, n.outputs, (tied,) if i in (0, 1, 3) else ())
         for i, n in enumerate(nodes)
     ]
-    result = partition(nodes, sizes, outputs, 2, Settings(memory_weight=0, in_flight=0))
+    result = balance_stages(nodes, sizes, outputs, 2, Settings(memory_weight=0, in_flight=0))
     assert [s.bytes for s in result.stages] == [400, 400]
     assert [s.parameters for s in result.stages] == [100, 100]
     assert [s.memory for s in result.stages] == [1600, 1600]
@@ -196,24 +191,24 @@ def test_shared_variables_count_once_a_stage_and_are_reported_across() -> None:
 
 def test_memory_counts_slots_activations_and_what_comes_in() -> None:
     problem = chain([1, 1], [10, 20], state=100)
-    result = partition(*problem, 2, Settings(state_factor=3, in_flight=(2, 1)))
+    result = balance_stages(*problem, 2, Settings(state_factor=3, in_flight=(2, 1)))
     assert [s.memory for s in result.stages] == [300 + 2 * 10, 300 + 20 + 10]
 
 
 def test_a_limit_moves_the_cuts() -> None:
     problem = chain([9, 1, 1, 1], state=100)
-    free = partition(*problem, 2, Settings(memory_weight=0, in_flight=0))
+    free = balance_stages(*problem, 2, Settings(memory_weight=0, in_flight=0))
     assert [len(s.nodes) for s in free.stages] == [1, 3]
     tight = Settings(memory_weight=0, in_flight=0, memory_limit=800)
-    assert [len(s.nodes) for s in partition(*problem, 2, tight).stages] == [2, 2]
+    assert [len(s.nodes) for s in balance_stages(*problem, 2, tight).stages] == [2, 2]
 
 
 def test_a_limit_that_cannot_be_met_is_refused_with_the_least_that_can() -> None:
     problem = chain([1, 1, 1, 1], state=100)
     with pytest.raises(ConfigError, match=r"^backend.memory_limit: .*least that does is 800") as e:
-        partition(*problem, 2, Settings(memory_limit=799, in_flight=0))
+        balance_stages(*problem, 2, Settings(memory_limit=799, in_flight=0))
     assert e.value.path == "backend.memory_limit"
-    partition(*problem, 2, Settings(memory_limit=800, in_flight=0))
+    balance_stages(*problem, 2, Settings(memory_limit=800, in_flight=0))
     with pytest.raises(ConfigError, match="least limit that these stages keep is 1200"):
         assigned(*problem, [0, 1, 1, 1], 2, Settings(memory_limit=800, in_flight=0))
 
@@ -221,7 +216,7 @@ def test_a_limit_that_cannot_be_met_is_refused_with_the_least_that_can() -> None
 @pytest.mark.parametrize("stages, nearest", [(4, 3), (0, 1), (-2, 1)])
 def test_numbers_of_stages_that_cannot_be(stages: int, nearest: int) -> None:
     with pytest.raises(ConfigError, match=rf"backend.partitions: .* legal value is {nearest}\."):
-        partition(*chain([1, 1, 1]), stages)
+        balance_stages(*chain([1, 1, 1]), stages)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +228,7 @@ def test_numbers_of_stages_that_cannot_be(stages: int, nearest: int) -> None:
 )
 def test_settings_that_make_no_sense(chosen: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        partition(*chain([1, 1]), 2, Settings(**chosen))
+        balance_stages(*chain([1, 1]), 2, Settings(**chosen))
 
 
 def test_assigned_refuses_backwards_and_empty_stages() -> None:
@@ -257,13 +252,13 @@ def test_assigned_stages_need_not_be_contiguous() -> None:
 
 
 def test_a_long_chain_is_cut_evenly_and_quickly() -> None:
-    result = partition(*chain([1.0] * 600, [1] * 600, state=4), 8, Settings())
+    result = balance_stages(*chain([1.0] * 600, [1] * 600, state=4), 8, Settings())
     assert {len(s.nodes) for s in result.stages} == {75}
 
 
 def test_it_prints_as_a_table() -> None:
     problem = chain([1, 2, 3], [1000, 2000, 4], state=4000)
-    lines = str(partition(*problem, 2, Settings(memory_weight=0))).splitlines()
+    lines = str(balance_stages(*problem, 2, Settings(memory_weight=0))).splitlines()
     assert " ".join(lines[0].split()) == "stage nodes parameters bytes cost crossing after it"
     assert " ".join(lines[1].split()) == "0 n0 .. n1 (2) 2,000 8,000 3 2,000 B: t1"
     assert " ".join(lines[2].split()) == "1 n2 1,000 4,000 3 -"
@@ -271,7 +266,7 @@ def test_it_prints_as_a_table() -> None:
 
 def test_it_needs_no_tensorflow() -> None:
     code = (
-        "import sys, ktrainer.backends.pipeline.partition; "
+        "import sys, ktrainer.backends.pipeline.partition.balance; "
         "assert not {'tensorflow', 'keras'} & {*sys.modules}"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}

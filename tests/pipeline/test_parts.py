@@ -36,7 +36,8 @@ def _part(
     return replace(train(case, backend, save), batches=[])
 
 
-def test_another_number_of_processes_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_another_number_of_processes_resumes(ranks: Ranks, tmp_path: Path) -> None:
     """Stopped in the middle of an epoch by two stages; then as if nothing had been."""
     two, end = pipeline(2, "backend.microbatches=4"), f"trainer.max_steps={STOP}"
     ranks(2).run(_part, str(tmp_path / "two"), two, end, deadline=120)
@@ -87,8 +88,8 @@ def _noted() -> Any:
 
 def _held(by_function: bool) -> tuple[int, int, list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Parameters held here, and in all; the kernels that were made, and those that are held."""
-    from ktrainer.steps.elsewhere import elsewhere
-    from ktrainer.steps.placement import placement_of
+    from ktrainer.steps.remote_variable import is_remote
+    from ktrainer.steps.variable_placement import placement_of
 
     Noted.made = []
     words = [*pipeline(3, "backend.microbatches=2"), *QUIET]
@@ -98,12 +99,12 @@ def _held(by_function: bool) -> tuple[int, int, list[tuple[int, ...]], list[tupl
         model, placement = trainer.model, placement_of(trainer.model)
         variables = [*model.variables, *model.optimizer.variables]
         for variable in variables:
-            away = elsewhere(variable)
-            assert (away is None) == placement.holds(variable), variable.path
-            assert (variable._value is None) == (away is not None), variable.path
-            if away is not None:
-                assert away.partition != placement.partition
-                with pytest.raises(ModelError, match=f"on stage {away.partition}"):
+            remote = is_remote(variable)
+            assert (remote is None) == placement.holds(variable), variable.path
+            assert (variable._value is None) == (remote is not None), variable.path
+            if remote is not None:
+                assert remote.partition != placement.partition
+                with pytest.raises(ModelError, match=f"on stage {remote.partition}"):
                     variable.numpy()
         mine = [v for v in variables if placement.holds(v)]
         kernels = [tuple(v.shape) for v in model.weights if placement.holds(v) and v.ndim == 2]
@@ -143,7 +144,6 @@ def _refusals() -> list[str]:
     builders = (
         _own_step,
         lambda: _compiled("sgd", run_eagerly=True),
-        lambda: _compiled(keras.optimizers.Adam(use_ema=True)),
         lambda: _compiled(keras.optimizers.Adam(gradient_accumulation_steps=2)),
     )
     for build in builders:
@@ -159,8 +159,8 @@ def _refusals() -> list[str]:
 def test_models_that_are_refused(ranks: Ranks) -> None:
     first, second = ranks(2).run(_refusals)
     assert first == second
-    own, eager, average, accumulating = first
+    own, eager, accumulating = first
     assert "Own.train_step is the model's own" in own
     assert "run_eagerly=True" in eager
-    assert "Adam(use_ema=...) is not supported in a pipeline" in average
+    assert "Adam(gradient_accumulation_steps=...) is not supported in a pipeline" in accumulating
     assert "set trainer.accumulate instead" in accumulating

@@ -10,14 +10,14 @@ import tensorflow as tf
 from keras import layers
 
 import ktrainer
-from ktrainer.backends.pipeline.actions import live_activations
 from ktrainer.backends.pipeline.planning import (
     StagePlan,
     activations_by_stage,
     plan_stages,
     recomputed_by_stage,
 )
-from ktrainer.backends.pipeline.schedule import SCHEDULES, make_schedule
+from ktrainer.backends.pipeline.schedules.actions import live_activations
+from ktrainer.backends.pipeline.schedules.make_schedule import SCHEDULES, make_schedule
 from ktrainer.config import load_config
 from ktrainer.errors import ConfigError, ModelError
 from tests.pipeline import models
@@ -50,7 +50,7 @@ def _valueless(make: Any) -> Any:
 
 def test_equal_layers_are_dealt_out_evenly() -> None:
     made = _plan(_stack(), "backend.partitions=4")
-    assert [len(stage.nodes) for stage in made.partition.stages] == [2, 2, 2, 2]
+    assert [len(stage.nodes) for stage in made.assignment.stages] == [2, 2, 2, 2]
     assert made.stage_of == (0, 0, 1, 1, 2, 2, 3, 3)
     assert (made.schedule.name, made.schedule.ranks, made.schedule.microbatches) == ("1f1b", 4, 4)
     assert len(made.costs) == len(made.graph.nodes) == 8
@@ -65,7 +65,7 @@ def test_chunks_are_stages_of_their_own() -> None:
 
 def test_memory_counts_the_activations_of_the_schedule() -> None:
     first = {
-        name: _plan(_stack(), f"backend.schedule={name}").partition.stages[0].memory
+        name: _plan(_stack(), f"backend.schedule={name}").assignment.stages[0].memory
         for name in ("1f1b", "gpipe")
     }
     # Four dense layers: 16 floats each for two examples, of 4 microbatches in place of 2.
@@ -74,7 +74,7 @@ def test_memory_counts_the_activations_of_the_schedule() -> None:
 
 def test_memory_with_recomputation_counts_what_is_received_and_one_microbatch() -> None:
     words = ["backend.schedule=gpipe", "backend.recompute=true"]
-    kept, again = (_plan(_stack(), *words[:n]).partition.stages for n in (1, 2))
+    kept, again = (_plan(_stack(), *words[:n]).assignment.stages for n in (1, 2))
     one = 4 * 16 * 2 * 4  # what four layers make of a microbatch
     assert [x.memory - y.memory for x, y in zip(kept, again, strict=True)] == [3 * one, 3 * one]
     with pytest.raises(ConfigError, match="The least that does is"):
@@ -147,19 +147,22 @@ def test_limits_are_kept_or_refused() -> None:
     with pytest.raises(ConfigError, match="The least that does is") as caught:
         _plan(_stack(), "backend.memory_limit=1KB")
     assert caught.value.path == "backend.memory_limit"
-    assert _plan(_stack(), "backend.memory_limit=1MB").partition.stages[0].memory < 10**6
+    assert _plan(_stack(), "backend.memory_limit=1MB").assignment.stages[0].memory < 10**6
     with pytest.raises(ConfigError, match="cannot be cut into 9 stages") as caught:
         _plan(_stack(), "backend.partitions=9")
     assert caught.value.path == "backend.partitions"
 
 
+@pytest.mark.quick("nested")
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_model_without_values(name: str) -> None:
     make, spec = _MODELS[name]
     model = _valueless(make)
     made, expected = _plan(model, spec=spec), _plan(make(), spec=spec)
     assert (made.stage_of, made.costs) == (expected.stage_of, expected.costs)
-    assert [s.bytes for s in made.partition.stages] == [s.bytes for s in expected.partition.stages]
+    assert [s.bytes for s in made.assignment.stages] == [
+        s.bytes for s in expected.assignment.stages
+    ]
     assert model.variables
     assert all(v._value is None for v in model.variables)
 

@@ -13,9 +13,9 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import ConfigError, DataError, ModelError, Trainer
-from ktrainer.backends.pipeline.stage import CompiledStage
-from ktrainer.feed.share import Share
-from ktrainer.feed.specs import spec_of
+from ktrainer.backends.pipeline.stage.compiled_stage import CompiledStage
+from ktrainer.data.batch_specs import spec_of
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.steps import StepOptions
 from tests.small import data, weights
 
@@ -184,7 +184,7 @@ def test_the_only_loss_is_a_layer_s(trainer: Trainer, targets: bool) -> None:
 
 def test_slots_are_told_from_the_optimizer_s_own_variables() -> None:
     """SGD without momentum has two variables of its own; this model has two weights."""
-    from ktrainer.backends.pipeline.placing import build_optimizer
+    from ktrainer.backends.pipeline.placement.variable_holders import build_optimizer
 
     model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
     model.compile("sgd", "mse")
@@ -214,6 +214,7 @@ def _sequence_model() -> keras.Model:
     return model
 
 
+@pytest.mark.exhaustive
 def test_accumulated_batches_of_several_lengths_count_by_elements() -> None:
     found: list[Any] = []
     for more in (PIPELINE, {}):
@@ -237,7 +238,7 @@ def test_accumulated_batches_of_several_lengths_count_by_elements() -> None:
 @pytest.mark.parametrize(
     "callback",
     [
-        lambda: keras.callbacks.ModelCheckpoint("x.keras"),
+        lambda: keras.callbacks.BackupAndRestore("x"),
         lambda: keras.callbacks.TensorBoard(histogram_freq=1),
     ],
 )
@@ -304,26 +305,27 @@ def test_a_metric_of_several_numbers_is_put_back_with_an_update_that_is_skipped(
     np.testing.assert_array_equal(ours[0], ours[1])
 
 
+@pytest.mark.quick("float32-1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-def test_a_stand_in_leaves_no_trace_whatever_is_in_it(schedule: str, precision: str) -> None:
+def test_padding_leaves_no_trace_whatever_is_in_it(schedule: str, precision: str) -> None:
     """What a replica without examples computes on may be anything: here it gives NaN."""
 
-    def train(*stand_ins: Share) -> list[np.ndarray]:
+    def train(*padding: LocalBatch) -> list[np.ndarray]:
         keras.config.set_dtype_policy(precision)
         with make({"backend": {**PIPELINE["backend"], "schedule": schedule}}) as trainer:
             model = build("adam")
             program = trainer.backend.prepare(model, StepOptions())
             program.build(spec_of(batch))
             for _ in range(2):
-                program.train([Share(batch, 8, 8), *stand_ins])
+                program.train([LocalBatch(batch, 8, 8), *padding])
             return weights(model)
 
     x, y = data(8)
     batch = (tf.constant(x), tf.constant(y))
     try:
         alone = train()
-        together = train(Share((batch[0] * np.inf, batch[1]), 0, 0))
+        together = train(LocalBatch((batch[0] * np.inf, batch[1]), 0, 0))
     finally:
         keras.config.set_dtype_policy("float32")
     for one, other in zip(alone, together, strict=True):

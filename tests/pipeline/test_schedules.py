@@ -10,25 +10,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktrainer.backends.pipeline.schedule import (
-    ALIASES,
-    SCHEDULES,
+from ktrainer.backends.pipeline.schedules.actions import (
     Action,
     live_activations,
-    make_schedule,
     microbatches_in_flight,
-    validate,
 )
-from ktrainer.backends.pipeline.simulate import Costs, simulate
+from ktrainer.backends.pipeline.schedules.make_schedule import (
+    ALIASES,
+    SCHEDULES,
+    make_schedule,
+    validate_schedule,
+)
+from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
 from ktrainer.errors import ConfigError
-from tests.pipeline.cases import schedules
+from tests.pipeline.machine import schedules
 
 RANKS, MICROBATCHES = range(1, 7), range(1, 21)
 SHAPES = list(itertools.product(RANKS, MICROBATCHES))
 
 
 def makespan(*args, costs=None):
-    return simulate(make_schedule(*args), costs).makespan
+    return make_timeline(make_schedule(*args), costs).makespan
 
 
 def test_gpipe_and_1f1b_take_m_plus_p_minus_1_stage_times():
@@ -41,7 +43,7 @@ def test_gpipe_and_1f1b_take_m_plus_p_minus_1_stage_times():
 def test_the_bubble_is_what_is_left_of_the_ideal():
     for ranks, microbatches in SHAPES:
         for name in ("gpipe", "1f1b"):
-            bubble = simulate(make_schedule(name, ranks, microbatches)).bubble
+            bubble = make_timeline(make_schedule(name, ranks, microbatches)).bubble
             assert 1 - bubble == pytest.approx(microbatches / (microbatches + ranks - 1))
 
 
@@ -67,10 +69,10 @@ def test_gpipe_keeps_all_and_1f1b_what_lies_ahead():
 def test_zero_bubble_is_faster_than_1f1b_in_the_same_memory():
     for ranks, microbatches in SHAPES:
         schedule = make_schedule("zero_bubble", ranks, microbatches)
-        timeline = simulate(schedule)
+        timeline = make_timeline(schedule)
         few = 2 * ranks + 2 * microbatches - 1  # the weight gradients that fill are missing
         assert timeline.makespan == max(3 * microbatches + ranks - 1, few)
-        assert timeline.bubble <= simulate(make_schedule("1f1b", ranks, microbatches)).bubble
+        assert timeline.bubble <= make_timeline(make_schedule("1f1b", ranks, microbatches)).bubble
         assert max(live_activations(schedule)) <= min(ranks, microbatches)
 
 
@@ -87,7 +89,7 @@ def test_interleaving_shrinks_the_bubble_by_the_number_of_chunks():
     """In stage times: v M + P - 1 a rank, where M is a multiple of P."""
     for ranks, groups, chunks in itertools.product(RANKS, range(1, 6), range(2, 5)):
         schedule = make_schedule("interleaved", ranks, ranks * groups, chunks)
-        assert simulate(schedule).makespan == 3 * (chunks * ranks * groups + ranks - 1)
+        assert make_timeline(schedule).makespan == 3 * (chunks * ranks * groups + ranks - 1)
         most = 2 * (ranks - 1) + (chunks - 1) * ranks + 1
         assert max(live_activations(schedule)) <= min(most, chunks * ranks * groups)
 
@@ -120,9 +122,9 @@ def test_backward_first_has_two_more_than_ranks_in_flight_by_default():
 @settings(max_examples=400, deadline=None)
 def test_every_schedule_is_complete_ends_and_keeps_its_cap(case):
     schedule, cap = case
-    validate(schedule)
+    validate_schedule(schedule)
     work = schedule.microbatches * schedule.chunks * (3 if schedule.trains else 1)
-    assert simulate(schedule).busy == (work,) * schedule.ranks
+    assert make_timeline(schedule).busy == (work,) * schedule.ranks
     flying = microbatches_in_flight(schedule)
     assert all(number <= (cap or schedule.microbatches) for number in flying)
     for alive, number in zip(live_activations(schedule), flying, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ktrainer.errors import DeadlineExceeded
-from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
+from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness.group import ROOT
 from tests.pipeline.trained import classes, data_of
 
@@ -48,7 +48,7 @@ WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
 QUIET = ("logging.progress=none", "logging.csv=false", "data.batch_size=16")
 
 
-LAUNCH = [sys.executable, "-m", "ktrainer.cli", "launch", "--all-ranks", "-n", "2"]
+LAUNCH = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", "-n", "2"]
 
 
 def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
@@ -67,6 +67,7 @@ def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
     )
 
 
+@pytest.mark.exhaustive
 def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path) -> None:
     fail = 'raise RuntimeError("a stage that fails on purpose")'
     done = _started(tmp_path, LAUNCH, fail, "{0: 'dense|dense_1|fails', 1: dense_2}")
@@ -75,6 +76,7 @@ def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path) -> 
     assert "RuntimeError: a stage that fails on purpose" in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by", ["launcher", "mpirun"])
 def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(
     tmp_path: Path, by: str
@@ -94,7 +96,10 @@ def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(
         assert f"PeerLost: rank 0 lost rank 1 at step 3 {waits}" in done.stderr
 
 
-def _raises_at_the_fifth(where: str) -> None:
+def _train(where: str, pid_file: str = "") -> None:
+    """Train two stages of which the last fails, is late or stops `where` it says."""
+    import time
+
     import keras
     import tensorflow as tf
 
@@ -102,122 +107,64 @@ def _raises_at_the_fifth(where: str) -> None:
 
     calls = []
 
-    def fails(x: Any) -> Any:
+    def fifth(x: Any) -> Any:
         calls.append(x)
-        if len(calls) == 5:
+        if len(calls) == 5 and where == "stop":
+            Path(pid_file).write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif len(calls) == 5:
             raise RuntimeError(f"fails on purpose in the {where}")
         return x
 
     def in_python(x: Any) -> Any:
-        return tf.ensure_shape(tf.py_function(fails, [x], x.dtype), x.shape)
+        return tf.ensure_shape(tf.py_function(fifth, [x], x.dtype), x.shape)
 
-    class Bends(keras.layers.Layer):
+    class Middle(keras.layers.Layer):
         def call(self, x: Any) -> Any:
-            return tf.custom_gradient(lambda x: (tf.identity(x), in_python))(x)
+            if where == "backward pass":
+                return tf.custom_gradient(lambda x: (tf.identity(x), in_python))(x)
+            return x + tf.stop_gradient(in_python(x)) if where == "stop" else x
 
     class Deadline(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trainer.world.deadline = 2.0  # the first batch compiled
+            trainer.world.deadline = 5.0 if where == "stop" else 2.0  # the first batch compiled
+            if (where, batch, trainer.world.rank) == ("between steps", 1, 1):
+                time.sleep(6)
 
     def build() -> Any:
-        middle = [Bends()] if where == "backward pass" else []
         constraint = in_python if where == "update" else None
         first, *dense = [
             keras.layers.Dense(n, kernel_constraint=constraint if i else None, name=f"dense_{i}")
             for i, n in enumerate((8, 8, 3))
         ]
-        model = keras.Sequential([keras.Input((6,)), first, *middle, *dense])
+        model = keras.Sequential([keras.Input((6,)), first, Middle(name="middle"), *dense])
         model.compile("sgd", classes())
         return model
 
-    stages = "backend.stages={0: dense_0, 1: 'dense_[12]|bends'}"
-    with Trainer(overrides=[*WORDS, *QUIET, stages], callbacks=[Deadline()]) as trainer:
-        trainer.fit(build, data_of("plain", 96))
-
-
-@pytest.mark.parametrize("where", ["backward pass", "update"])
-def test_an_exception_anywhere_in_a_step_is_raised(ranks: Callable[..., Any], where: str) -> None:
-    """`test_an_exception_in_a_stage` holds that it then ends all."""
-    first, second = ranks(2).outcomes(_raises_at_the_fifth, where)
-    assert f"RuntimeError: fails on purpose in the {where}" in str(second.error)
-    assert isinstance(first.error, DeadlineExceeded), first
-    assert "No answer from rank 1" in str(first.error)
-
-
-def _late_between_steps() -> None:
-    import time
-
-    import keras
-
-    from ktrainer import Trainer
-
-    class Sleeps(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trainer.world.deadline = 2.0  # the first batch compiled
-            if batch == 1 and trainer.world.rank == 1:
-                time.sleep(6)
-
-    def build() -> Any:
-        model = keras.Sequential([keras.Input((6,)), *map(keras.layers.Dense, (8, 8, 3))])
-        model.compile("sgd", classes())
-        return model
-
-    words = [*WORDS, "backend.costs=uniform", *QUIET]
-    with Trainer(overrides=words, callbacks=[Sleeps()]) as trainer:
-        trainer.fit(build, data_of("plain", 64))
-
-
-def test_a_stage_that_is_late_between_steps_is_named(ranks: Callable[..., Any]) -> None:
-    first, _ = ranks(2).outcomes(_late_between_steps)
-    assert isinstance(first.error, DeadlineExceeded), first
-    assert "at step 2" in str(first.error)
-    assert "No answer from rank 1" in str(first.error)
-
-
-def _stop_one(pid_file: str) -> None:
-    import keras
-    import tensorflow as tf
-
-    from ktrainer import Trainer
-
-    calls = []
-
-    class Deadline(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trainer.world.deadline = 5.0  # the first batch compiled
-
-    def stop_at_the_fifth(x: Any) -> Any:
-        calls.append(x)
-        if len(calls) == 5:
-            Path(pid_file).write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return x
-
-    class Stops(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            y = tf.py_function(stop_at_the_fifth, [x], x.dtype)
-            return x + tf.ensure_shape(tf.stop_gradient(y), x.shape)
-
-    def build() -> Any:
-        dense = keras.layers.Dense
-        model = keras.Sequential([keras.Input((6,)), dense(8), dense(8), Stops(), dense(3)])
-        model.compile("sgd", classes())
-        return model
-
-    stages = "backend.stages={0: dense, 1: 'dense_.*|stops'}"
+    stages = "backend.stages={0: dense_0, 1: 'dense_[12]|middle'}"
     try:
         with Trainer(overrides=[*WORDS, *QUIET, stages], callbacks=[Deadline()]) as trainer:
-            trainer.fit(build, data_of("plain", 64))
+            trainer.fit(build, data_of("plain", 96))
     finally:
-        if trainer.world.rank == 0:
+        if where == "stop" and trainer.world.rank == 0:
             os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
 
 
-def test_a_stage_that_stops_is_named_within_the_deadline(
-    ranks: Callable[..., Any], tmp_path: Path
+@pytest.mark.quick("update")
+@pytest.mark.parametrize("where", ["backward pass", "update", "between steps", "stop"])
+def test_a_stage_that_fails_anywhere_is_named_within_the_deadline(
+    ranks: Callable[..., Any], tmp_path: Path, where: str
 ) -> None:
-    first, second = ranks(2).outcomes(_stop_one, str(tmp_path / "pid"))
+    """`test_an_exception_in_a_stage` holds that an exception then ends all."""
+    first, second = ranks(2).outcomes(_train, where, str(tmp_path / "pid"))
     assert isinstance(first.error, DeadlineExceeded), first
-    assert first.error.seconds == 5
+    assert first.error.seconds == (5 if where == "stop" else 2)
     assert "rank 1" in str(first.error)
-    assert second.error is not None
+    if where in ("backward pass", "update"):
+        assert f"RuntimeError: fails on purpose in the {where}" in str(second.error)
+    if where != "stop":
+        assert "No answer from rank 1" in str(first.error)
+    if where == "between steps":
+        assert "at step 2" in str(first.error)
+    else:
+        assert second.error is not None

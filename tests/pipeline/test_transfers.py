@@ -7,10 +7,9 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from ktrainer.backends.pipeline.schedule import SCHEDULES, make_schedule
-from ktrainer.backends.pipeline.transfers import Transfer, Transfers
-from tests.pipeline.cases import CHUNKED, schedules
-from tests.pipeline.machine import program, run
+from ktrainer.backends.pipeline.schedules.make_schedule import SCHEDULES, make_schedule
+from ktrainer.backends.pipeline.schedules.transfers import Transfer, Transfers
+from tests.pipeline.machine import CHUNKED, program, run, schedules
 
 
 @given(schedules())

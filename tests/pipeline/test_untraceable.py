@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from ktrainer.backends.pipeline.graph import trace
+from ktrainer.backends.pipeline.graph.trace import trace
 from ktrainer.errors import ModelError
 
 
@@ -50,7 +50,7 @@ class _Loss(keras.Model):
     "kind, reason",
     [
         (_Branches, "control flow depends on the values"),
-        (_Numpy, "asks for the values of a tensor"),
+        (_Numpy, "reads the values of a tensor"),
         (_Raw, "calls a TensorFlow function"),
         (_Batch, "a dimension"),
         (_Loss, "adds a loss"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -254,21 +256,186 @@ def words() -> keras.Model:
     return model
 
 
+# -- losses of whole batches
+
+
+def dense(units: int, seed: int, activation: str | None = "tanh", **kwargs: Any) -> layers.Layer:
+    """A layer with the same initial weights in every process."""
+    init = keras.initializers.GlorotUniform(seed=seed)
+    return layers.Dense(units, activation, kernel_initializer=init, **kwargs)
+
+
+def normalised(z: Any) -> Any:
+    return z / ops.sqrt(ops.sum(ops.square(z), -1, keepdims=True))
+
+
+def nt_xent(_: Any, views: Any) -> Any:
+    """SimCLR's loss of two views, stacked along axis 1: (examples, 2, features)."""
+    z = normalised(ops.concatenate([views[:, 0], views[:, 1]], 0))
+    count = ops.shape(z)[0]
+    logits = ops.matmul(z, ops.transpose(z)) / 0.5
+    logits = logits - 1e9 * ops.eye(count, dtype=z.dtype)
+    other = (ops.arange(count) + count // 2) % count
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(other, logits, from_logits=True))
+
+
+def simclr(floatx: str = "float64") -> keras.Model:
+    """Two views stacked in one input, a compiled loss that returns a number."""
+    inputs = keras.Input((2, 6))
+    x = dense(8, 1, kernel_regularizer="l2")(inputs)
+    x = dense(8, 2, activity_regularizer="l2")(x)
+    model = keras.Model(inputs, dense(4, 4, None, kernel_regularizer="l2")(dense(8, 3)(x)))
+    model.compile(keras.optimizers.Adam(0.01), nt_xent)
+    return model
+
+
+def with_loss(compute: Callable[[Any, Any, Any], Any], base: Any = keras.Model) -> Any:
+    """A kind of model whose loss is `compute(model, targets, outputs)`."""
+
+    class WithLoss(base):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return compute(self, y, y_pred)
+
+    return WithLoss
+
+
+def of_pairs(model: keras.Model, _: Any, towers: Any) -> Any:
+    """CLIP's loss, of all pairs of the outputs of two towers."""
+    image, text = map(normalised, towers)
+    logits = ops.matmul(image, ops.transpose(text)) * 4.0
+    right = ops.arange(ops.shape(logits)[0])
+    of = functools.partial(keras.losses.sparse_categorical_crossentropy, from_logits=True)
+    loss = ops.mean(of(right, logits) + of(right, ops.transpose(logits))) / 2
+    return loss + sum(model.losses)
+
+
+def clip() -> keras.Model:
+    a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
+    image = dense(4, 3, None, name="image")(dense(8, 1, kernel_regularizer="l2")(a))
+    text = dense(4, 4, None, name="text")(dense(8, 2)(b))
+    model = with_loss(of_pairs)([a, b], [image, text])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+    return model
+
+
+def weighted_tokens() -> keras.Model:
+    """Outputs with masks, weighted targets, a compiled loss and metrics."""
+    tokens = keras.Input((5,), dtype="int32")
+    uniform = keras.initializers.RandomUniform(seed=5)
+    x = layers.Embedding(12, 8, mask_zero=True, embeddings_initializer=uniform)(tokens)
+    logits = dense(12, 3, None)(dense(8, 2)(dense(8, 1)(x)))
+    model = keras.Model(tokens, logits)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(0.01), loss, weighted_metrics=["accuracy"])
+    return model
+
+
+def two_losses() -> keras.Model:
+    """Two outputs with losses of their own, which are logged too, and a third without one."""
+    inputs = keras.Input((6,))
+    x = dense(8, 1)(inputs)
+    early = dense(1, 4, None, name="early")(x)
+    x = dense(8, 2)(x)
+    late = dense(2, 3, None, name="late")(x)
+    aside = dense(2, 6, None, name="aside")(x)
+    model = keras.Model(inputs, {"early": early, "late": late, "aside": aside})
+    losses = {"early": "mse", "late": keras.losses.MeanAbsoluteError("sum")}
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=64.0)
+    model.compile(scaled, losses, metrics={"late": "mse"})
+    return model
+
+
+WIDTH = 7  # as many as there are examples in a microbatch
+
+
+class Adds(layers.Layer):
+    """Adds losses of examples, of their elements, and of its weights: as many as examples."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight((WIDTH,), "ones", name="scale")
+
+    def call(self, x: Any) -> Any:
+        x = x * self.scale
+        self.add_loss(0.01 * ops.sum(ops.square(x), -1))
+        self.add_loss(0.02 * ops.square(x - 0.5))
+        self.add_loss(0.1 * ops.square(self.scale - 0.5))
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+def weighing(factor: float) -> Any:
+    """A loss that weighs the losses that layers add, or drops them."""
+
+    def compute(model: keras.Model, y: Any, y_pred: Any) -> Any:
+        added = sum(ops.sum(loss) for loss in model.losses) if factor else 0.0
+        return ops.mean(ops.square(y - y_pred)) + factor * added
+
+    return with_loss(compute)
+
+
+def adds(kind: Any = keras.Model, loss: Any = "mse") -> keras.Model:
+    """Layers on every stage that add vectors, which Keras sums."""
+    inputs = keras.Input((6,))
+    x = Adds(name="first")(dense(WIDTH, 1)(inputs))
+    x = Adds(name="second")(dense(WIDTH, 2)(dense(WIDTH, 3, kernel_regularizer="l2")(x)))
+    model = kind(inputs, dense(1, 4, None)(x))
+    model.compile(keras.optimizers.SGD(0.01), loss, metrics=["mae"])
+    return model
+
+
+class Counting(keras.Model):
+    """Counts metrics of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.total = keras.metrics.Sum("total")
+        self.size = keras.metrics.MeanAbsoluteError("size")
+
+
+def of_gathered(model: Any, _: Any, outputs: Any) -> Any:
+    """A loss of what `ktrainer.all_gather` returns: in one process, what it is given."""
+    every = ktrainer.all_gather(outputs)
+    model.total.update_state(every)
+    model.size.update_state(ops.zeros_like(every), every)
+    return ops.mean(ops.square(every - ops.mean(every)))
+
+
+def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
+    inputs = keras.Input((6,))
+    model = kind(inputs, dense(WIDTH, 4, None)(dense(8, 2)(dense(8, 1)(inputs))))
+    model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
 _PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent, scoped)
 _SPECIAL = (aside, unused, rare, thrice, words, steep, steep_first)
-BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL)}
+_WHOLE = (simclr, clip, weighted_tokens, two_losses, adds)
+BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL, *_WHOLE)} | {
+    "weighs": lambda: adds(weighing(0.3), None),
+    "leaves_out": lambda: adds(weighing(0.0), None),
+    # A loss of each example, whose sum Keras differentiates; one of each feature, as many.
+    "vector": lambda: sums(with_loss(lambda _, y, z: ops.sum(ops.square(y - z), -1))),
+    "features": lambda: sums(with_loss(lambda _, y, z: ops.mean(ops.square(y - z), 0))),
+    "gathers": lambda: sums(with_loss(of_gathered, Counting)),
+    "unreduced": lambda: sums(loss=keras.losses.MeanSquaredError(reduction=None)),
+}
 
 
-def data_of(model: str, rows: int = ROWS) -> tuple[Any, Any]:
-    """(x, y) for a model, in the float type that is set."""
+def data_of(model: str, rows: int = ROWS) -> tuple[Any, ...]:
+    """(x, y), or (x, y, sample weights), for a model, in the float type that is set."""
     random, floats = np.random.default_rng(0), keras.config.floatx()
 
     def normal(*shape: int) -> np.ndarray:
         return random.normal(size=(rows, *shape)).astype(floats)
 
-    if model in ("tied", "masked", "recurrent"):
+    if model == "simclr":
+        return normal(2, 6), np.zeros((rows, 1))
+    if model == "clip":
+        return (normal(4), normal(3)), np.zeros((rows, 1))
+    if model in ("tied", "masked", "recurrent", "weighted_tokens"):
         tokens = random.integers(0, 12, (rows, 5))
-        return tokens, tokens.sum(1) % 3 if model == "recurrent" else np.roll(tokens, -1, 1)
+        y = tokens.sum(1) % 3 if model == "recurrent" else np.roll(tokens, -1, 1)
+        return (tokens, y, random.random((rows, 5))) if model == "weighted_tokens" else (tokens, y)
     if model == "words":
         tokens = random.integers(0, 7, (rows, 5))
         return np.array(list("abcdefg"))[tokens], tokens.sum(1) % 3
@@ -276,4 +443,8 @@ def data_of(model: str, rows: int = ROWS) -> tuple[Any, Any]:
         return {"a": normal(4), "b": normal(3)}, {"early": normal(1), "late": normal(2)}
     x = normal(6, 6, 2) if model == "cnn" else normal(6)
     y = x.reshape(rows, -1)[:, :3].argmax(1)
-    return x, {"main": y} if model in ("aside", "unused") else y
+    if model == "two_losses":
+        return x, {"early": x[:, :1], "late": x[:, 1:3], "aside": x[:, 3:5]}
+    if model in {f.__name__ for f in _PLAIN + _SPECIAL}:
+        return x, {"main": y} if model in ("aside", "unused") else y
+    return x, x[:, :1] + np.arange(WIDTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -11,10 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.scopes import Contexts, with_settings_of_this_thread
-from ktrainer.steps.context import StepContext, current
-from ktrainer.steps.seams import seams
-from ktrainer.steps.threads import as_in_this_thread, entered_in_this_thread, replaced_in
+from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
+    Contexts,
+    with_settings_of_this_thread,
+)
+from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.step_context import StepContext, current_step
 
 
 def draw() -> list[Any]:
@@ -36,25 +37,13 @@ def context_of_rank(rank: int) -> StepContext:
     return StepContext(tf.constant(0.5, tf.float64), rank=rank)
 
 
-def test_a_replacement_acts_where_it_is_entered() -> None:
-    owner = SimpleNamespace(name=lambda: "original")
-    scope = object()
-    with replaced_in(scope, [(owner, "name", lambda: "replacement")]):
-        assert owner.name() == "original"
-        with entered_in_this_thread(scope):
-            assert owner.name() == "replacement"
-            assert in_another_thread(lambda: owner.name()) == "original"
-            assert in_another_thread(as_in_this_thread(lambda: owner.name())) == "replacement"
-        assert owner.name() == "original"
-
-
 def test_data_beside_the_step_of_a_rank() -> None:
     truth, context = draw(), context_of_rank(1)
-    with seams(context):
+    with keras_patches(context):
         assert in_another_thread(draw) == truth
         assert not context.assigned
-        assert in_another_thread(current) is None
-        assert current() is context
+        assert in_another_thread(current_step) is None
+        assert current_step() is context
         assert draw()[:2] != truth[:2]  # this thread is the step's
     assert context.assigned
 
@@ -64,13 +53,13 @@ def test_data_beside_the_steps_of_replicas() -> None:
     context = context_of_rank(1)
 
     def on_replica() -> Any:
-        assert current() is contexts
+        assert current_step() is contexts
         with pytest.raises(LookupError, match="no replica"):
             contexts.weight  # noqa: B018
         with contexts.entered(context):
             return draw()
 
-    with seams(contexts):  # type: ignore[arg-type]
+    with keras_patches(contexts):  # type: ignore[arg-type]
         assert in_another_thread(draw) == truth
         assert in_another_thread(with_settings_of_this_thread(on_replica))[:2] != truth[:2]
     assert context.assigned

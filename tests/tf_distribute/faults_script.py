@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def killed_after_its_update() -> dict[str, Any]:
-    """Worker 1 dies when it has applied an update, of which nothing is known yet."""
+    """Worker 1 is killed after it has applied an update, before that is known."""
     with trainer() as it, before_a_copy(1, after=5) as sent:
         sent.number = signal.SIGKILL
         it.fit(build, data())
@@ -59,7 +59,7 @@ def killed_after_its_update() -> dict[str, Any]:
 def stopped_before_the_copy() -> Any:
     """The worker that has been started in its place stops when it has computed a step."""
     with trainer("trainer.epochs=1000", "trainer.max_time=1m") as it:
-        while it.backend._presence.missing():
+        while it.backend._liveness.missing():
             time.sleep(0.2)
         with before_a_copy(1) as stop:
             said = said_by(lambda: it.fit(build, data()), stop)

@@ -28,7 +28,7 @@ from ktrainer import Trainer
 class Slow(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         if batch == 5 and os.environ.get("TEST_RANK") == str(trainer.world.rank):
-            os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))  # the others go on into a sum
+            os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))  # the others enter a sum
         if batch == 6 and os.environ.get("LATE") == str(trainer.world.rank):
             time.sleep(60)
 
@@ -89,7 +89,7 @@ def task(launcher: subprocess.Popen[str], variable: str, value: str) -> psutil.P
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with psutil.Process(process.pid).oneshot():
             found = process.environ().get(variable, "")
-        if value in found and "ktrainer.launch.worker" in " ".join(process.cmdline()):
+        if value in found and "ktrainer.launch.rank_process" in " ".join(process.cmdline()):
             return process
     raise AssertionError(f"no process with {value} in {variable}")
 

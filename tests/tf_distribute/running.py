@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from tests.contracts import running
 from tests.dist.cases import Outcome, several
@@ -15,10 +17,48 @@ ONE_PROCESS = "strategies"  # modes of the pool: processes that are like that fo
 CLUSTER = "cluster"  # such a group is never paused: its members listen for one another
 
 
+def under(
+    ranks: Callable[..., Any],
+    strategy: str,
+    function: Callable[..., Any],
+    *args: Any,
+    size: int = 2,
+    devices: int = 1,
+    deadline: float = 120.0,
+    **words: Any,
+) -> list[Any]:
+    """What `function` returns in the processes of a strategy or backend, of which some have one.
+
+    Args:
+        size: of those that have several.
+        devices: of each process of several workers.
+    """
+    if strategy == "multi_worker_mirrored":
+        group = ranks(size, f"{CLUSTER} {devices}")
+        return group.run(_with_ports, function, *args, deadline=deadline, **words)
+    group = ranks(size) if strategy in ("data_parallel", "pipeline") else ranks(1, ONE_PROCESS)
+    return group.run(function, *args, deadline=deadline, **words)
+
+
+def _with_ports(function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+    try:
+        return function(*args, **words)
+    finally:
+        leaks.expect_ports()
+
+
+def close(
+    ours: Iterable[Any], truth: Iterable[Any], rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    """Assert that arrays are those of one process; by default to float32."""
+    for mine, value in zip(ours, truth, strict=True):
+        np.testing.assert_allclose(mine, value, rtol=rtol, atol=atol)
+
+
 def make_devices(count: int = DEVICES) -> None:
     """Before the first task uses TensorFlow: the number of devices cannot change later."""
     from ktrainer.backends.tf_distribute.strategies import make_devices
-    from ktrainer.strategy_plan import StrategyPlan
+    from ktrainer.plan.strategy_plan import StrategyPlan
 
     make_devices(StrategyPlan("mirrored", (), 1, count))
 
@@ -31,11 +71,7 @@ def cases_under(
     words = {"backend__strategy": strategy, **more}
     if devices is not None:
         words["backend__devices"] = devices
-    try:
-        return several(chosen, floatx, backend="tf_distribute", **words)
-    finally:
-        if strategy == "multi_worker_mirrored":
-            leaks.expect_ports()
+    return several(chosen, floatx, backend="tf_distribute", **words)
 
 
 def zoo_under(

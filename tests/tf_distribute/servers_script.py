@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def joined() -> dict[str, Any]:
-    """Trainings that must equal one process, and one that goes on by itself."""
+    """Trainings that must equal one process, and an asynchronous one."""
     found: dict[str, Any] = {"cases": {}, "logs": {}}
     cases = [case for case in CASES if case not in LIKE_OTHERS]
     pairs = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(cases)]
@@ -139,7 +139,7 @@ def digits_model() -> keras.Model:
 
 
 def asynchronous() -> dict[str, Any]:
-    """Digits, with workers that go on by themselves; the counters and metrics must be exact."""
+    """Digits, with asynchronous workers; the counters and metrics must be exact."""
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
     x, y = load_digits(return_X_y=True)
@@ -177,7 +177,7 @@ def left_in_validation() -> float:
     with trainer("data.batch_size=32", callbacks=[Leave()]) as it:
         with suppress(KeyError):
             it.fit(digits_model, (x[:320], y[:320]), validation_data=(x[320:], y[320:]))
-        it.settle()
+        it.state.program.finish()
         return sum(float(m.count.numpy()) for m in it.model.metrics if m.name == "loss")
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
+from tests.tf_distribute.running import close, under
 from tests.tf_distribute.test_features import trainer, vectors
-from tests.tf_distribute.test_processes import on_a_rank
 
 ROWS, BATCH = 33, 16  # the last batch has one row: one replica has none
 
@@ -45,23 +44,17 @@ def trained(strategy: str) -> Any:
         return found, [np.array(v.numpy()) for v in model.trainable_variables]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size"),
-    [("mirrored", 1), ("central_storage", 1), ("multi_worker_mirrored", 2)],
-)
-def test_a_loop_with_batches_that_do_not_divide(
-    ranks: Callable[..., Any], strategy: str, size: int
-) -> None:
-    group = ranks(size, ONE_PROCESS if size == 1 else f"{CLUSTER} 1")
-    by_rank = group.run(on_a_rank, trained, strategy, deadline=100)
-    ((expected, weights),) = ranks(1, ONE_PROCESS).run(trained, "local")
+@pytest.mark.quick("central_storage")
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "multi_worker_mirrored"])
+def test_a_loop_with_batches_that_do_not_divide(ranks: Callable[..., Any], strategy: str) -> None:
+    by_rank = under(ranks, strategy, trained, strategy)
+    ((expected, weights),) = under(ranks, "local", trained, "local")
     assert [rows for _, rows in expected] == [16, 16, 1]
     for ours in by_rank:
         for (loss, rows), (reference, whole) in zip(ours[0], expected, strict=True):
             assert loss == pytest.approx(reference, rel=1e-5)
             assert rows == whole / 2
-        for mine, value in zip(ours[1], weights, strict=True):
-            np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-6)
+        close(ours[1], weights, atol=1e-6)
 
 
 def rows_seen(policy: str, folder: str) -> list[list[int]]:
@@ -77,13 +70,13 @@ def rows_seen(policy: str, folder: str) -> list[list[int]]:
         return [part.numpy().tolist() for (part,) in parts]
 
 
+@pytest.mark.exhaustive
 def test_how_processes_share_the_data(ranks: Callable[..., Any], tmp_path: Path) -> None:
     """Two files, of rows 0 to 7 and 8 to 15; both processes together take 4 a step."""
     for file in range(2):
         (tmp_path / f"{file}.txt").write_text("\n".join(str(8 * file + i) for i in range(8)))
-    group = ranks(2, f"{CLUSTER} 1")
     found = {
-        policy: group.run(on_a_rank, rows_seen, policy, str(tmp_path), deadline=60)
+        policy: under(ranks, "multi_worker_mirrored", rows_seen, policy, str(tmp_path))
         for policy in ("data", "file", "off")
     }
     pairs = np.arange(16).reshape(8, 2).tolist()

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.harness import leaks
 from tests.dist.small import small_model
-from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
+from tests.tf_distribute.running import close, make_devices, under
 
 STRATEGIES = [("mirrored", 2), ("central_storage", 2)]
 OTHERS = {  # backends that are no strategies
@@ -74,49 +73,38 @@ def half_precision(strategy: str, policy: str, bad: int | None, **more: Any) -> 
         )
 
 
+@pytest.mark.quick("mirrored-words1-18")
 @pytest.mark.parametrize(
-    ("strategy", "words"),
-    [("mirrored", {}), ("central_storage", {}), ("mirrored", {"trainer__xla": "true"})],
-    ids=["mirrored", "central_storage", "mirrored XLA"],
+    ("strategy", "words", "bad"),
+    [
+        *(
+            (strategy, {}, bad)
+            for strategy in ("mirrored", "central_storage")
+            for bad in (None, 18, 30)
+        ),
+        *(("mirrored", {"trainer__xla": "true"}, bad) for bad in (None, 18, 30)),
+        # A NaN on one process alone, where Keras' own optimizer waits for ever.
+        ("multi_worker_mirrored", {}, 30),
+    ],
 )
-@pytest.mark.parametrize("bad", [None, 18, 30], ids=["finite", "NaN on one", "NaN on the other"])
 def test_mixed_float16_replicas_agree_on_the_loss_scale(
     ranks: Callable[..., Any], strategy: str, words: dict[str, str], bad: int | None
 ) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(half_precision, strategy, "mixed_float16", bad, **words)
-    (reference,) = group.run(half_precision, "local", "mixed_float16", bad)
-    assert ours[1:] == reference[1:]
-    assert ours[2] == (5 if bad is None else 4)  # of 5 batches
-    for mine, value in zip(ours[0], reference[0], strict=True):
-        assert np.isfinite(mine).all()
+    (truth,) = under(ranks, "local", half_precision, "local", "mixed_float16", bad)
+    for ours in under(ranks, strategy, half_precision, strategy, "mixed_float16", bad, **words):
+        assert ours[1:] == truth[1:]
+        assert ours[2] == (5 if bad is None else 4)  # of 5 batches
+        assert all(np.isfinite(value).all() for value in ours[0])
         # float16 has 11 bits, and gradients of two halves of a batch round apart.
-        np.testing.assert_allclose(mine, value, rtol=0, atol=5e-4)
+        close(ours[0], truth[0], 0, 5e-4)
 
 
-def half_precision_on_a_rank(bad: int) -> Any:
-    try:
-        return half_precision("multi_worker_mirrored", "mixed_float16", bad)
-    finally:
-        leaks.expect_ports()
-
-
-def test_mixed_float16_processes_agree_on_the_loss_scale(ranks: Callable[..., Any]) -> None:
-    """A NaN on one process alone, where Keras' own optimizer waits for ever."""
-    by_rank = ranks(2, f"{CLUSTER} 1").run(half_precision_on_a_rank, 30, deadline=120)
-    (reference,) = ranks(1, ONE_PROCESS).run(half_precision, "local", "mixed_float16", 30)
-    for ours in by_rank:
-        assert ours[1:] == reference[1:]
-        for mine, value in zip(ours[0], reference[0], strict=True):
-            np.testing.assert_allclose(mine, value, rtol=0, atol=5e-4)
-
-
-def test_mixed_bfloat16(ranks: Callable[..., Any]) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(half_precision, "mirrored", "mixed_bfloat16", None)
-    (reference,) = group.run(half_precision, "local", "mixed_bfloat16", None)
-    for mine, value in zip(ours[0], reference[0], strict=True):
-        np.testing.assert_allclose(mine, value, rtol=0, atol=4e-3)  # 8 bits
+@pytest.mark.quick("mirrored")
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
+def test_mixed_bfloat16(ranks: Callable[..., Any], strategy: str) -> None:
+    (truth,) = under(ranks, "local", half_precision, "local", "mixed_bfloat16", None)
+    for ours in under(ranks, strategy, half_precision, strategy, "mixed_bfloat16", None):
+        close(ours[0], truth[0], 0, 4e-3)  # 8 bits
 
 
 def masks(strategy: str) -> np.ndarray:
@@ -160,7 +148,7 @@ def masks(strategy: str) -> np.ndarray:
 
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_replicas_drop_different_units(ranks: Callable[..., Any], strategy: str) -> None:
-    (seen,) = ranks(1, ONE_PROCESS).run(masks, strategy)
+    (seen,) = under(ranks, strategy, masks, strategy)
     assert len(seen) == 2
     first, second = seen != 0
     assert 0.3 < first.mean() < 0.7
@@ -179,11 +167,11 @@ def predicted(strategy: str, devices: int) -> Any:
         return before, it.predict(model, x), it.evaluate(model, (x, y))
 
 
+@pytest.mark.quick("mirrored-2")
 @pytest.mark.parametrize(("strategy", "devices"), [*STRATEGIES, ("mirrored", 3)])
 def test_predict_and_evaluate(ranks: Callable[..., Any], strategy: str, devices: int) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(predicted, strategy, devices)
-    (reference,) = group.run(predicted, "local", 1)
+    (ours,) = under(ranks, strategy, predicted, strategy, devices)
+    (reference,) = under(ranks, "local", predicted, "local", 1)
     np.testing.assert_allclose(ours[0], reference[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(ours[1], reference[1], rtol=1e-4, atol=1e-5)
     assert ours[2] == pytest.approx(reference[2], rel=1e-5)
@@ -205,38 +193,36 @@ def made_in_scope(strategy: str, eager: bool) -> Any:
         return kinds, weights_of(model)
 
 
+@pytest.mark.quick("eager")
 @pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 def test_a_model_made_in_the_scope_is_taken_as_it_is(
     ranks: Callable[..., Any], eager: bool
 ) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(made_in_scope, "mirrored", eager)
-    (reference,) = group.run(made_in_scope, "local", eager)
+    (ours,) = under(ranks, "mirrored", made_in_scope, "mirrored", eager)
+    (reference,) = under(ranks, "local", made_in_scope, "local", eager)
     assert "MirroredVariable" in ours[0]
-    for mine, value in zip(ours[1], reference[1], strict=True):
-        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
+    close(ours[1], reference[1])
 
 
 def statistics(strategy: str) -> Any:
     """Those of a plain BatchNormalization, on each replica of this process."""
     import keras
 
-    x, y = vectors(33)  # the last batch has one row: one replica has a stand-in
+    x, y = vectors(33)  # the last batch has one row: one replica has padding
     with trainer(strategy, data__batch_size=16) as it:
         keras.utils.set_random_seed(0)
         model = small_model(extra=(keras.layers.BatchNormalization(),))
         it.fit(model, (x, y))
         moving = [v for v in model.non_trainable_variables if "moving" in v.path]
         found = [it.strategy.experimental_local_results(v.value) for v in moving]
-        leaks.expect_ports() if strategy == "multi_worker_mirrored" else None
         return [[np.array(each) for each in values] for values in found]
 
 
+@pytest.mark.exhaustive
 def test_statistics_are_the_same_on_all_replicas(ranks: Callable[..., Any]) -> None:
     """And in all processes; however two halves of a batch are computed."""
-    (mirrored,) = ranks(1, ONE_PROCESS).run(statistics, "mirrored")
-    (central,) = ranks(1, ONE_PROCESS).run(statistics, "central_storage")
-    by_rank = ranks(2, f"{CLUSTER} 1").run(statistics, "multi_worker_mirrored", deadline=120)
+    names = ("mirrored", "central_storage", "multi_worker_mirrored")
+    (mirrored,), (central,), by_rank = [under(ranks, name, statistics, name) for name in names]
     assert len(mirrored) == 2
     for i, (first, second) in enumerate(mirrored):
         assert np.isfinite(first).all()
@@ -268,7 +254,7 @@ def graphs_refused(more: dict[str, Any]) -> str:
 def test_batches_whose_first_axis_is_not_examples_are_refused(
     ranks: Callable[..., Any], more: dict[str, Any]
 ) -> None:
-    (text,) = ranks(1, ONE_PROCESS).run(graphs_refused, more)
+    (text,) = under(ranks, "mirrored", graphs_refused, more)
     assert "cannot be cut into 2 parts" in text
     assert "5" in text
     assert text.endswith("Set backend.devices=1, which is one replica, or backend=local")
@@ -298,11 +284,11 @@ def own_metric(strategy: str) -> Any:
         return it.fit(model, (x, y), validation_data=(x, y)).history
 
 
+@pytest.mark.quick("central_storage")
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_metrics_whose_states_do_not_add_up(ranks: Callable[..., Any], strategy: str) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(own_metric, strategy)
-    (reference,) = group.run(own_metric, "local")
+    (ours,) = under(ranks, strategy, own_metric, strategy)
+    (reference,) = under(ranks, "local", own_metric, "local")
     assert list(ours) == list(reference)
     for key, values in reference.items():
         np.testing.assert_allclose(ours[key], values, rtol=1e-5, err_msg=key)
@@ -323,6 +309,7 @@ def resumed(folder: str, first: tuple[str, int], then: tuple[str, int]) -> Any:
     return weights_of(model), history
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -335,12 +322,10 @@ def resumed(folder: str, first: tuple[str, int], then: tuple[str, int]) -> Any:
 def test_checkpoints_go_from_one_backend_to_another(
     ranks: Callable[..., Any], tmp_path: Path, first: Any, then: Any
 ) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(resumed, str(tmp_path / "ours"), first, then)
     local = ("local", 1)
-    (reference,) = group.run(resumed, str(tmp_path / "reference"), local, local)
-    for mine, value in zip(ours[0], reference[0], strict=True):
-        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-5)
+    (ours,) = under(ranks, "mirrored", resumed, str(tmp_path / "ours"), first, then)
+    (reference,) = under(ranks, "local", resumed, str(tmp_path / "reference"), local, local)
+    close(ours[0], reference[0])
     assert len(ours[1]["loss"]) == 3
     np.testing.assert_allclose(ours[1]["loss"], reference[1]["loss"], rtol=1e-5)
 
@@ -362,6 +347,6 @@ def saved(folder: str) -> Any:
 def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
     ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    ((inside, again, kinds),) = ranks(1, ONE_PROCESS).run(saved, str(tmp_path))
+    ((inside, again, kinds),) = under(ranks, "mirrored", saved, str(tmp_path))
     np.testing.assert_allclose(inside, again, rtol=1e-6)
     assert kinds == {"ResourceVariable"}

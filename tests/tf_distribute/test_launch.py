@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.test_cluster_world import free_ports
 from tests.tf_distribute.launching import (
     LAUNCH,
     MULTI_WORKER,
@@ -20,11 +21,11 @@ from tests.tf_distribute.launching import (
     task,
     wait_for,
 )
-from tests.world.test_cluster import free_ports
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.exhaustive
 def test_a_worker_that_is_killed_ends_all(start: Start, script: Path) -> None:
     command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET)
     launcher = start(*command, "data.batch_size=16", "trainer.epochs=9")
@@ -38,8 +39,9 @@ def test_a_worker_that_is_killed_ends_all(start: Start, script: Path) -> None:
     assert "rank 1 was ended by signal 9" in errors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGSTOP, 1), (signal.SIGKILL, 0)])
-def test_a_worker_names_the_one_that_stops_or_dies(
+def test_a_worker_names_the_one_that_stops_or_is_lost(
     start: Start, script: Path, number: int, victim: int
 ) -> None:
     """Without a launcher that would say it: in a sum, which TensorFlow carries out."""
@@ -59,6 +61,7 @@ def test_a_worker_names_the_one_that_stops_or_dies(
     assert "in a sum over processes" in errors
 
 
+@pytest.mark.exhaustive
 def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None:
     """A process that lives, and whose TensorFlow answers, but that does not come."""
     command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET, "backend.timeout=1")
@@ -72,6 +75,7 @@ def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None
     assert "'a sum over processes' for other ranks. No answer from rank 1" in errors
 
 
+@pytest.mark.exhaustive
 def test_tasks_of_slurm_and_a_peer_that_does_not_come(start: Start, script: Path) -> None:
     """Without MPI; the same weights as in one process."""
     words = (sys.executable, script, *QUIET, "data.batch_size=16")
@@ -119,6 +123,7 @@ def first_of_two_ports() -> int:
     raise AssertionError("no two free ports")
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_that_is_made_too_late(start: Start, tmp_path: Path) -> None:
     late = tmp_path / "late.py"
     late.write_text(

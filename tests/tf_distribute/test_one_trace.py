@@ -16,7 +16,7 @@ from tests.contracts.running import largest_difference, local
 from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist.cases import Outcome
 from tests.dist.small import more
-from tests.tf_distribute.running import ONE_PROCESS, cases_under, make_devices, zoo_under
+from tests.tf_distribute.running import cases_under, make_devices, under, zoo_under
 from tests.tf_distribute.test_equals_local import compare
 from tests.tf_distribute.test_features import trainer, vectors
 
@@ -60,6 +60,7 @@ def cases_traced_once(cores: int, chosen: list[tuple[str, str]], **more: Any) ->
         return cases_under("tpu", None, chosen, "float64", backend__tpu="local", **more)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cores", "chosen", "settings"),
     [
@@ -68,7 +69,7 @@ def cases_traced_once(cores: int, chosen: list[tuple[str, str]], **more: Any) ->
     ],
 )
 def test_cases(ranks: Callable[..., Any], cores: int, chosen: Any, settings: Any) -> None:
-    (ours,) = ranks(1, ONE_PROCESS).run(cases_traced_once, cores, chosen, deadline=280, **settings)
+    (ours,) = under(ranks, "tpu", cases_traced_once, cores, chosen, deadline=280, **settings)
     compare(ours, chosen, **settings)
 
 
@@ -77,11 +78,11 @@ def zoo_traced_once(names: list[str]) -> dict[str, list[running.Outcome]]:
         return running.train(names, name="tf_distribute", strategy="tpu", tpu="local")
 
 
+@pytest.mark.exhaustive
 def test_models_of_the_zoo(ranks: Callable[..., Any]) -> None:
     """Noise is that of replicas which know their numbers as they are traced."""
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(zoo_traced_once, [*EXACT, *NOISY], deadline=200)
-    (mirrored,) = group.run(zoo_under, "mirrored", 2, NOISY, deadline=200)
+    (ours,) = under(ranks, "tpu", zoo_traced_once, [*EXACT, *NOISY], deadline=200)
+    (mirrored,) = under(ranks, "mirrored", zoo_under, "mirrored", 2, NOISY, deadline=200)
     for name in ours:
         reference = mirrored[name][0] if name in NOISY else local(name)
         compare_zoo(name, reference, ours[name][0])
@@ -103,8 +104,9 @@ def compiled_with_xla() -> tuple[list[float], Any]:
         return history, it.predict(it.model, x)
 
 
+@pytest.mark.exhaustive
 def test_xla_compiles_all_of_a_step(ranks: Callable[..., Any]) -> None:
-    ((history, outputs),) = ranks(1, ONE_PROCESS).run(compiled_with_xla)
+    ((history, outputs),) = under(ranks, "tpu", compiled_with_xla)
     assert np.isfinite([*history["loss"], *history["val_loss"]]).all()
     assert outputs.shape == (33, 3)
 
@@ -114,7 +116,7 @@ def made_by_tensorflow() -> list[Counter[str]]:
     import keras
     import tensorflow as tf
 
-    from ktrainer.backends.tf_distribute.accumulate import Accumulated
+    from ktrainer.backends.tf_distribute.replicas.replica_accumulation import ReplicaAccumulation
     from ktrainer.steps import StepOptions
     from tests.dist.small import small_model
 
@@ -130,19 +132,20 @@ def made_by_tensorflow() -> list[Counter[str]]:
         program.build(spec)
         functions = [program._function("train").get_concrete_function(spec, share)]
         logged = program._logged["train"]
-        parts = Accumulated(model, StepOptions(accumulate=2), program.replicas, spec, logged)
-        counted = parts._count.get_concrete_function(spec, share)
+        options = StepOptions(accumulate=2)
+        parts = ReplicaAccumulation(model, options, program.replicas, spec, logged)
+        counted = parts.phase("count").get_concrete_function(spec, share)
         denominators = tf.TensorSpec(counted.structured_outputs.shape, tf.float64)
-        functions.append(parts._compute.get_concrete_function(spec, share, denominators))
+        functions.append(parts.phase("compute").get_concrete_function(spec, share, denominators))
         gradients = functions[-1].structured_outputs[1]
-        functions.append(parts._add.get_concrete_function(gradients, gradients))
-        functions.append(parts._update.get_concrete_function(gradients))
+        functions.append(parts.phase("add").get_concrete_function(gradients, gradients))
+        functions.append(parts.phase("update").get_concrete_function(gradients))
     return [Counter(op.type for op in each.graph.get_operations()) for each in functions]
 
 
 def test_tensorflow_makes_programs_for_a_tpu(ranks: Callable[..., Any]) -> None:
     """Nothing is replaced but the names of the cores; and nothing can be run."""
-    (found,) = ranks(1, ONE_PROCESS).run(made_by_tensorflow)
+    (found,) = under(ranks, "tpu", made_by_tensorflow)
     train, compute, add, update = found
     assert all(each["TPUReplicateMetadata"] == 1 for each in found)
     assert train["CrossReplicaSum"] > update["CrossReplicaSum"] > 0  # gradients; and statistics
@@ -186,5 +189,5 @@ def refused(what: str) -> str:
     [("eager", "run_eagerly=False"), ("metric", "largest"), ("gathers", "gathered within a step")],
 )
 def test_refused(ranks: Callable[..., Any], what: str, says: str) -> None:
-    (text,) = ranks(1, ONE_PROCESS).run(refused, what)
+    (text,) = under(ranks, "tpu", refused, what)
     assert says in text

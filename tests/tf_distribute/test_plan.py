@@ -6,15 +6,15 @@ import pytest
 
 from ktrainer.config import load_config
 from ktrainer.errors import ConfigError
-from ktrainer.facts import WorldFacts
-from ktrainer.plan import Plan, make_plan
+from ktrainer.plan.run_plan import Plan, make_plan
+from ktrainer.runtime.hardware import Hardware
 
 SEVERAL = ["strategy=multi_worker_mirrored"]
 
 
 def plan(*words: str, **facts: object) -> Plan:
     config = load_config(None, ["backend=tf_distribute", *words])
-    return make_plan(config, WorldFacts(**facts))  # type: ignore[arg-type]
+    return make_plan(config, Hardware(**facts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def plan(*words: str, **facts: object) -> Plan:
         (["devices=0"], {}, "devices", "at least one"),
         (["devices=[0,1]"], {}, "devices", "GPU:0, GPU:1"),
         (["devices=[CPU:0,GPU:0]"], {"gpus": 1}, "devices", "one kind"),
-        (["devices=[GPU:0,gpu:0]"], {"gpus": 1}, "devices", "once"),
+        (["devices=[GPU:0,gpu:0]"], {"gpus": 1}, "devices", "listed twice"),
         (["strategy=one_device", "devices=2"], {}, "devices", "mirrored"),
-        (["strategy=default", "devices=2"], {}, "devices", "means nothing"),
+        (["strategy=default", "devices=2"], {}, "devices", "has no effect"),
         (["communication=ring"], {}, "communication", "multi_worker_mirrored"),
         (["join=step"], {}, "join", "parameter_server"),
         (["strategy=mirored"], {}, "strategy", "mirrored"),

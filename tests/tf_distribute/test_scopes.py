@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.contracts.running import use_float64
-from tests.dist.harness import leaks
 from tests.dist.small import more
-from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
+from tests.tf_distribute.running import ONE_PROCESS, make_devices, under
 from tests.tf_distribute.test_features import trainer
 
 ROWS = 41
@@ -58,25 +57,22 @@ def everything_inside(backend: str, where: str, folder: str) -> Any:
     x, y = rows()
     found: list[Any] = []
     words = {"data__batch_size": 16, "trainer__epochs": 2, "run__dir": f"{folder}/runs"}
-    try:
-        with trainer(backend, 1 if backend == "one_device" else 2, **words) as it:
-            with place(where, it):
-                strategy = tf.distribute.get_strategy()
-                model = classifier()
-                found += [it.fit(model, (x, y), validation_data=(x, y)).history]
-                data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
-                found += [it.fit(model, data, validation_data=data).history]
-                found += [it.evaluate(model, (x, y)), it.predict(model, x)]
-                it.save(f"{folder}/model.keras")
-                with pytest.raises(ValueError, match="incompatible"):
-                    it.evaluate(model, (x[:, :3], y))
-                assert tf.distribute.get_strategy() is strategy  # after an error, too
-            found += [[v.numpy() for v in model.variables]]
-        assert {type(v.value).__name__ for v in model.variables} == {"ResourceVariable"}
-        keras.models.load_model(f"{folder}/model.keras")
-        return found
-    finally:
-        leaks.expect_ports() if backend == "multi_worker_mirrored" else None
+    with trainer(backend, 1 if backend == "one_device" else 2, **words) as it:
+        with place(where, it):
+            strategy = tf.distribute.get_strategy()
+            model = classifier()
+            found += [it.fit(model, (x, y), validation_data=(x, y)).history]
+            data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+            found += [it.fit(model, data, validation_data=data).history]
+            found += [it.evaluate(model, (x, y)), it.predict(model, x)]
+            it.save(f"{folder}/model.keras")
+            with pytest.raises(ValueError, match="incompatible"):
+                it.evaluate(model, (x[:, :3], y))
+            assert tf.distribute.get_strategy() is strategy  # after an error, too
+        found += [[v.numpy() for v in model.variables]]
+    assert {type(v.value).__name__ for v in model.variables} == {"ResourceVariable"}
+    keras.models.load_model(f"{folder}/model.keras")
+    return found
 
 
 def same(ours: Any, truth: Any) -> None:
@@ -88,6 +84,7 @@ def same(ours: Any, truth: Any) -> None:
     keras.tree.map_structure(equal, ours, truth)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "where"),
     [
@@ -100,21 +97,24 @@ def same(ours: Any, truth: Any) -> None:
 def test_inside_of_a_scope(
     ranks: Callable[..., Any], tmp_path: Path, backend: str, where: str
 ) -> None:
-    group = ranks(1, ONE_PROCESS)
-    (ours,) = group.run(everything_inside, backend, where, str(tmp_path))
-    (truth,) = group.run(everything_inside, "local", "", str(tmp_path))
+    (ours,) = under(ranks, backend, everything_inside, backend, where, str(tmp_path))
+    (truth,) = under(ranks, "local", everything_inside, "local", "", str(tmp_path))
     assert truth[0]["val_loss"][1] > 0.1
     same(ours, truth)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["multi_worker_mirrored", "data_parallel"])
 def test_inside_of_a_scope_of_two_processes(
     ranks: Callable[..., Any], tmp_path: Path, backend: str
 ) -> None:
-    group = ranks(2, f"{CLUSTER} 1" if backend == "multi_worker_mirrored" else ONE_PROCESS)
     words = (everything_inside, backend, PLACES[0], str(tmp_path))
-    (truth,) = ranks(1, ONE_PROCESS).run(everything_inside, "local", "", str(tmp_path))
-    for ours in group.run(*words, deadline=120):
+    (truth,) = under(ranks, "local", everything_inside, "local", "", str(tmp_path))
+    if backend == "data_parallel":  # in processes that have devices for strategies
+        by_rank = ranks(2, ONE_PROCESS).run(*words, deadline=120)
+    else:
+        by_rank = under(ranks, backend, *words)
+    for ours in by_rank:
         same(ours, truth)
 
 
@@ -168,27 +168,22 @@ def own_compile(backend: str, inside: bool) -> Any:
     use_float64()
     random = np.random.default_rng(0)
     data = random.normal(size=(ROWS, 3)), random.normal(size=(ROWS, 2))
-    try:
-        with trainer(backend, 2, data__batch_size=16, trainer__epochs=2) as it:
-            if inside:
-                with it.scope():
-                    history = it.fit(build(), data).history
-            else:
-                history = it.fit(build, data).history
-            return history, [v.numpy() for v in it.model.trainable_variables]
-    finally:
-        leaks.expect_ports() if backend == "multi_worker_mirrored" else None
+    with trainer(backend, 2, data__batch_size=16, trainer__epochs=2) as it:
+        if inside:
+            with it.scope():
+                history = it.fit(build(), data).history
+        else:
+            history = it.fit(build, data).history
+        return history, [v.numpy() for v in it.model.trainable_variables]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_gan_with_a_compile_of_its_own(ranks: Callable[..., Any], inside: bool) -> None:
-    one = ranks(1, ONE_PROCESS)
-    (truth,) = one.run(own_compile, "local", False)
-    by_rank = ranks(2, f"{CLUSTER} 1").run(
-        own_compile, "multi_worker_mirrored", inside, deadline=150
-    )
-    for ours in [*by_rank, *one.run(own_compile, "mirrored", inside)]:
-        same(ours, truth)
+    (truth,) = under(ranks, "local", own_compile, "local", False)
+    for name in ("multi_worker_mirrored", "mirrored"):
+        for ours in under(ranks, name, own_compile, name, inside, deadline=150):
+            same(ours, truth)
 
 
 def made_elsewhere(
@@ -229,26 +224,27 @@ def made_elsewhere(
 MADE = [(True, True), (False, True), (False, False)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("trained", "compiled"), MADE)
 def test_a_model_of_a_strategy_of_the_users_own(
     ranks: Callable[..., Any], trained: bool, compiled: bool
 ) -> None:
-    group = ranks(1, ONE_PROCESS)
     words = (trained, compiled)
-    (truth,) = group.run(made_elsewhere, "local", "", *words)
+    (truth,) = under(ranks, "local", made_elsewhere, "local", "", *words)
     for backend in ("local", "mirrored"):
-        (ours,) = group.run(made_elsewhere, backend, "mirrored", *words)
+        (ours,) = under(ranks, backend, made_elsewhere, backend, "mirrored", *words)
         same(ours, truth)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["data_parallel", "pipeline"])
 def test_a_model_of_a_strategy_of_the_users_own_on_ranks(
     ranks: Callable[..., Any], backend: str
 ) -> None:
     """A pipeline normalises by microbatches."""
     words = (True, True, backend != "pipeline")
-    (truth,) = ranks(1, ONE_PROCESS).run(made_elsewhere, "local", "", *words)
-    for ours in ranks(2).run(made_elsewhere, backend, "one device", *words):
+    (truth,) = under(ranks, "local", made_elsewhere, "local", "", *words)
+    for ours in under(ranks, backend, made_elsewhere, backend, "one device", *words):
         same((*ours[:2], ours[2] or truth[2]), truth)
 
 
@@ -269,6 +265,6 @@ def without_a_strategy(backend: str) -> str:
 
 @pytest.mark.parametrize("backend", ["data_parallel", "pipeline"])
 def test_a_scope_without_a_strategy(ranks: Callable[..., Any], backend: str) -> None:
-    for said in ranks(2).run(without_a_strategy, backend):
+    for said in under(ranks, backend, without_a_strategy, backend):
         assert f"{backend} has no tf.distribute strategy" in said
         assert "backend=tf_distribute" in said

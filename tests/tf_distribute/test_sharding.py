@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.dist.cases import BATCH, Case, Outcome, _mlp, difference, train, vectors
-from tests.dist.harness import leaks
-from tests.tf_distribute.running import CLUSTER
+from tests.tf_distribute.running import under
 
 ROWS = 4 * BATCH
 
@@ -32,24 +32,21 @@ def from_files(folder: str) -> Any:
 
 
 def shared_by(policy: str, folder: str) -> Outcome:
-    from ktrainer.world import current
+    from ktrainer.distributed import current_world
 
     words = {"backend": "tf_distribute", "backend__strategy": "multi_worker_mirrored"}
     words |= {"backend__auto_shard": policy, "trainer__epochs": 2}
 
     def by_hand() -> Any:
         x, y = vectors()
-        mine = slice(current().rank * BATCH, ROWS)
+        mine = slice(current_world().rank * BATCH, ROWS)
         return pipeline(x[mine], y[mine]).shard(2, 0)
 
     if policy == "off":
         words["data__batch"] = "per_worker"
     # TensorFlow is in use once a Dataset is made: the Trainer comes first.
     data = by_hand if policy == "off" else lambda: from_files(folder)
-    try:
-        return train(Case(lambda: _mlp("adamw"), data), **words)
-    finally:
-        leaks.expect_ports()
+    return train(Case(lambda: _mlp("adamw"), data), **words)
 
 
 def in_one_process(steps: list[np.ndarray]) -> Outcome:
@@ -60,18 +57,19 @@ def in_one_process(steps: list[np.ndarray]) -> Outcome:
     return train(Case(lambda: _mlp("adamw"), data), backend="local", trainer__epochs=2)
 
 
+@pytest.mark.exhaustive
 def test_file_and_off(ranks: Callable[..., Any], tmp_path: Path) -> None:
     numbers = np.arange(ROWS)
     halves = np.split(numbers, 2)
     for i, half in enumerate(halves):
         (tmp_path / f"{i}.txt").write_text("\n".join(map(str, half)))
-    group = ranks(2, f"{CLUSTER} 1")
     # Each batch of a file is two steps, beside the other file's.
     parts = [half.reshape(-1, BATCH // 2) for half in halves]
     expected = {"file": in_one_process(list(np.concatenate(parts, 1)))}
     # A step is a batch of each process.
     expected["off"] = in_one_process(list(numbers.reshape(-1, 2 * BATCH)))
     for policy, reference in expected.items():
-        first, second = group.run(shared_by, policy, str(tmp_path), deadline=120)
+        name = "multi_worker_mirrored"
+        first, second = under(ranks, name, shared_by, policy, str(tmp_path))
         assert first.checksum == second.checksum
         assert difference(reference, first) <= 1e-10, policy

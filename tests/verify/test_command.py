@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktrainer import cli
-from ktrainer.launch.verify import _single_process_words, add_arguments
+from ktrainer.cli import main
+from ktrainer.cli.verify_command import _single_process_words, add_arguments
 
 SCRIPT = """
 import sys
@@ -48,13 +48,14 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.exhaustive
 def test_a_sound_script_in_two_stages(
     script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("backend: {name: pipeline, partitions: 2, microbatches: 2}\n")
     words = ["verify", "-n", "2", script, "--config", str(config), "trainer.accumulate=2"]
-    assert cli.main(words) == 0
+    assert main.main(words) == 0
     out = capfd.readouterr().out
     for name in ("loss +loss", "metric +mae", "gradient +hidden/kernel", "weight +head/bias"):
         assert re.search(rf"^{name} .* equal to rounding$", out, re.M), out
@@ -64,9 +65,10 @@ def test_a_sound_script_in_two_stages(
     assert "KTRAINER_VERIFY" not in os.environ
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["verify", "-n", "2", "--steps", "1", script, "--wrong", "backend=data_parallel"]
-    assert cli.main(words) == 1
+    assert main.main(words) == 1
     out = capfd.readouterr().out
     assert re.search(r"^gradient +head/kernel +\S+ +1  differs$", out, re.M), out
     assert "couples examples" in out
@@ -74,14 +76,14 @@ def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[s
 
 
 def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify", "-n", "2", script, "backend=pipelin"]) == 2
+    assert main.main(["verify", "-n", "2", script, "backend=pipelin"]) == 2
     assert "did you mean" in capfd.readouterr().err.lower()
     per_worker = ["backend=data_parallel", "data.batch=per_worker"]
-    assert cli.main(["verify", "-n", "2", script, *per_worker]) == 2
+    assert main.main(["verify", "-n", "2", script, *per_worker]) == 2
     assert "no unsplit equivalent" in capfd.readouterr().err
-    assert cli.main(["verify", "missing.py"]) == 2
+    assert main.main(["verify", "missing.py"]) == 2
     (tmp_path / "empty.py").write_text("print('hello')\n")
-    assert cli.main(["verify", str(tmp_path / "empty.py")]) == 2
+    assert main.main(["verify", str(tmp_path / "empty.py")]) == 2
     said = capfd.readouterr().err
     assert "nothing to verify" in said
     assert "train_on_batch is not recorded" in said
@@ -123,13 +125,14 @@ print("not reached")
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_has_never_heard_of_ktrainer(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "plain.py"
     path.write_text(PLAIN)
     words = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2"]
-    assert cli.main(["verify", str(path), *words]) == 0
+    assert main.main(["verify", str(path), *words]) == 0
     out = capfd.readouterr().out
     assert re.search(r"^weight +head/kernel .* equal to rounding$", out, re.M), out
     assert "reached" not in out

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.tf_distribute.running import ONE_PROCESS
 from tests.verify import neutral
-from tests.verify.test_first_step import under_mirrored
+from tests.verify.test_first_update_check import under_mirrored
 
 Ranks = Callable[..., Any]
 
@@ -22,6 +23,7 @@ def assert_same_bits(found: dict[str, list[Any]]) -> None:
             np.testing.assert_array_equal(ours, truth, err_msg=name)
 
 
+@pytest.mark.exhaustive
 def test_two_ranks(ranks: Ranks) -> None:
     found = ranks(2).run(neutral.both, [*neutral.CASES], name="data_parallel", deadline=200)
     for rank in found:
@@ -31,6 +33,7 @@ def test_two_ranks(ranks: Ranks) -> None:
     assert kept[0][0] == neutral.STEPS
 
 
+@pytest.mark.exhaustive
 def test_mirrored_devices(ranks: Ranks) -> None:
     names = ["numpy", "keras", "keeping"]
     run = ranks(1, ONE_PROCESS).run

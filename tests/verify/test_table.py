@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ktrainer.verify.table import Arrays, compare
+from ktrainer.verify.compare_runs import Arrays, compare
 
 
 def recorded(scale: float = 1.0, noise: float = 0.0, variables: int = 3) -> dict[str, np.ndarray]:

@@ -1,57 +1,34 @@
 """Pipeline parallelism: a model's graph cut into stages, and the schedules that run them.
 
-What is marked with * is pure: numbers and names in and out, tested without processes.
+| where | what is in it | step below |
+|---|---|---|
+| backend.py | process groups; `prepare` gives the program of a model | |
+| program.py | train, test and predict | 1 |
+| check_supported.py | refuses models and callbacks that a pipeline does not support | |
+| planning.py | from model and config to stages and schedule | |
+| planned_model.py | the model cut into stages, and this process's partition of it | |
+| gather_stages.py | makes a cut model whole again, in every process | |
+| schedules/ | pure data: actions in order for each rank, their timeline, as text | |
+| graph/ | a Keras model traced into its graph of layers and ops | |
+| partition/ | the graph cut into stages: costs, search for balanced cuts, stages by hand | |
+| placement/ | which process holds which variables and averages of weights | |
+| stage/ | one stage compiled: forward and backward, loss, sums of gradients | 3 |
+| runtime/ | the runner of a schedule, transport between stages, weight update | 2, 4, 5 |
 
-    start
-    backend.py            groups of processes; `prepare` gives a PipelineProgram
-    refusals.py           what no pipeline can train
-    planning.py           from model and configuration to stages and schedules
-    planned.py            the model cut into stages, and this process's part of it
-    placing.py            which process holds which variables
-    deferred.py           a model built without making its variables
+The way of a batch:
 
-    trace: from a Keras model to its graph
-    graph.py              calls the model on symbolic tensors
-    recorder.py           records the calls that it makes, and opens layers made of others
-    hooks.py              how Keras tells of its calls
-    nodes.py              the graph as data
-    assemble.py           recorded calls become nodes, numbered and named
-    derived.py            tensors that come from variables alone
-    python_functions.py   `tf.py_function` inside of a stage
-    untraceable.py        why a model cannot be traced, and what to do
+1. `program.py` cuts a local batch into microbatches (`stage/microbatches.py`).
+2. `runtime/runner.py` runs this rank's actions in the order of its schedule; `runtime/transport.py`
+   receives what an action needs and sends what it made (`schedules/transfers.py` says which).
+3. `stage/compiled_stage.py` computes an action. On the last stage `stage/loss_head.py`
+   computes loss and metrics, or `stage/global_loss.py` those of the whole batch. Gradients are
+   added up in `stage/gradient_accumulators.py`.
+4. `runtime/tied_gradients.py` sums gradients of weights that several stages hold;
+   `runtime/stage_update.py` sums all of them over replicas, clips and applies them.
+5. Logs of the last stage are broadcast to all stages.
 
-    partition: from the graph to stages
-    partition.py *        the best cuts within the limits; search.py * finds them
-    manual.py             stages by scopes, or by names of layers
-    costs.py              what each node costs; flops.py counts operations
-    optimizer_memory.py   what an optimizer keeps for each variable
-    stages.py *           what a partition comes to, as a table
-    cut.py                what each stage computes, receives and sends
+A *partition* is the set of stages that one process holds; `partition(i)` puts layers into stage i.
 
-    schedule: who does what when
-    schedule.py *         schedules by name
-    generators.py *       one function for each; eager.py * runs the best of what is ready
-    actions.py *          what they consist of
-    validate.py *         whether a schedule does all of the work, and ends
-    simulate.py *         how long it takes; grid.py * shows it as text
-
-    run: one update
-    program.py            train, test and predict
-    runner.py             this process's part of a schedule
-    microbatches.py       a batch cut up, each part with its weight
-    compiled.py           the compiled stages, for each shape of microbatch
-    stage.py              one of them: forward, backward, and backward in halves
-    parts.py              a traced stage as functions; split.py takes graphs apart
-    arguments.py          what a stage is compiled with
-    turns.py              one large gradient at a time
-    head.py               loss and metrics, on the last stage; global_loss.py: of a whole batch
-
-    between processes
-    transfers.py *        what crosses, and in which order
-    post.py               tensors from stage to stage; wire.py: from and into which memory
-
-    update
-    update.py             gradients over replicas, clipped and applied
-    sums.py               gradients added up over microbatches
-    shared.py             gradients of weights that several stages hold
+Imports run one way: graph, schedules < partition < stage < planning, placement < planned_model <
+runtime < program, gather_stages < backend.
 """

@@ -1,39 +1,39 @@
-"""Model parallelism: each process holds some stages of the model, and microbatches flow through.
+"""Pipeline parallelism: each process holds some stages, through which microbatches flow.
 
 With more processes than partitions there are several copies of the model, each of which trains
-on its share of every batch.
+on its part of every batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
-from ktrainer.backends.base import Backend
-from ktrainer.backends.pipeline.deferred import build_deferred
-from ktrainer.backends.pipeline.planned import PlannedModel
-from ktrainer.backends.pipeline.post import Waits
+from ktrainer.backends.backend import Backend
+from ktrainer.backends.pipeline.check_supported import refuse_callbacks, refuse_model
+from ktrainer.backends.pipeline.placement.deferred_variables import build_deferred
+from ktrainer.backends.pipeline.placement.moving_averages import swap_held_averages
+from ktrainer.backends.pipeline.planned_model import PLANNED, PlannedModel
 from ktrainer.backends.pipeline.program import PipelineProgram
-from ktrainer.backends.pipeline.refusals import refuse_callbacks, refuse_model
-from ktrainer.config.pipeline import effective_pipeline
+from ktrainer.backends.pipeline.runtime.transport import WaitTime
+from ktrainer.config.pipeline_checks import effective_pipeline
+from ktrainer.distributed.rank_layout import Layout
+from ktrainer.distributed.world import SingleWorld
 from ktrainer.errors import ConfigError, ModelError
-from ktrainer.steps.strategy_variables import unwrap_variables
-from ktrainer.world.base import SingleWorld
-from ktrainer.world.layout import Layout
+from ktrainer.runtime.monkeypatching import replaced
+from ktrainer.steps.move_out_of_strategy import unwrap_variables
 
 if TYPE_CHECKING:
     import keras
 
     from ktrainer.config import Config, PipelineConfig
-    from ktrainer.plan import Plan
+    from ktrainer.distributed import World
+    from ktrainer.distributed.collectives import GradientCollectives
+    from ktrainer.distributed.mpi_communicator import MpiComm
+    from ktrainer.distributed.mpi_world import MpiWorld
+    from ktrainer.plan.run_plan import Plan
     from ktrainer.steps import StepOptions
-    from ktrainer.world import World
-    from ktrainer.world.mpi import MpiWorld
-    from ktrainer.world.mpi_comm import MpiComm
-    from ktrainer.world.plane import GradientPlane
-
-
-PLANNED = "_ktrainer_planned"
 
 
 class Pipeline(Backend):
@@ -47,10 +47,12 @@ class Pipeline(Backend):
         partitions = self._keys.partitions
         self.layout = Layout(partitions, world.size // partitions, self._keys.placement)
         replica = self.layout.replica_of(world.rank)
-        world.share_data(replica, self.layout.replicas)
+        world.assign_replica(replica, self.layout.replicas)
         self.groups = self._open_groups(world)
-        self._planes: tuple[GradientPlane | None, GradientPlane | None] = self._open_planes()
-        self._waits = Waits()
+        self._collectives: tuple[GradientCollectives | None, GradientCollectives | None] = (
+            self._open_planes()
+        )
+        self._waits = WaitTime()
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         return build_deferred(build)
@@ -64,7 +66,7 @@ class Pipeline(Backend):
         refuse_model(model, self.layout.replicas)
         planned = vars(model).get(PLANNED)
         if planned is None:
-            unwrap_variables(model)  # of a strategy of the user's own
+            unwrap_variables(model)  # of the user's own strategy
             batch = max(self.plan.rank_batches)
             planned = PlannedModel(
                 model,
@@ -74,38 +76,49 @@ class Pipeline(Backend):
                 self.layout,
                 self.world,
                 self.groups,
+                verifies=self.config.health.verify != "off",
             )
-            # With the model, past Keras' tracking: it lives as long as that does.
+            # On the model, past Keras' tracking, for as long as the model lives.
             vars(model)[PLANNED] = planned
         elif planned.groups is not self.groups:
             raise ModelError(
-                f"model {model.name!r} was cut into stages by another Trainer; train it on with "
-                "that one, or save it and load it anew"
+                f"model {model.name!r} was cut into stages by another Trainer: continue with that "
+                "Trainer, or save the model with trainer.save and load it again"
             )
         planned.check_unchanged()
         global_loss = self.config.trainer.loss_scope == "global"
         return PipelineProgram(
-            planned, options, self._keys, *self._planes, self._waits, global_loss
+            planned, options, self._keys, *self._collectives, self._waits, global_loss
         )
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
         """Refuse those that need a whole model; see `refuse_callbacks`."""
         refuse_callbacks(callbacks)
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Context in which `SwapEMAWeights` swaps the weights that this process holds."""
+        return replaced(*swap_held_averages())
+
     @property
     def communication_seconds(self) -> float | None:
-        planes = [plane.seconds for plane in self._planes if plane is not None]
-        return None if None in planes else self._waits.seconds + sum(cast("list[float]", planes))
+        collectives_of = [
+            collectives.seconds for collectives in self._collectives if collectives is not None
+        ]
+        return (
+            None
+            if None in collectives_of
+            else self._waits.seconds + sum(cast("list[float]", collectives_of))
+        )
 
     def close(self) -> None:
-        for plane in self._planes:
-            if plane is not None:
-                plane.close()
+        for collectives in self._collectives:
+            if collectives is not None:
+                collectives.close()
         for group in self.groups:
             group.close()
 
     def _open_groups(self, world: World) -> tuple[World, World]:
-        """The processes of this replica, and those with the same partition."""
+        """Groups of the processes of this replica, and of those with the same partition."""
         if world.size == 1:
             return SingleWorld(), SingleWorld()
         if world.name != "mpi":
@@ -123,29 +136,29 @@ class Pipeline(Backend):
             mpi.group(self.layout.copy_ranks(partition), f"the copies of partition {partition}"),
         )
 
-    def _open_planes(self) -> tuple[GradientPlane | None, GradientPlane | None]:
+    def _open_planes(self) -> tuple[GradientCollectives | None, GradientCollectives | None]:
         """Sums over stages, always through MPI; and over replicas, by the chosen engine."""
         stages = replicas = None
         if self.layout.partitions > 1:
-            from ktrainer.world.plane_mpi import MpiPlane
+            from ktrainer.distributed.mpi_gradients import MpiGradients
 
-            stages = MpiPlane(cast("MpiComm", self.groups[0]))
+            stages = MpiGradients(cast("MpiComm", self.groups[0]))
         if self.layout.replicas > 1:
             replicas = self._open_replicas()
         return stages, replicas
 
-    def _open_replicas(self) -> GradientPlane:
+    def _open_replicas(self) -> GradientCollectives:
         compression = self._keys.compression
         if self.plan.engine == "horovod":
-            from ktrainer.world.plane_horovod import HorovodPlane
+            from ktrainer.distributed.horovod_gradients import HorovodGradients
 
             layout = self.layout
-            return HorovodPlane(
+            return HorovodGradients(
                 self.world,
                 compression,
                 ranks=layout.copy_ranks(layout.partition_of(self.world.rank)),
                 all_groups=[layout.copy_ranks(p) for p in range(layout.partitions)],
             )
-        from ktrainer.world.plane_mpi import MpiPlane
+        from ktrainer.distributed.mpi_gradients import MpiGradients
 
-        return MpiPlane(cast("MpiComm", self.groups[1]), compression=compression)
+        return MpiGradients(cast("MpiComm", self.groups[1]), compression=compression)

@@ -1,9 +1,9 @@
-"""From a model and the configuration to its stages and schedules: all that a runner needs.
+"""Planning: from a model and the configuration to its stages and schedule.
 
     model -> graph -> cost of each node -> stages (patterns, scopes, or the best cuts) -> StagePlan
 
-Every rank makes the same plan by itself, but for `profile`d costs, which differ from one run to the
-next: those are measured once and handed to all.
+Every rank makes the same plan by itself. Costs of `profile` differ from run to run, so they are
+measured on rank 0 and broadcast.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from typing import Any
 
 import keras
 
-from ktrainer.backends.pipeline.actions import Schedule
-from ktrainer.backends.pipeline.costs import describe, node_costs
-from ktrainer.backends.pipeline.cut import StageGraph, cut_graph
-from ktrainer.backends.pipeline.graph import trace_open
-from ktrainer.backends.pipeline.manual import stages_by_name, stages_by_pattern, stages_by_scope
-from ktrainer.backends.pipeline.nodes import Graph
-from ktrainer.backends.pipeline.partition import Settings, assigned, partition
-from ktrainer.backends.pipeline.schedule import make_schedule
-from ktrainer.backends.pipeline.stages import Partition
+from ktrainer.backends.pipeline.graph.nodes import Graph
+from ktrainer.backends.pipeline.graph.trace import trace_open
+from ktrainer.backends.pipeline.partition.balance import assigned, balance_stages
+from ktrainer.backends.pipeline.partition.costs import describe, node_costs
+from ktrainer.backends.pipeline.partition.manual_stages import (
+    stages_by_name,
+    stages_by_pattern,
+    stages_by_scope,
+)
+from ktrainer.backends.pipeline.partition.partition_inputs import Settings
+from ktrainer.backends.pipeline.partition.stage_assignment import StageAssignment
+from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, cut_graph
+from ktrainer.backends.pipeline.schedules.actions import Schedule
+from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.config import PipelineConfig
-from ktrainer.config.pipeline import memory_limit, stage_patterns
+from ktrainer.config.pipeline_checks import memory_limit, stage_patterns
 
 # A nominal processor and link: 5e10 operations and 5e9 bytes a second. Both ways, a byte over a
 # cut takes as long as 20 operations; the backward pass is twice the forward pass, which alone is
@@ -35,11 +40,11 @@ _TIME_PER_BYTE = {"profile": 2 / 5e9, "flops": 2 / 5e9 * 5e10 / 3}
 
 @dataclass(frozen=True, eq=False)
 class StagePlan:
-    """A model cut into stages, and the order in which they run.
+    """A model cut into stages, and their schedule.
 
     Attributes:
         graph: the model's graph for training, or for inference.
-        partition: the stages; prints as a table.
+        assignment: the stages; prints as a table.
         stage_of: the stage of each node of the graph, in its order.
         schedule: of an update.
         costs: of each node: operations, seconds or parameters, as `backend.costs` says.
@@ -47,7 +52,7 @@ class StagePlan:
     """
 
     graph: Graph
-    partition: Partition
+    assignment: StageAssignment
     stage_of: tuple[int, ...]
     schedule: Schedule
     costs: tuple[float, ...]
@@ -60,7 +65,7 @@ class StagePlan:
         Raises:
             ModelError: see `cut_graph`.
         """
-        stage_of = stages_by_name(self.partition.stage_of, graph)
+        stage_of = stages_by_name(self.assignment.stage_of, graph)
         return cut_graph(graph, stage_of, self.schedule.stages)
 
 
@@ -105,7 +110,24 @@ def plan_stages(
         graph = trace_open(model, inputs_spec, training=training)
         measured = node_costs(graph, config.costs, batch=batch) if costs is None else list(costs)
     nodes, sizes, outputs = describe(graph, measured, batch=batch)
-    settings = Settings(
+    settings = _settings(config, schedule, state_factor)
+    by_hand = _stages_by_hand(graph, config, count)
+    if by_hand is None:
+        made = balance_stages(nodes, sizes, outputs, count, settings)
+    else:
+        made = assigned(nodes, sizes, outputs, by_hand, count, settings)
+    return StagePlan(
+        graph=graph,
+        assignment=made,
+        stage_of=tuple(made.stage_of[node.name] for node in graph.nodes),
+        schedule=schedule,
+        costs=tuple(measured),
+        batch=batch,
+    )
+
+
+def _settings(config: PipelineConfig, schedule: Schedule, state_factor: float) -> Settings:
+    return Settings(
         optimize=config.optimize,
         memory_weight=config.memory_weight,
         memory_limit=memory_limit(config),
@@ -114,23 +136,10 @@ def plan_stages(
         in_flight=activations_by_stage(schedule),
         whole=recomputed_by_stage(schedule) if config.recompute else None,
     )
-    by_hand = _stages_by_hand(graph, config, count)
-    if by_hand is None:
-        made = partition(nodes, sizes, outputs, count, settings)
-    else:
-        made = assigned(nodes, sizes, outputs, by_hand, count, settings)
-    return StagePlan(
-        graph=graph,
-        partition=made,
-        stage_of=tuple(made.stage_of[node.name] for node in graph.nodes),
-        schedule=schedule,
-        costs=tuple(measured),
-        batch=batch,
-    )
 
 
 def trace_inference(model: Any, inputs_spec: Any) -> Graph:
-    """The graph for inference of a model that was planned; as little is allocated.
+    """Trace the graph for inference of a planned model; nothing is allocated.
 
     Raises:
         ModelError: it cannot be traced.
@@ -145,8 +154,10 @@ def activations_by_stage(schedule: Schedule) -> tuple[int, ...]:
 
 
 def recomputed_by_stage(schedule: Schedule) -> tuple[int, ...]:
-    """The same with recomputation, which has all activations of those microbatches only whose
-    backward pass has begun and not ended; of the others it keeps what the stage received."""
+    """The same with recomputation, which keeps all activations only during a backward pass.
+
+    Of other microbatches it keeps what the stage received.
+    """
     return _most_by_stage(schedule, {"F": 0, "B": 0, "I": 1, "W": -1})
 
 

@@ -9,28 +9,36 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.arguments import Mode, StageSettings
-from ktrainer.backends.pipeline.compiled import CompiledModel
-from ktrainer.backends.pipeline.global_loss import GlobalLoss
-from ktrainer.backends.pipeline.head import build_metrics
-from ktrainer.backends.pipeline.microbatches import Microbatch, cut_batches, leaves, with_leaves
-from ktrainer.backends.pipeline.planned import PlannedModel
-from ktrainer.backends.pipeline.post import Post, Waits
-from ktrainer.backends.pipeline.runner import Outcome, Runner, Values
-from ktrainer.backends.pipeline.schedule import Schedule, make_schedule
-from ktrainer.backends.pipeline.shared import SharedGradients, densify
-from ktrainer.backends.pipeline.update import StageUpdate
+from ktrainer.backends.pipeline.placement.moving_averages import held_averages
+from ktrainer.backends.pipeline.planned_model import PlannedModel
+from ktrainer.backends.pipeline.runtime.compiled_model import CompiledModel
+from ktrainer.backends.pipeline.runtime.runner import Runner, StepOutcome, Values
+from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
+from ktrainer.backends.pipeline.runtime.tied_gradients import TiedGradients, densify
+from ktrainer.backends.pipeline.runtime.transport import Transport, WaitTime
+from ktrainer.backends.pipeline.schedules.actions import Schedule
+from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
+from ktrainer.backends.pipeline.stage.global_loss import GlobalLoss
+from ktrainer.backends.pipeline.stage.loss_head import build_metrics
+from ktrainer.backends.pipeline.stage.microbatches import (
+    Microbatch,
+    cut_batches,
+    leaves,
+    with_leaves,
+)
+from ktrainer.backends.pipeline.stage.stage_settings import Mode, StageSettings
 from ktrainer.config import PipelineConfig
-from ktrainer.feed.specs import spec_of
-from ktrainer.step_logs import flatten_paths, unflatten_paths
+from ktrainer.data.batch_specs import spec_of
+from ktrainer.distributed.collectives import GradientCollectives
+from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.steps import StepOptions
-from ktrainer.steps.base import Logs, Steps
-from ktrainer.steps.guard import Guard, LossOfStep, scales_loss
-from ktrainer.steps.model_step import ShareLike, is_uniform
-from ktrainer.world.plane import GradientPlane
+from ktrainer.steps.model_step import is_uniform
+from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, scales_loss
+from ktrainer.steps.update_in_parts import total_denominators
 
 
-class PipelineProgram(Steps):
+class PipelineProgram(Program):
     """The steps of one model of which this process holds a partition.
 
     Args:
@@ -39,7 +47,7 @@ class PipelineProgram(Steps):
         config: the backend's.
         stages: sums over the partitions of this replica; None for one.
         replicas: sums over the copies of this partition; None for one.
-        waits: where the time spent waiting for other stages is added up.
+        waits: accumulates the time spent waiting for other stages.
         global_loss: compute the loss on the whole batch (trainer.loss_scope=global).
     """
 
@@ -48,15 +56,15 @@ class PipelineProgram(Steps):
         planned: PlannedModel,
         options: StepOptions,
         config: PipelineConfig,
-        stages: GradientPlane | None,
-        replicas: GradientPlane | None,
-        waits: Waits,
+        stages: GradientCollectives | None,
+        replicas: GradientCollectives | None,
+        waits: WaitTime,
         global_loss: bool = False,
     ) -> None:
         self.planned, self.options, self.config = planned, options, config
         self.model = planned.model
-        self.post: Post | None = None
-        self._planes = (stages, replicas)
+        self.transport: Transport | None = None
+        self._collectives = (stages, replicas)
         self._has_global_loss = global_loss
         self._global_loss: GlobalLoss | None = None
         self._schedules: dict[Any, Schedule] = {}
@@ -66,11 +74,11 @@ class PipelineProgram(Steps):
         self._seen: dict[bool, Any] = {}
         self._metrics_built = False
         self._loss_of_step: LossOfStep | None = None
-        self._before: dict[int, Any] = {}  # the state, as the last step found it
+        self._before: dict[int, Any] = {}  # the state before the last step
 
     @property
     def counts_metrics(self) -> bool:  # type: ignore[override]
-        """Whether this is the last partition."""
+        """True on the last partition."""
         return self.planned.partition == self.config.partitions - 1
 
     def check_unchanged(self) -> None:
@@ -82,10 +90,10 @@ class PipelineProgram(Steps):
             self._build(spec)
 
     def _build(self, spec: Any, metrics: bool = True) -> None:
-        self.planned.check_inputs(spec)
+        spec = self.planned.as_cut(spec)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
         shapes = [tuple(leaf.shape) for leaf in leaves(inputs)]
-        if self.post is None:
+        if self.transport is None:
             self._start(spec)
             self._shapes = shapes
             self._build_metrics(spec, metrics)
@@ -109,15 +117,27 @@ class PipelineProgram(Steps):
         trained = self.model.trainable_variables
         held = [v for v in trained if planned.placement.holds(v)]
         several = [v for v in trained if len(planned.holders[id(v)]) > 1]
-        stages, replicas = self._planes
-        self.post = Post(
+        stages, replicas = self._collectives
+        self.transport = Transport(
             planned.placement.model,
             len(planned.stages(True)),
             self._waits,
             channels=len(several),
         )
-        self._shared = SharedGradients(several, planned.holders, self._sums, self.post)
-        settings = StageSettings(
+        self._shared = TiedGradients(several, planned.holders, self._sums, self.transport)
+        if self._has_global_loss:
+            self._global_loss = GlobalLoss(self.model, held, planned.placement.copies)
+        self._compiled = CompiledModel(planned, self._settings(), self.transport, self._global_loss)
+        self._compiled.forget(is_uniform(spec))
+        self._runner = Runner(self.transport, self._shared)
+        self._update = StageUpdate(
+            self.model, held, planned.placement.owned, self._sums, self.options, stages, replicas
+        )
+        self._held = held
+
+    def _settings(self) -> StageSettings:
+        planned = self.planned
+        return StageSettings(
             model=self.model,
             regularised=planned.regularised(),
             sums=self._sums,
@@ -128,24 +148,15 @@ class PipelineProgram(Steps):
             global_loss=self._has_global_loss,
             split=self.config.microbatches > 1 or planned.placement.replicas > 1,
         )
-        if self._has_global_loss:
-            self._global_loss = GlobalLoss(self.model, held, planned.placement.copies)
-        self._compiled = CompiledModel(planned, settings, self.post, self._global_loss)
-        self._compiled.forget(is_uniform(spec))
-        self._runner = Runner(self.post, self._shared)
-        self._update = StageUpdate(
-            self.model, held, planned.placement.owned, self._sums, self.options, stages, replicas
-        )
-        self._held = held
 
     def _build_metrics(self, spec: Any, wanted: bool) -> None:
-        """Make the variables of metrics, once; not for `predict`, whose data has no targets."""
+        """Create the variables of metrics, once; not for `predict`, whose data has no targets."""
         if wanted and not self._metrics_built:
             build_metrics(self.model, spec, self.planned.graph(True))
             self._metrics_built = True
 
-    def train(self, shares: Sequence[ShareLike]) -> Logs:
-        microbatches = cut_batches(shares, self.config.microbatches)
+    def train(self, batches: Sequence[LocalBatchLike]) -> Logs:
+        microbatches = self._cut(batches)
         self._sums.begin()
         self._shared.begin()
         outcome = self._run("train", microbatches, self._loss_scale())
@@ -153,29 +164,28 @@ class PipelineProgram(Steps):
         for variable in self._held:
             densify(variable, slices, self._sums)
         weight = sum(m.weight for m in microbatches)
-        # Stages before this one may still be at work: what needs nothing from them goes first.
+        # Stages before this one may still compute: reduce what needs nothing from them first.
         shared = set(map(id, self._shared.variables))
         own = [v for v in self._held if id(v) not in shared]
         self._guarded(self._update.reduce, own, slices, weight, self._shared.variables)
         self._shared(slices)
-        # In one message what is so for all holders: sums over ranks are rounded by their place.
+        # In one call for all variables of the same holders: rounding depends on the position.
         for variables in self._shared.by_holders():
             self._guarded(self._update.reduce, variables, slices, weight)
         dense = {id(v) for v in self._held if self._sums.has(v)}
         guard = self.options.guard
         bad = guard is not None and self._is_bad(guard, slices, dense)
-        # A loss scale finds by itself what is not finite, and is halved.
+        # A loss scale checks itself for values that are not finite, and is halved.
         scale = guard is not None and scales_loss(self.model.optimizer) and not guard.is_spike()
         if not bad or scale:
             self._guarded(self._update, slices, dense, weight)
         if not bad:
-            self._guarded(self._update.average, self._moved, weight)
-        self._equal_seeds()
-        return self._logs("train", microbatches, outcome, put_back=bad)
+            self._guarded(self._update.average, self._changed, weight)
+        self._compiled.synchronize_seeds(self._changed)
+        return self._logs("train", microbatches, outcome, restored=bad)
 
-    def _is_bad(self, guard: Guard, slices: dict[int, list[Any]], dense: set[int]) -> bool:
-        """Whether the update is to be left out: of all stages and replicas. What the forward
-        passes have moved is then put back."""
+    def _is_bad(self, guard: UpdateGuard, slices: dict[int, list[Any]], dense: set[int]) -> bool:
+        """Return whether all stages and replicas skip the update, and restore the state then."""
         placement = self.planned.placement
         total, count = self._loss_of_step.sums() if self._loss_of_step else (0.0, 0.0)
         finite = not guard.finite or self._update.is_finite(slices, dense)
@@ -186,23 +196,27 @@ class PipelineProgram(Steps):
         bad = guard.is_bad(loss, [], self.model.optimizer) | (mine[2] > 0)
         guard.note(bad, loss)
         metrics = {id(v) for v in self.model.metrics_variables}
-        for variable in self._moved if bad else ():
+        for variable in self._changed if bad else ():
             if id(variable) in metrics or tf.as_dtype(variable.dtype).is_floating:
                 variable.assign(self._before[id(variable)])
         return bool(bad)
 
-    def train_many(self, shares: Sequence[ShareLike]) -> Logs:
-        for share in shares:
-            logs = self.train([share])
+    def train_many(self, batches: Sequence[LocalBatchLike]) -> Logs:
+        for batch in batches:
+            logs = self.train([batch])
         return logs
 
-    def test(self, share: ShareLike) -> Logs:
-        microbatches = cut_batches([share], self.config.microbatches)
+    def finalize_weights(self) -> None:
+        with held_averages(self.model) as weights:
+            self.model.optimizer.finalize_variable_values(weights)
+
+    def test(self, batch: LocalBatchLike) -> Logs:
+        microbatches = self._cut([batch])
         return self._logs("test", microbatches, self._run("test", microbatches))
 
-    def predict(self, share: ShareLike) -> Any:
-        self._build(spec_of(share.batch), metrics=False)
-        microbatches = cut_batches([share], self.config.microbatches)
+    def predict(self, batch: LocalBatchLike) -> Any:
+        self._build(spec_of(batch.batch), metrics=False)
+        microbatches = self._cut([batch])
         outcome = self._run("predict", microbatches)
         if not self.counts_metrics:
             return None
@@ -211,15 +225,18 @@ class PipelineProgram(Steps):
             for parts in zip(*outcome.results, strict=True)
         ]
         structure = self._compiled.stages("predict", microbatches[-1])[-1].logs
-        return keras.tree.pack_sequence_as(structure, [x[: share.examples] for x in outputs])
+        return keras.tree.pack_sequence_as(structure, [x[: batch.examples] for x in outputs])
+
+    def _cut(self, batches: Sequence[LocalBatchLike]) -> list[Microbatch]:
+        return cut_batches(batches, self.config.microbatches, self.planned.as_cut)
 
     # -- one run of a schedule
 
-    def _run(self, mode: Mode, microbatches: list[Microbatch], scale: float = 1.0) -> Outcome:
+    def _run(self, mode: Mode, microbatches: list[Microbatch], scale: float = 1.0) -> StepOutcome:
         with self._compiled.with_global_seed():
             return self._run_seeded(mode, microbatches, scale)
 
-    def _run_seeded(self, mode: Mode, microbatches: list[Microbatch], scale: float) -> Outcome:
+    def _run_seeded(self, mode: Mode, microbatches: list[Microbatch], scale: float) -> StepOutcome:
         compiled = [self._compiled.stages(mode, microbatch) for microbatch in microbatches]
         state = self._compiled.state(mode)
         values = Values(
@@ -239,69 +256,49 @@ class PipelineProgram(Steps):
             self._count(mode, microbatches),
             self._global_loss if self.counts_metrics and mode != "predict" else None,
         )
-        # What may move is the same in all replicas, also in one that had nothing to do.
+        # The variables that may change are the same in all replicas, also in one without data.
         changing = {id(v) for stages in compiled for stage in stages for v in stage.changes}
         changing |= set(self._global_loss.changes) if self._global_loss is not None else set()
-        self._moved = [v for v in state if id(v) in changing]
-        for variable in self._moved:
+        self._changed = [v for v in state if id(v) in changing]
+        for variable in self._changed:
             if values.state[id(variable)] is not before[id(variable)]:
                 variable.assign(values.state[id(variable)])
         return outcome
 
-    def _equal_seeds(self) -> None:
-        """Give all replicas the seeds of the one that drew most: a replica with fewer
-        microbatches, in the last batch of an epoch, would fall behind, and a checkpoint keeps
-        one state for all."""
-        copies = self.planned.placement.copies
-        if copies.size == 1:
-            return
-        metrics = {id(v) for v in self.model.metrics_variables}
-        seeds = [v for v in self._moved if not tf.as_dtype(v.dtype).is_floating]
-        seeds = [v for v in seeds if id(v) not in metrics]
-        if not seeds:
-            return
-        flat = np.concatenate([v.numpy().reshape(-1).astype(np.int64) for v in seeds])
-        most = copies.oob_allreduce(flat, "max", "seeds of replicas")
-        start = 0
-        for variable in seeds:
-            size = int(np.prod(variable.shape))
-            value = most[start : start + size].reshape(variable.shape)
-            variable.assign(value.astype(variable.dtype))
-            start += size
-
     def _count(self, mode: Mode, microbatches: list[Microbatch]) -> Any:
-        """What losses are divided by, counted over all microbatches and replicas; on the last
-        stage."""
+        """Denominators of losses over all microbatches and replicas; on the last stage."""
         if not self.counts_metrics or mode == "predict" or self._global_loss is not None:
             return None
-        total = np.zeros(0)
-        for microbatch in microbatches:
-            count = self._compiled.denominators(mode, microbatch)
-            if not count.count:
-                return tf.zeros([0], tf.float64)
-            present = 1.0 if microbatch.weight else 0.0
-            counted = count(microbatch.data).numpy() * present
-            total = counted if not total.size else total + counted
+        counts = [
+            self._compiled.denominators(mode, m)(m.data) * float(m.weight > 0) for m in microbatches
+        ]
+        return total_denominators(counts, self._over_replicas)
+
+    def _over_replicas(self, denominators: tf.Tensor) -> tf.Tensor:
         copies = self.planned.placement.copies
-        if copies.size > 1:
-            total = copies.oob_allreduce(total, "sum", "denominators of losses")
-        return tf.constant(total, tf.float64)
+        if copies.size == 1:
+            return denominators
+        what = "denominators of losses"
+        return tf.constant(copies.oob_allreduce(denominators.numpy(), "sum", what), tf.float64)
 
     def _logs(
         self,
         mode: Mode,
         microbatches: list[Microbatch],
-        outcome: Outcome,
-        put_back: bool = False,
+        outcome: StepOutcome,
+        restored: bool = False,
     ) -> Logs:
-        """The last stage's logs, on every partition; those of now, if metrics were put back, or
-        count the loss of the whole batch."""
+        """Logs of the last stage, on every partition.
+
+        Args:
+            restored: metrics were restored, so they are read again.
+        """
         logs = None
         if self.counts_metrics:
             structure = self._compiled.stages(mode, microbatches[-1])[-1].logs
             values = [x.numpy() for x in outcome.results[-1]]
             logs = keras.tree.pack_sequence_as(structure, values)
-            if (put_back or self._global_loss is not None) and isinstance(logs, dict):
+            if (restored or self._global_loss is not None) and isinstance(logs, dict):
                 again = self.model.get_metrics_result()
                 known = flatten_paths(logs)
                 kept = {p: np.asarray(again[str(p[-1])]) for p in known if p[-1] in again}
@@ -317,8 +314,8 @@ class PipelineProgram(Steps):
         try:
             function(*args)
         except tf.errors.OpError as error:
-            for plane in self._planes:
-                cause = plane.failure(error) if plane is not None else None
+            for collectives in self._collectives:
+                cause = collectives.failure(error) if collectives is not None else None
                 if cause is not None:
                     raise cause from error
             raise

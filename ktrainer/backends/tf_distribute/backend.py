@@ -9,39 +9,39 @@ from weakref import WeakSet
 
 import tensorflow as tf
 
-from ktrainer.backends.base import Backend
-from ktrainer.backends.devices import claim_device
-from ktrainer.backends.tf_distribute.clusters import cluster_of, forget
-from ktrainer.backends.tf_distribute.loopback import kept_on_loopback
-from ktrainer.backends.tf_distribute.lost import ending_in_time, naming_lost_workers
-from ktrainer.backends.tf_distribute.moving import scope_of
-from ktrainer.backends.tf_distribute.plane import ReplicaPlane
+from ktrainer.backends.backend import Backend
+from ktrainer.backends.tf_distribute.clusters import cluster_of, restore_environment
+from ktrainer.backends.tf_distribute.lost_process import exiting_after, naming_lost_workers
+from ktrainer.backends.tf_distribute.move_into_strategy import scope_of
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
-from ktrainer.backends.tf_distribute.replicas import Replicas
+from ktrainer.backends.tf_distribute.replicas.replica_collectives import ReplicaCollectives
+from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
+from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_loopback
 from ktrainer.backends.tf_distribute.strategies import (
     communication_options,
     make_devices,
     open_strategy,
 )
-from ktrainer.config.cluster import Cluster, tf_config
+from ktrainer.config.cluster_environment import ClusterSpec, tf_config
 from ktrainer.errors import PeerLost
-from ktrainer.steps import Program, StepOptions
-from ktrainer.steps.base import Steps
-from ktrainer.steps.strategy_variables import unwrap_variables
-from ktrainer.strategy_plan import StrategyPlan
+from ktrainer.plan.strategy_plan import StrategyPlan
+from ktrainer.runtime.devices import claim_device
+from ktrainer.steps import CompiledProgram, StepOptions
+from ktrainer.steps.move_out_of_strategy import unwrap_variables
+from ktrainer.steps.program_interface import Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import keras
 
-    from ktrainer.backends.tf_distribute.workers import Workers
+    from ktrainer.backends.tf_distribute.parameter_server.workers import Workers
     from ktrainer.config import Config, TfDistributeConfig
-    from ktrainer.plan import Plan
-    from ktrainer.world import World
+    from ktrainer.distributed import World
+    from ktrainer.plan.run_plan import Plan
 
 
-_MORE_SECONDS = 30.0  # for TensorFlow itself
+_EXTRA_SECONDS = 30.0  # for TensorFlow itself
 
 
 class TfDistribute(Backend):
@@ -72,10 +72,10 @@ class TfDistribute(Backend):
         with self.scope():
             return build()
 
-    def prepare(self, model: keras.Model, options: StepOptions) -> Steps:
+    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         if self.layout.strategy == "default":
             unwrap_variables(model)  # of a strategy of the user's own
-            return Program(model, options)
+            return CompiledProgram(model, options)
         self._moved.add(model)
         if self.layout.strategy == "parameter_server":
             return self._coordinated(model, options)
@@ -87,7 +87,7 @@ class TfDistribute(Backend):
         return nullcontext() if self.workers is None else self.workers.watching()
 
     def scope(self) -> AbstractContextManager[Any]:
-        """In which variables are made as the strategy wants them."""
+        """Context in which variables are made as the strategy requires."""
         return scope_of(self.strategy)
 
     @property
@@ -97,44 +97,44 @@ class TfDistribute(Backend):
     def close(self) -> None:
         """Leave the models with ordinary variables."""
         for model in list(self._moved):
-            # With a server, weights are gone; that has been said, and is not to be said otherwise.
+            # A lost server has lost its weights; that has been reported already.
             if self.workers is not None and self.workers.lost_weights:
                 continue
             with suppress(tf.errors.UnavailableError, PeerLost), self.watching():
                 unwrap_variables(model, self.strategy)
         self._moved.clear()
-        forget()
+        restore_environment()
 
-    def _find_cluster(self) -> Cluster | None:
-        """The processes of a strategy that has several; a worker or server does not return."""
+    def _find_cluster(self) -> ClusterSpec | None:
+        """The processes of a strategy that has several; does not return in a worker or server."""
         if self.layout.strategy == "multi_worker_mirrored":
             return cluster_of(self.world)
         if self.layout.strategy != "parameter_server":
             return None
-        from ktrainer.backends.tf_distribute.presence import present
-        from ktrainer.backends.tf_distribute.serving import serve
+        from ktrainer.backends.tf_distribute.parameter_server.liveness import wait_for_cluster
+        from ktrainer.backends.tf_distribute.parameter_server.server_process import serve
 
         cluster = tf_config()
         assert cluster is not None  # or the plan would have been refused
         if cluster.job != "chief":
             serve(cluster, self.settings.start_timeout)
-        self._presence = present(cluster, self.settings.start_timeout)
+        self._liveness = wait_for_cluster(cluster, self.settings.start_timeout)
         return cluster
 
     def guard(self) -> AbstractContextManager[None]:
-        """In which errors that another process has caused name it."""
+        """Context in which errors caused by another process name it."""
         return naming_lost_workers(self.world, self.cluster, self.timeout)
 
     def _starting_in_time(self) -> AbstractContextManager[None]:
-        """Processes that have met may still die before TensorFlow has connected them."""
+        """Exit if TensorFlow does not connect the processes: one may fail after the cluster met."""
         if self.cluster is None:
             return nullcontext()
-        seconds = self.settings.start_timeout + _MORE_SECONDS
-        return ending_in_time(
+        seconds = self.settings.start_timeout + _EXTRA_SECONDS
+        return exiting_after(
             seconds,
             lambda: (
                 f"TensorFlow did not connect the processes of the cluster in {seconds:g} s: one of "
-                "them has ended since it came. Look at what the others say."
+                "them has ended. See the output of the others."
             ),
         )
 
@@ -144,8 +144,11 @@ class TfDistribute(Backend):
     def _agree(self, flag: bool) -> bool:
         return self.world.any(flag, "steps in one call")
 
-    def _coordinated(self, model: keras.Model, options: StepOptions) -> Steps:
-        from ktrainer.backends.tf_distribute.coordinator import CoordinatedProgram, RemoteReplicas
+    def _coordinated(self, model: keras.Model, options: StepOptions) -> Program:
+        from ktrainer.backends.tf_distribute.parameter_server.coordinator import (
+            CoordinatedProgram,
+            RemoteReplicas,
+        )
 
         assert self.workers is not None
         replicas = RemoteReplicas(self.strategy, model)
@@ -154,17 +157,17 @@ class TfDistribute(Backend):
 
     @cached_property
     def workers(self) -> Workers | None:
-        """Who runs steps, with parameter servers."""
+        """The workers that run steps, with parameter servers; else None."""
         if self.layout.strategy != "parameter_server":
             return None
-        from ktrainer.backends.tf_distribute.workers import Workers
+        from ktrainer.backends.tf_distribute.parameter_server.workers import Workers
 
-        return Workers(self.strategy, self._presence, self.world, self.timeout)
+        return Workers(self.strategy, self._liveness, self.world, self.timeout)
 
     def _replicas(self, model: keras.Model, options: StepOptions) -> Replicas:
         total = self.strategy.num_replicas_in_sync
         here = total // self.layout.processes  # of a TPU the plan does not know how many
         communication = communication_options(self.settings, self.timeout)
-        plane = ReplicaPlane(self.strategy, communication) if total > 1 else None
+        collectives = ReplicaCollectives(self.strategy, communication) if total > 1 else None
         first = self.world.rank * here
-        return Replicas(self.strategy, model, plane, here, first, options.loss_scope)
+        return Replicas(self.strategy, model, collectives, here, first, options.loss_scope)

@@ -1,4 +1,4 @@
-"""The ranks of a world as a cluster of TensorFlow, with addresses that all of them know."""
+"""TensorFlow clusters: the ranks of a world with addresses that all of them know."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.config.cluster import Cluster, slurm_cluster, tf_config
+from ktrainer.config.cluster_environment import ClusterSpec, slurm_cluster, tf_config
+from ktrainer.distributed import World
 from ktrainer.errors import WorldError
-from ktrainer.world import World
 
-__all__ = ["Cluster", "cluster_of", "forget", "resolver"]
+__all__ = ["ClusterSpec", "cluster_of", "resolver", "restore_environment"]
 
 LOOPBACK = "127.0.0.1"
-_made: Cluster | None = None  # by this process, and left in TF_CONFIG
+_made: ClusterSpec | None = None  # by this process, and left in TF_CONFIG
 
 
-def cluster_of(world: World, environ: MutableMapping[str, str] = os.environ) -> Cluster:
+def cluster_of(world: World, environ: MutableMapping[str, str] = os.environ) -> ClusterSpec:
     """The cluster of the ranks of `world`: as TF_CONFIG says, or made of free ports.
 
     All ranks call it together. What is made is left in TF_CONFIG, where users' scripts and other
-    libraries look for it, until `forget`.
+    libraries look for it, until `restore_environment`.
 
     Raises:
         WorldError: TF_CONFIG does not fit the ranks.
@@ -40,14 +40,14 @@ def cluster_of(world: World, environ: MutableMapping[str, str] = os.environ) -> 
     return _made
 
 
-def forget(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Take a TF_CONFIG that `cluster_of` has set out of the environment."""
+def restore_environment(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove a TF_CONFIG that `cluster_of` has set from the environment."""
     if _made is not None and environ.get("TF_CONFIG") == _made.as_json():
         del environ["TF_CONFIG"]
 
 
-def resolver(cluster: Cluster) -> Any:
-    """A cluster as TensorFlow wants it."""
+def resolver(cluster: ClusterSpec) -> Any:
+    """A cluster as TensorFlow's resolver."""
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({job: list(tasks) for job, tasks in cluster.jobs.items()}),
         task_type=cluster.job,
@@ -56,24 +56,24 @@ def resolver(cluster: Cluster) -> Any:
     )
 
 
-def _of_free_ports(world: World) -> Cluster:
+def _of_free_ports(world: World) -> ClusterSpec:
     with closing(_free_port()) as held:
         port = held.getsockname()[1]
-        # All on this host: nobody else needs to reach the port.
+        # All on this host: no other host needs to reach the port.
         host = LOOPBACK if world.local_size == world.size else socket.gethostname()
         addresses = world.allgather(f"{host}:{port}", "addresses of the cluster")
-    return Cluster({"worker": tuple(addresses)}, "worker", world.rank)
+    return ClusterSpec({"worker": tuple(addresses)}, "worker", world.rank)
 
 
 def _free_port() -> socket.socket:
-    """A socket on a port that nobody has; it stays taken while the socket is open."""
+    """A socket on a free port, which it holds while it is open."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
     return held
 
 
-def _check_fits(cluster: Cluster, world: World) -> None:
+def _check_fits(cluster: ClusterSpec, world: World) -> None:
     known: Any = (len(cluster.workers), cluster.number if cluster.job != "ps" else None)
     if world.size > 1 and known != (world.size, world.rank):
         raise WorldError(

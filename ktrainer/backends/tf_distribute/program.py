@@ -1,4 +1,4 @@
-"""A model's steps under a synchronous strategy: shares in, logs out as tensors, unread."""
+"""A model's steps under a synchronous strategy: local batches in, logs as tensors out."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.accumulate import Accumulated, facts_of
-from ktrainer.backends.tf_distribute.moving import move_in
-from ktrainer.backends.tf_distribute.outputs import joined_outputs
-from ktrainer.backends.tf_distribute.replicas import Replicas
+from ktrainer.backends.tf_distribute.move_into_strategy import move_in
+from ktrainer.backends.tf_distribute.replicas.merge_outputs import joined_outputs
+from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
+    BATCH_COUNTS,
+    ReplicaAccumulation,
+    batch_counts,
+)
+from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
+from ktrainer.data.batch_specs import spec_of
+from ktrainer.data.local_batch import require_examples
 from ktrainer.errors import ModelError
-from ktrainer.feed.source import require_examples
-from ktrainer.feed.specs import spec_of
-from ktrainer.step_logs import LogPath
-from ktrainer.steps import Program, StepOptions
+from ktrainer.state.nested_logs import LogPath
+from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.assertions import error_of_split, explain_assertions
-from ktrainer.steps.base import Logs, Steps
-from ktrainer.steps.logged import LoggedResults, Source
+from ktrainer.steps.compiled_program import on_tensors, trace
 from ktrainer.steps.loss_scope import refuse_xla
+from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
-from ktrainer.steps.model_step import ShareLike, global_seed, python_step
-from ktrainer.steps.multi import compile_many, stack_shares
-from ktrainer.steps.program import on_tensors, trace
-from ktrainer.steps.strategy_variables import generation, unwrap_variables
+from ktrainer.steps.model_step import global_seed, python_step
+from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
+from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.steps_per_execution import compile_many, stack_local_batches
 
-Share = tf.TensorSpec([2], tf.float64)
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
 
 
-class ReplicatedProgram(Steps):
+class ReplicatedProgram(Program):
     """The compiled steps of one model on all replicas of this process.
 
     Args:
@@ -41,7 +44,7 @@ class ReplicatedProgram(Steps):
         options: how steps run.
         replicas: where they run.
         guard: makes the context in which steps run, which explains errors of other processes.
-        agree: whether something is so on any process; all of them call it together.
+        agree: whether a flag is true on any process; all of them call it together.
     """
 
     def __init__(
@@ -52,24 +55,24 @@ class ReplicatedProgram(Steps):
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        if replicas.one_trace:  # and with XLA, as ever on a TPU
+        if replicas.one_trace:  # compiled by XLA, as always on a TPU
             options = replace(options, xla=False)
-        refuse_xla(options, replicas.plane)
+        refuse_xla(options, replicas.collectives)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
         self._generation = generation()
         # Makes the variables, which then move into the strategy.
-        self._maker = Program(model, options)
+        self._maker = CompiledProgram(model, options)
         self._specs: dict[str, Any] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._accumulated: Accumulated | None = None
+        self._accumulated: ReplicaAccumulation | None = None
         self._logged = {kind: LoggedResults(model) for kind in ("train", "test")}
 
     def build(self, spec: Any, training: bool = True) -> None:
         kind = "train" if training else "test"
         if self._specs.get(kind) is spec:
             return
-        global_seed()  # else replicas would each make one while they are traced, without a value
+        global_seed()  # else each replica would make one while it is traced, without a value
         self._specs[kind] = spec
         self._functions = {k: f for k, f in self._functions.items() if k not in (kind, "many")}
         if training:
@@ -78,68 +81,70 @@ class ReplicatedProgram(Steps):
         if self.replicas.one_trace:
             self._check_traceable()
 
-    def _renew_for(self, *shares: ShareLike) -> None:
-        """Make ready to run the shares, which are cut for the replicas of this process."""
+    def _prepare_for(self, *local_batches: LocalBatchLike) -> None:
+        """Check that the replicas of this process can run the batches."""
         self._renew()
         if self.replicas.count > 1:
-            for share in shares:
-                require_examples(share.batch, 0, self.replicas.count, _ONE_DEVICE)
+            for local_batch in local_batches:
+                require_examples(local_batch.batch, 0, self.replicas.count, _ONE_DEVICE)
 
-    def train(self, shares: Sequence[ShareLike]) -> Logs:
-        self._renew_for(*shares)
+    def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
+        self._prepare_for(*local_batches)
         if self.options.accumulate == 1 and not self.options.xla:
-            with self._explained(shares):
-                return self._function("train")(shares[0].batch, facts_of(shares)[0])
+            with self._explained(local_batches):
+                counts = batch_counts(local_batches)[0]
+                return self._function("train")(local_batches[0].batch, counts)
         if self._accumulated is None:
-            self._accumulated = Accumulated(
+            self._accumulated = ReplicaAccumulation(
                 self.model,
                 self.options,
                 self.replicas,
                 self._specs.get("train"),
                 self._logged["train"],
             )
-        with self._explained(shares):
-            return self._accumulated(shares)
+        with self._explained(local_batches):
+            pairs = zip(local_batches, batch_counts(local_batches), strict=True)
+            return self._accumulated([(each.batch, counts) for each, counts in pairs])
 
-    def train_many(self, shares: Sequence[ShareLike]) -> Logs:
+    def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         stacked = None
-        if len(shares) > 1 and not self.options.xla:
-            stacked = stack_shares(shares, lambda share: facts_of([share])[0])
+        if len(local_batches) > 1 and not self.options.xla:
+            stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
             # Sums are numbered as functions are called: all processes must call the same ones.
             stacked = None if self._agree(stacked is None) else stacked
         if stacked is None:
-            for share in shares:
-                logs = self.train([share])
+            for local_batch in local_batches:
+                logs = self.train([local_batch])
             return logs
-        self._renew_for(*shares)
+        self._prepare_for(*local_batches)
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))
-        with self._explained(shares):
+        with self._explained(local_batches):
             return self._functions["many"](*stacked)
 
-    def test(self, share: ShareLike) -> Logs:
-        self._renew_for(share)
-        with self._explained([share]):
-            return self._function("test")(share.batch, *facts_of([share]))
+    def test(self, local_batch: LocalBatchLike) -> Logs:
+        self._prepare_for(local_batch)
+        with self._explained([local_batch]):
+            return self._function("test")(local_batch.batch, *batch_counts([local_batch]))
 
-    def predict(self, share: ShareLike) -> Any:
-        self._renew_for(share)
-        self._place_for_prediction(share)
-        with self._explained([share]):
-            outputs = self._function("predict")(share.batch, *facts_of([share]))
+    def predict(self, local_batch: LocalBatchLike) -> Any:
+        self._prepare_for(local_batch)
+        self._place_for_prediction(local_batch)
+        with self._explained([local_batch]):
+            outputs = self._function("predict")(local_batch.batch, *batch_counts([local_batch]))
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
-    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, Source | None]:
+    def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         return self._logged[kind].sources
 
     @contextmanager
-    def _explained(self, shares: Sequence[ShareLike]) -> Iterator[None]:
-        """In which a step runs, and its errors are explained."""
+    def _explained(self, local_batches: Sequence[LocalBatchLike]) -> Iterator[None]:
+        """Context in which a step runs, and its errors are explained."""
         try:
             with self.guard(), explain_assertions():
                 yield
         except tf.errors.OpError as error:
-            cause = error_of_split(error, shares, self.replicas.count, f"s{_ONE_DEVICE[1:]}")
+            cause = error_of_split(error, local_batches, self.replicas.count, f"s{_ONE_DEVICE[1:]}")
             if cause is not None:
                 raise cause from error
             raise
@@ -153,7 +158,7 @@ class ReplicatedProgram(Steps):
             else:
                 traced = tf.function(step, reduce_retracing=True, autograph=False)
                 if kind in self._specs:
-                    traced.get_concrete_function(self._specs[kind], Share)
+                    traced.get_concrete_function(self._specs[kind], BATCH_COUNTS)
             self._functions[kind] = traced
         return self._functions[kind]
 
@@ -166,36 +171,37 @@ class ReplicatedProgram(Steps):
             python_step(self.model.train_step if training else self.model.test_step)
         )
 
-        def on_all(batch: Any, share: tf.Tensor) -> Any:
+        def on_all(batch: Any, counts: tf.Tensor) -> Any:
             settings: dict[str, Any] = {}
             if training:
                 settings = {"hooks": self.options.all_hooks(), "guard": self.options.guard}
             with logged.recording():
-                outcome = self.replicas.run(step, batch, share, applies=training, **settings)
+                outcome = self.replicas.run(step, batch, counts, applies=training, **settings)
             return self.replicas.conclude(outcome, outcome.values, logged)
 
         return on_all
 
-    def _predict(self, batch: Any, share: tf.Tensor) -> Any:
+    def _predict(self, batch: Any, counts: tf.Tensor) -> Any:
         step = python_step(self.model.predict_step)
-        outcome = self.replicas.run(step, batch, share, metrics=False)
+        outcome = self.replicas.run(step, batch, counts, metrics=False)
         for variable, value in outcome.statistics:  # the states of random layers
             variable.assign(value)
-        return joined_outputs(outcome.values, tf.cast(share[0], tf.int64))
+        return joined_outputs(outcome.values, tf.cast(counts[0], tf.int64))
 
-    def _place_for_prediction(self, share: ShareLike) -> None:
-        """Have the variables that `predict` needs, at its first call."""
+    def _place_for_prediction(self, local_batch: LocalBatchLike) -> None:
+        """Move the variables that `predict` needs, at its first call."""
         if "predict" not in self._functions:
             built = all(layer.built for layer in self.model._flatten_layers())
-            spec = spec_of(share.batch)
+            spec = spec_of(local_batch.batch)
             self._place(built, lambda: trace(self.model.predict_step, spec))
 
     def _place(self, built: bool, build: Callable[[], None]) -> None:
-        """Have the model's variables in the strategy, made first where they are missing."""
+        """Move the model's variables into the strategy; make missing ones first."""
         strategy = self.replicas.strategy
+        if not built or self._generation != generation():
+            self._forget_compiled()
         if not built:
-            # Tracing can make no variables inside of a strategy.
-            self._functions.clear()
+            # Tracing cannot make variables inside of a strategy.
             unwrap_variables(self.model)
             build()
         move_in(self.model, strategy)
@@ -216,23 +222,26 @@ class ReplicatedProgram(Steps):
             )
 
     def _renew(self) -> None:
-        """Compile anew after somebody else, such as another Trainer, has moved the model."""
+        """Compile again if the model has been moved elsewhere, such as by another Trainer."""
         if self._generation != generation():
-            self._functions.clear()
-            self._accumulated = None
             self._place(True, lambda: None)
+
+    def _forget_compiled(self) -> None:
+        """Forget compiled steps: they hold variables that are about to be moved."""
+        self._functions.clear()
+        self._accumulated = None
 
 
 def check_metrics(model: keras.Model) -> None:
-    """Refuse metrics that cannot be put back when an update is left out.
+    """Refuse metrics that cannot be restored when an update is skipped.
 
     Raises:
         ModelError: there are some.
     """
     if names := [metric.name for metric in unadded_metrics(model)]:
         raise ModelError(
-            f"the states of {', '.join(names)} do not add up, as far as is known, so what an "
-            "update that is left out has counted cannot be taken back. Set `state_adds_up = True` "
+            f"the states of {', '.join(names)} are not known to add up, so the counts of a "
+            "skipped update cannot be removed. Set `state_adds_up = True` "
             "on the metric's class if they do, or health.nan and health.on_spike to stop or "
             "rollback."
         )

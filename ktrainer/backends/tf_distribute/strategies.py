@@ -1,22 +1,22 @@
-"""A strategy from the configuration, made once a process.
+"""Strategies from the configuration, each made once per process.
 
 TensorFlow numbers its collectives by strategy object, so that a second strategy of the same
-devices would take the first one's numbers and fail. What has been made is kept.
+devices would reuse the first one's numbers and fail. Strategies are therefore kept.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.clusters import Cluster, resolver
+from ktrainer.backends.tf_distribute.clusters import ClusterSpec, resolver
 from ktrainer.config import TfDistributeConfig
 from ktrainer.errors import SetupError
-from ktrainer.strategy_plan import StrategyPlan
+from ktrainer.plan.strategy_plan import StrategyPlan
+from ktrainer.runtime.monkeypatching import replaced
 
-HEARTBEAT_SECONDS = 8.0  # how long a process may be silent
+HEARTBEAT_SECONDS = 8.0  # without which a process counts as lost
 
 _made: dict[Any, tf.distribute.Strategy] = {}
 
@@ -24,7 +24,7 @@ _made: dict[Any, tf.distribute.Strategy] = {}
 def open_strategy(
     backend: TfDistributeConfig,
     plan: StrategyPlan,
-    cluster: Cluster | None = None,
+    cluster: ClusterSpec | None = None,
     timeout: float | None = None,
 ) -> tf.distribute.Strategy:
     """The strategy that the configuration asks for, the same object whenever it asks again.
@@ -35,7 +35,7 @@ def open_strategy(
         cluster: the processes of a strategy that has several.
         timeout: seconds that a sum over processes may take, if it is made now.
     """
-    # Not the time that a sum may take: a step's sums are told theirs one by one.
+    # Not the timeout of a sum: a step's sums are given theirs one by one.
     key = (
         plan,
         backend.cross_device_ops,
@@ -74,7 +74,7 @@ def make_devices(plan: StrategyPlan) -> None:
 
 
 def communication_options(backend: TfDistributeConfig, timeout: float | None) -> Any:
-    """How replicas' sums travel."""
+    """TensorFlow's options for sums over replicas."""
     kinds = tf.distribute.experimental.CommunicationImplementation
     kind = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[backend.communication]
     return tf.distribute.experimental.CommunicationOptions(
@@ -85,7 +85,7 @@ def communication_options(backend: TfDistributeConfig, timeout: float | None) ->
 def _make(
     backend: TfDistributeConfig,
     plan: StrategyPlan,
-    cluster: Cluster | None,
+    cluster: ClusterSpec | None,
     timeout: float | None,
 ) -> tf.distribute.Strategy:
     devices = [f"/device:{name}" for name in plan.devices]
@@ -103,13 +103,15 @@ def _make(
     assert cluster is not None
     if plan.strategy == "multi_worker_mirrored":
         return _multi_worker(plan, cluster, communication_options(backend, timeout))
-    from ktrainer.backends.tf_distribute.serving import parameter_server_strategy
+    from ktrainer.backends.tf_distribute.parameter_server.server_process import (
+        parameter_server_strategy,
+    )
 
     return parameter_server_strategy(cluster, backend.min_shard_bytes)
 
 
 def _cross_device_ops(backend: TfDistributeConfig, plan: StrategyPlan) -> Any:
-    """How the devices of one process sum; None leaves it to TensorFlow (NCCL with GPUs)."""
+    """TensorFlow's sum over the devices of one process."""
     name = backend.cross_device_ops
     if name == "auto":
         name = "nccl" if plan.devices[0].startswith("GPU") else "reduction_to_one_device"
@@ -120,7 +122,7 @@ def _cross_device_ops(backend: TfDistributeConfig, plan: StrategyPlan) -> Any:
     return tf.distribute.ReductionToOneDevice()
 
 
-def _multi_worker(plan: StrategyPlan, cluster: Cluster, options: Any) -> tf.distribute.Strategy:
+def _multi_worker(plan: StrategyPlan, cluster: ClusterSpec, options: Any) -> tf.distribute.Strategy:
     """MultiWorkerMirroredStrategy over `plan.devices` of every process.
 
     TensorFlow takes all GPUs, or one CPU; the device list is ours.
@@ -134,8 +136,10 @@ def _multi_worker(plan: StrategyPlan, cluster: Cluster, options: Any) -> tf.dist
         return tuple(f"{worker}/device:{name}" for name in plan.devices), kind
 
     extended = implementation.CollectiveAllReduceExtended
+    # Two strategies of a process that number their collectives alike would mix them up.
+    keys = (implementation.CollectiveAllReduceStrategy, "_collective_key_base", 1000 * len(_made))
     try:
-        with patch.object(extended, "_initialize_local_devices", local_devices):
+        with replaced((extended, "_initialize_local_devices", local_devices), keys):
             return tf.distribute.MultiWorkerMirroredStrategy(resolver(cluster), options)
     except RuntimeError as error:
         raise SetupError(
@@ -145,8 +149,8 @@ def _multi_worker(plan: StrategyPlan, cluster: Cluster, options: Any) -> tf.dist
         ) from error
 
 
-def _watch_heartbeats(cluster: Cluster) -> None:
-    """Let a process that is not heard of for some seconds end the sums that wait for it."""
+def _watch_heartbeats(cluster: ClusterSpec) -> None:
+    """Make sums fail that wait for a process without a heartbeat."""
     from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
     from tensorflow.python.eager import context
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from ktrainer.launch.command import find_mpirun, mpi_environment, mpirun_command
-from ktrainer.launch.folders import shared_memory_folder
+from ktrainer.launch.mpirun_command import (find_mpirun, mpi_environment, mpirun_command)
+from ktrainer.launch.launch_folders import shared_memory_folder
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankError, RanksTimeout
 
@@ -54,6 +54,7 @@ class Ranks:
         memory = self._stack.enter_context(shared_memory_folder(os.environ))
         self._log = self._folder / "output"
         self._fresh = False
+        self._gave_up = False  # a rank has requests that nobody waits for
         self._tasks = 0
         self._connections: list[mp.Connection] = []
         self._processes: list[psutil.Process] = []  # not numbers, which soon are others'
@@ -67,7 +68,7 @@ class Ranks:
     @property
     def alive(self) -> bool:
         """Whether this group can take another task."""
-        return bool(self._connections) and self._process.poll() is None
+        return bool(self._connections) and self._process.poll() is None and not self._gave_up
 
     def run(
         self, function: Callable[..., Any], *args: Any, deadline: float = 60.0, **kwargs: Any
@@ -129,7 +130,8 @@ class Ranks:
             connection.close()
         self._connections = []
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=10)
+            # MPI does not end in order while it has requests that nobody waits for.
+            self._process.wait(timeout=0 if self._gave_up else 10)
         self.kill()
 
     def kill(self) -> None:
@@ -237,7 +239,8 @@ class Ranks:
                     message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
                     self._give_up(task, f"rank {rank} died", outcomes)
-                value, error, text, seconds = wire.unpack_result(message)
+                self._gave_up |= bool(message[-1])
+                value, error, text, seconds = wire.unpack_result(message[:-1])
                 outcomes[rank] = Outcome(rank, value, error, text, seconds)
                 if error is not None:
                     end = min(end, time.monotonic() + GRACE_SECONDS)

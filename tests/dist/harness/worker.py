@@ -31,7 +31,7 @@ def main() -> None:
             message = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_work(message))
+        connection.send_bytes(_work(message) + bytes([_gave_up()]))
         keras_state.reset()
         _share_data_among_all()
 
@@ -54,21 +54,27 @@ def _work(message: bytes) -> bytes:
     return wire.pack_result(result, time.monotonic() - start)
 
 
+def _gave_up() -> bool:
+    """Return whether MPI still has requests of waits that ended at their deadline."""
+    mpi = sys.modules.get("ktrainer.distributed.mpi_communicator")
+    return mpi is not None and mpi.has_outstanding()
+
+
 def _forget_world() -> None:
     """Make the next task open a `World` with communicators that carry no old messages.
 
     The old one is dropped, not closed: freeing a communicator waits for all ranks.
     """
-    detect = sys.modules.get("ktrainer.world.detect")
+    detect = sys.modules.get("ktrainer.distributed.launcher_detection")
     if detect is not None:
         detect._current = None  # type: ignore[attr-defined]
 
 
 def _share_data_among_all() -> None:
     """Undo what the backend of the last task said of who trains on which data."""
-    detect = sys.modules.get("ktrainer.world.detect")
+    detect = sys.modules.get("ktrainer.distributed.launcher_detection")
     if detect is not None and (world := detect._current) is not None:
-        world.share_data(world.rank, world.size)
+        world.assign_replica(world.rank, world.size)
 
 
 def _restore(before: leaks.Snapshot) -> None:

@@ -33,7 +33,7 @@ callbacks = [
     keras.callbacks.CSVLogger(args.out / "log.csv"),
     keras.callbacks.EarlyStopping(patience=3),
 ]
-told = {}
+record = {}
 history = model.fit(
     x,
     y,
@@ -43,21 +43,21 @@ history = model.fit(
     verbose=0,
     callbacks=callbacks,
 )
-told["history"] = history.history
-told["evaluate"] = model.evaluate(x, y, verbose=0)
-told["evaluate, by name"] = model.evaluate(x, y, verbose=0, return_dict=True)
-told["predict"] = model.predict(x[:9], verbose=0).tolist()
+record["history"] = history.history
+record["evaluate"] = model.evaluate(x, y, verbose=0)
+record["evaluate, by name"] = model.evaluate(x, y, verbose=0, return_dict=True)
+record["predict"] = model.predict(x[:9], verbose=0).tolist()
 
 model.save(args.out / "model.keras")
 model.save_weights(args.out / "model.weights.h5")
 again = keras.models.load_model(args.out / "model.keras")
-told["loaded"] = again.predict(x[:9], verbose=0).tolist()
-told["best"] = keras.models.load_model(best).predict(x[:9], verbose=0).tolist()
+record["loaded"] = again.predict(x[:9], verbose=0).tolist()
+record["best"] = keras.models.load_model(best).predict(x[:9], verbose=0).tolist()
 
-told["train_on_batch"] = model.train_on_batch(x[:11], y[:11])
+record["train_on_batch"] = model.train_on_batch(x[:11], y[:11])
 model.load_weights(args.out / "model.weights.h5")
-told["test_on_batch"] = model.test_on_batch(x[:11], y[:11])
-told["predict_on_batch"] = model.predict_on_batch(x[:5]).tolist()
+record["test_on_batch"] = model.test_on_batch(x[:11], y[:11])
+record["predict_on_batch"] = model.predict_on_batch(x[:5]).tolist()
 
 # Transfer learning: frozen layers, another head of the loss, a second compile; fit in a loop.
 model.get_layer("first").trainable = False
@@ -65,7 +65,7 @@ model.compile("sgd", loss)
 losses = []
 for _ in range(3):
     losses += model.fit(x, y, verbose=0, class_weight={0: 1.0, 1: 2.0}).history["loss"]
-told["frozen"] = losses
-told["last"] = [model.history.history, model.evaluate(x, y, verbose=0)]
+record["frozen"] = losses
+record["last"] = [model.history.history, model.evaluate(x, y, verbose=0)]
 if __name__ == "__main__":
-    print("RESULT", json.dumps(told))
+    print("RESULT", json.dumps(record))

@@ -27,7 +27,7 @@ with strategy.scope():
     gan.compile(keras.optimizers.SGD(0.1), "binary_crossentropy")
 
 real = np.random.normal(size=(40, 4))
-told = {"steps": []}
+record = {"steps": []}
 for _ in range(4):
     rows = np.random.randint(0, 40, 7)
     noise = np.random.normal(size=(7, 2))
@@ -37,16 +37,16 @@ for _ in range(4):
     losses += discriminator.train_on_batch(fake, np.zeros((7, 1)))
     discriminator.trainable = False
     losses.append(gan.train_on_batch(noise, np.ones((7, 1))))
-    told["steps"].append([float(value) for value in losses])
+    record["steps"].append([float(value) for value in losses])
 for epoch in range(2):
     noise = np.random.normal(size=(20, 2))
     history = gan.fit(
         noise, np.ones((20, 1)), epochs=epoch + 1, initial_epoch=epoch, batch_size=6, verbose=0
     )
-    told["steps"].append(history.history["loss"])
+    record["steps"].append(history.history["loss"])
 encoder = keras.Model(generator.inputs, generator.layers[0].output)
-told["encoder"] = encoder.predict(noise, verbose=0).tolist()
+record["encoder"] = encoder.predict(noise, verbose=0).tolist()
 keras.utils.save_img("fake.png", np.abs(fake[:1, :, None]).repeat(3, -1))
-with open("told.txt", "w") as file:
-    file.write("told")
-print("RESULT", json.dumps(told))
+with open("record.txt", "w") as file:
+    file.write("record")
+print("RESULT", json.dumps(record))

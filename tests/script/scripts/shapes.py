@@ -12,7 +12,7 @@ import tensorflow as tf
 
 keras.config.set_floatx("float64")
 keras.utils.set_random_seed(5)
-told = {"fits": 0, "epochs": []}
+record = {"fits": 0, "epochs": []}
 
 
 class Net(keras.Model):
@@ -25,7 +25,7 @@ class Net(keras.Model):
         return self.head(self.hidden(x))
 
     def fit(self, *args, **kwargs):
-        told["fits"] += 1
+        record["fits"] += 1
         return super().fit(*args, **kwargs)
 
 
@@ -34,7 +34,7 @@ class Look(keras.callbacks.Callback):
         self.model.save_weights(f"at{epoch}.weights.h5")
         loss, mae = self.model.evaluate(x[:7], y[:7], verbose=0)
         predicted = self.model.predict(x[:3], verbose=0).tolist()
-        told["epochs"].append([sorted(logs.items()), loss, mae, predicted])
+        record["epochs"].append([sorted(logs.items()), loss, mae, predicted])
 
 
 class Batches(keras.utils.PyDataset):
@@ -63,19 +63,19 @@ callbacks = [
     keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.5),
 ]
 history = net.fit(dataset, epochs=4, verbose=0, callbacks=callbacks)
-told["rates"] = [history.history["loss"], history.epoch]
-told["PyDataset"] = net.fit(Batches(), epochs=2, verbose=0, shuffle=False).history
-told["endless"] = net.fit(endless(), steps_per_epoch=3, epochs=2, verbose=0).history
+record["rates"] = [history.history["loss"], history.epoch]
+record["PyDataset"] = net.fit(Batches(), epochs=2, verbose=0, shuffle=False).history
+record["endless"] = net.fit(endless(), steps_per_epoch=3, epochs=2, verbose=0).history
 
 a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
 outputs = {"s": keras.layers.Dense(1, name="s")(a), "t": keras.layers.Dense(2, name="t")(b)}
 two = keras.Model([a, b], outputs)
 two.compile("adam", {"s": "mse", "t": "mae"}, metrics={"t": ["mae"]})
 xs, ys = [x, x[:, :2]], {"s": y, "t": x[:, 1:]}
-told["two"] = two.fit(xs, ys, epochs=2, batch_size=11, verbose=0).history
-told["evaluate"] = two.evaluate(xs, ys, verbose=0)
-told["predict"] = {k: v.tolist() for k, v in two.predict(xs, verbose=0).items()}
-told["train_on_batch"] = two.train_on_batch(xs, ys)
+record["two"] = two.fit(xs, ys, epochs=2, batch_size=11, verbose=0).history
+record["evaluate"] = two.evaluate(xs, ys, verbose=0)
+record["predict"] = {k: v.tolist() for k, v in two.predict(xs, verbose=0).items()}
+record["train_on_batch"] = two.train_on_batch(xs, ys)
 few = [part[:5] for part in xs], {k: v[:5] for k, v in ys.items()}
-told["shorter"] = two.train_on_batch(*few, return_dict=True)
-print("RESULT", json.dumps(told))
+record["shorter"] = two.train_on_batch(*few, return_dict=True)
+print("RESULT", json.dumps(record))

@@ -15,12 +15,12 @@ whole = keras.Model(inputs, keras.layers.Dense(4)(hidden))
 encoder, probe = keras.Model(inputs, code), keras.Model(inputs, hidden)
 probe.compile(loss="mse")
 whole.compile(keras.optimizers.SGD(0.3, momentum=0.9), "mse")
-told = {"seen": []}
+record = {"seen": []}
 
 
 class UseParts(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        told["seen"] += [
+        record["seen"] += [
             float(np.abs(encoder.predict(x, verbose=0)).sum()),
             float(probe.evaluate(x, np.ones((32, 8)), verbose=0)),
             float(np.abs(probe.predict_on_batch(x[:5])).sum()),
@@ -29,13 +29,13 @@ class UseParts(keras.callbacks.Callback):
 
 
 history = whole.fit(x, x, epochs=3, batch_size=16, verbose=0, shuffle=False, callbacks=[UseParts()])
-told["loss"] = history.history["loss"]
-told["weights"] = [float(np.abs(weight).sum()) for weight in probe.get_weights()]
+record["loss"] = history.history["loss"]
+record["weights"] = [float(np.abs(weight).sum()) for weight in probe.get_weights()]
 encoder.save("encoder.keras")
 loaded = keras.models.load_model("encoder.keras")
-told["loaded"] = float(np.abs(loaded.predict(x, verbose=0)).sum())
+record["loaded"] = float(np.abs(loaded.predict(x, verbose=0)).sum())
 loaded.load_weights("encoder-0.weights.h5")
-told["first"] = float(np.abs(loaded.predict(x, verbose=0)).sum())
-told["evaluated"] = float(whole.evaluate(x, x, verbose=0))
-told["more"] = whole.fit(x, x, verbose=0, shuffle=False, batch_size=16).history["loss"]
-print("RESULT", json.dumps(told))
+record["first"] = float(np.abs(loaded.predict(x, verbose=0)).sum())
+record["evaluated"] = float(whole.evaluate(x, x, verbose=0))
+record["more"] = whole.fit(x, x, verbose=0, shuffle=False, batch_size=16).history["loss"]
+print("RESULT", json.dumps(record))

@@ -1,0 +1,68 @@
+"""Abstract backend: turns a model into compiled steps that every rank can run.
+
+The loop owns *when* something happens, a backend owns *how* a step runs, Keras owns *what* a
+step is. A new backend is one file with one class, one line in `ktrainer.backends.BACKENDS`, one
+dataclass and one line in `BACKENDS` in `ktrainer.config.backend_keys`, and one YAML in `configs/`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.runtime.devices import claim_device
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.config import Config
+    from ktrainer.distributed import World
+    from ktrainer.plan.run_plan import Plan
+    from ktrainer.steps import Program, StepOptions
+
+
+class Backend(ABC):
+    """Abstract way to run steps on this rank.
+
+    Args:
+        config: the resolved configuration.
+        plan: what the configuration means here.
+        world: the ranks.
+    """
+
+    name: str
+
+    def __init__(self, config: Config, plan: Plan, world: World) -> None:
+        self.config, self.plan, self.world = config, plan, world
+        world.assign_replica(world.rank, world.size)  # an earlier backend may have set another
+        self.claim_devices()
+
+    def claim_devices(self) -> None:
+        """Take this process's devices, before TensorFlow starts."""
+        claim_device(self.world, threads=self.plan.threads)
+
+    def build_model(self, build: Callable[[], Any]) -> Any:
+        """Call the user's function that makes the model."""
+        return build()
+
+    @abstractmethod
+    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
+        """The steps of `model`; compiles and runs nothing yet."""
+
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:  # noqa: B027
+        """Refuse callbacks that do not work with this backend."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Context for everything the Trainer does with a model, parts of which other processes may
+        hold."""
+        return nullcontext()
+
+    @property
+    def communication_seconds(self) -> float | None:
+        """Seconds that this rank has waited in gradient communication so far; None if unknown."""
+        return 0.0
+
+    def close(self) -> None:  # noqa: B027 - not every backend holds something
+        """Release communicators and devices. May be called twice."""

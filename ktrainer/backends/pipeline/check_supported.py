@@ -1,0 +1,79 @@
+"""Refusals: models and callbacks that no pipeline can train, found before tracing.
+
+Used by `fit` and `ktrainer plan` alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from ktrainer.errors import ConfigError, ModelError
+
+_STEPS = ("train_step", "test_step", "predict_step")
+_WHOLE_MODEL = ("BackupAndRestore", "OrbaxCheckpoint")
+
+
+def refuse_model(model: keras.Model, replicas: int) -> None:
+    """Refuse a model that a pipeline cannot train as it was compiled.
+
+    Raises:
+        ModelError: it has steps of its own, runs eagerly, synchronizes replicas in the forward
+            pass, or its optimizer accumulates gradients.
+    """
+    _refuse_steps(model)
+    if model.compiled and model.run_eagerly:
+        raise ModelError(
+            f"model {model.name!r} was compiled with run_eagerly=True, but a pipeline compiles "
+            "its stages; remove it, or debug with backend=local"
+        )
+    for layer in model._flatten_layers():
+        if replicas > 1 and getattr(layer, "synchronized", False):
+            raise ModelError(
+                f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not "
+                "synchronize in the forward pass; remove it, or train with backend=data_parallel"
+            )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        _refuse_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+
+
+def refuse_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse Keras' callbacks that restore or look at the weights of a whole model.
+
+    Raises:
+        ConfigError: naming what does the same here.
+    """
+    every = keras.callbacks
+    kinds = tuple(getattr(every, name) for name in _WHOLE_MODEL if hasattr(every, name))
+    for callback in callbacks:
+        histograms = bool(getattr(callback, "histogram_freq", 0))
+        if isinstance(callback, kinds) or histograms:
+            what = type(callback).__name__ + ("(histogram_freq=...)" if histograms else "")
+            raise ConfigError(
+                f"{what} needs the weights of the whole model, which no process of a pipeline "
+                "has: set checkpoint.every or checkpoint.best, and call trainer.save at the end.",
+                path="callbacks",
+                value=type(callback).__name__,
+            )
+
+
+def _refuse_steps(model: keras.Model) -> None:
+    """Steps of a model's own need all of the model in one process."""
+    for name in _STEPS:
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            raise ModelError(
+                f"{type(model).__name__}.{name} is the model's own, and a pipeline runs a model in "
+                "parts, so it cannot call it. Override `compute_loss` or `compute_metrics`, which "
+                "work, or train with backend=data_parallel."
+            )
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    if optimizer.gradient_accumulation_steps:
+        raise ModelError(
+            f"{type(optimizer).__name__}(gradient_accumulation_steps=...) is not supported in a "
+            "pipeline: set trainer.accumulate instead"
+        )

@@ -1,0 +1,203 @@
+"""State that each replica's thread has of its own while a step is traced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import core as tf_core
+from keras.src.losses import loss as loss_module
+from keras.src.random import seed_generator
+
+from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced
+from ktrainer.steps.step_context import StepContext, TracedContext
+
+# What Keras keeps by thread, and was set or made in the main one.
+_SETTINGS = ("dtype_policy", "flash_attention", seed_generator.GLOBAL_SEED_GENERATOR)
+
+
+class Contexts(TracedContext):
+    """Each replica's `StepContext`, as one object: `keras_patches` are the same for all.
+
+    Attributes are those of the context that the present thread has entered.
+    """
+
+    _threads: threading.local
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_threads", threading.local())
+
+    @contextmanager
+    def entered(self, context: StepContext) -> Iterator[None]:
+        """Let this thread's context be `context`."""
+        before = getattr(self._threads, "context", None)
+        self._threads.context = context
+        try:
+            yield
+        finally:
+            self._threads.context = before
+
+    @property
+    def here(self) -> StepContext:
+        """The context that this thread has entered.
+
+        Raises:
+            LookupError: it has entered none.
+        """
+        context: StepContext | None = getattr(self._threads, "context", None)
+        if context is None:
+            raise LookupError("no replica's step is traced in this thread")
+        return context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.here, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.here, name, value)
+
+
+class ReplicaScope(keras.StatelessScope):
+    """Keeps what a replica assigns, and gives the other variables as they are.
+
+    Args:
+        zero: variables that begin at zero.
+        assign_weight: what is done with a value for a variable that is trained, which is read,
+            and differentiated by, where it is.
+        noted: notes what is assigned too, by id.
+
+    Attributes:
+        assigned: the variables that were assigned, by id.
+        losses_of: what layers have passed to `add_loss`, by the layer's id.
+    """
+
+    def __init__(
+        self,
+        zero: Collection[Any],
+        assign_weight: Callable[[Any, Any], None],
+        noted: dict[int, Any],
+    ) -> None:
+        mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in zero]
+        super().__init__(mapping, initialize_variables=False)
+        self.assigned: dict[int, Any] = {}
+        self.losses_of: dict[int, list[Any]] = {}
+        self._assign_weight, self._noted = assign_weight, noted
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if variable.trainable:
+            self._assign_weight(variable, value)
+            return
+        self.assigned[id(variable)] = self._noted[id(variable)] = variable
+        super().add_update((variable, tf.cast(value, variable.dtype)))
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        # Keras asks a scope for the weights of a regularization loss, which it does not hold.
+        return variable._value if value is None else value
+
+
+@contextmanager
+def losses_by_replica() -> Iterator[None]:
+    """Keep what layers add as losses in the scope of each replica.
+
+    Keras keeps them in the layer, of which there is one: a replica would find, or clear, those of
+    another whose turn has come in the middle of its call.
+    """
+    layer = keras.layers.Layer
+    names = ("add_loss", "_get_own_losses", "_clear_losses")
+    originals = [getattr(layer, name) for name in names]
+
+    def add_loss(self: Any, loss: Any) -> None:
+        if (scope := _replica_scope()) is None:
+            originals[0](self, loss)
+        else:
+            scope.losses_of.setdefault(id(self), []).extend(keras.tree.flatten(loss))
+
+    def own_losses(self: Any) -> Any:
+        scope = _replica_scope()
+        return originals[1](self) if scope is None else scope.losses_of.get(id(self), [])[:]
+
+    def clear_losses(self: Any) -> None:
+        if (scope := _replica_scope()) is None:
+            originals[2](self)
+            return
+        scope.losses_of.pop(id(self), None)
+        for inner in self._layers:
+            inner._clear_losses()
+
+    functions = (add_loss, own_losses, clear_losses)
+    with replaced(*((layer, name, f) for name, f in zip(names, functions, strict=True))):
+        yield
+
+
+def _replica_scope() -> ReplicaScope | None:
+    scope = global_state.get_global_attribute("stateless_scope")
+    return scope if isinstance(scope, ReplicaScope) else None
+
+
+@contextmanager
+def adding_at_once() -> Iterator[None]:
+    """Let `assign_add` of Keras variables add where the variable is.
+
+    Keras reads, adds and assigns: of two replicas or workers that share a variable, one is lost.
+    """
+
+    def at_once(name: str) -> Callable[..., Any]:
+        original = getattr(tf_core.Variable, name)
+
+        def assign(self: Any, value: Any) -> Any:
+            if global_state.get_global_attribute("stateless_scope") is not None:
+                return original(self, value)
+            return getattr(self._value, name)(tf.cast(value, self._value.dtype))
+
+        return assign
+
+    names = ("assign_add", "assign_sub")
+    with replaced(*((tf_core.Variable, name, at_once(name)) for name in names)):
+        yield
+
+
+@contextmanager
+def outside_stateless_scope() -> Iterator[None]:
+    """Let assignments reach the variables themselves, also within a `StatelessScope`."""
+    before = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", before)
+
+
+def with_settings_of_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, for another thread: it finds the Keras settings that this one has, and traces the
+    same step."""
+    function = as_in_this_thread(function)
+    settings = {name: global_state.get_global_attribute(name) for name in _SETTINGS}
+
+    def called_elsewhere(*args: Any) -> Any:
+        for name, value in settings.items():
+            if value is not None and global_state.get_global_attribute(name) is None:
+                global_state.set_global_attribute(name, value)
+        return function(*args)
+
+    return called_elsewhere
+
+
+@contextmanager
+def keras_as_one_replica() -> Iterator[None]:
+    """Keep Keras from doing what this package does: it scales losses by the number of replicas,
+    and meets the other replicas inside of an optimizer's update, of which there is one here."""
+    interim = tf.__internal__.distribute.interim
+    optimizer = keras.optimizers.LossScaleOptimizer
+    with replaced(
+        (loss_module, "scale_loss_for_distribution", lambda value: value),
+        (loss_module, "unscale_loss_for_distribution", lambda value: value),
+        (interim, "maybe_merge_call", lambda fn, strategy, *a, **k: fn(strategy, *a, **k)),
+        (optimizer, "_tf_apply", optimizer._common_apply),
+    ):
+        yield

@@ -1,0 +1,357 @@
+"""One step of a model on all replicas of this process.
+
+`strategy.run` calls the step once for each replica, in threads that take turns; a TPU's calls it
+once for all, and its replicas learn their numbers when they run. So each is handed its number, a
+tensor there, with its part of the batch. What a replica does to the model's variables must not
+happen at once, for they are shared:
+
+    weights      `optimizer.apply` meets the other replicas', and is run once for all of them,
+                 with gradients already summed
+    statistics   assigned to a scope of the replica's own; their weighted mean is assigned after
+    metrics      start from zero in that scope; what they come to is added up after. Metrics that
+                 do not add up are updated with each replica's outputs, one after another
+    seeds        every replica draws its own numbers from the same state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ktrainer.backends.tf_distribute.replicas.merge_outputs import averaged, if_present, joined_logs
+from ktrainer.backends.tf_distribute.replicas.replica_batches import parts_of, spread
+from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
+    Contexts,
+    ReplicaScope,
+    keras_as_one_replica,
+    losses_by_replica,
+    outside_stateless_scope,
+    with_settings_of_this_thread,
+)
+from ktrainer.distributed.collectives import GradientCollectives
+from ktrainer.errors import ModelError
+from ktrainer.runtime.monkeypatching import replaced
+from ktrainer.steps import optimizers_of
+from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.loss_scope import gather_loss_inputs
+from ktrainer.steps.metric_logs import LoggedResults
+from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.model_step import check_applied, is_uniform, rows_of
+from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.update_guard import LossOfStep
+
+Step = Callable[[Any], Any]
+
+
+@dataclass
+class ReplicaOutcome:
+    """The results of a step on all replicas, to be merged outside of them.
+
+    Attributes:
+        values: what the step returned, on each replica of this process.
+        weights: each replica's part of the update, float64.
+        statistics: new values of variables other than weights and metrics, the same on all.
+        metrics: what each replica adds to the metrics' variables.
+        bad: whether the update was skipped; None where none is.
+    """
+
+    values: list[Any]
+    weights: list[tf.Tensor]
+    statistics: list[tuple[Any, tf.Tensor]]
+    metrics: list[tuple[Any, list[tf.Tensor]]]
+    bad: tf.Tensor | None = None
+
+
+class Replicas:
+    """The replicas of this process, and how a step runs on them.
+
+    Args:
+        strategy: whose replicas they are.
+        model: a built model, its variables in the strategy.
+        collectives: sums over the replicas of all processes; None where there is one.
+        count: replicas in this process.
+        first: number of the first of them among those of all processes.
+        loss_scope: as in `StepOptions`.
+
+    Attributes:
+        one_trace: whether all replicas run one program, traced once and compiled with XLA.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        model: keras.Model,
+        collectives: GradientCollectives | None,
+        count: int,
+        first: int = 0,
+        loss_scope: str = "local",
+    ) -> None:
+        self.strategy, self.model, self.collectives = strategy, model, collectives
+        self.count, self.first, self.loss_scope = count, first, loss_scope
+        self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
+        self.contexts = Contexts()
+        self._entered: dict[int, StepContext] = {}
+
+    def run(
+        self,
+        step: Step,
+        batch: Any,
+        counts: tf.Tensor,
+        *,
+        xla: bool = False,
+        applies: bool = False,
+        metrics: bool = True,
+        **settings: Any,
+    ) -> ReplicaOutcome:
+        """Run `step` on each replica's rows of `batch`.
+
+        Args:
+            step: a model's step, of one batch.
+            batch: this process's rows; padding when it has none.
+            counts: float64 vector: true rows of `batch`, and those of the whole update.
+            xla: compile the step, without what it communicates, with XLA.
+            applies: whether the step has to apply an optimizer.
+            metrics: whether the model's metrics count.
+            settings: more for each replica's `StepContext`; its list of denominators is made by
+                `make_denominators`.
+        """
+        counted = {id(v): v for v in self._added_metrics()}
+        assigned: list[Any] = []  # the same ones on every replica
+        settings.setdefault("uniform", is_uniform(batch))
+
+        def on_replica(number: Any, part: Any) -> Any:
+            rows, weight = part
+            context = self._context(number, weight, xla=xla, rows=rows_of(rows), **settings)
+            values, states = self._computed(context, lambda: step(rows), counted, assigned)
+            if applies:
+                check_applied(context, self.model)
+            pairs = list(zip(assigned, states, strict=True))
+            statistics = averaged(context, [s for v, s in pairs if id(v) not in counted])
+            added = [if_present(context, s) for v, s in pairs if id(v) in counted]
+            bad = tf.constant(False) if context.bad is None else context.bad
+            return values, context.weight, statistics, added, bad
+
+        with self._replica_patches(metrics and not xla):
+            results = self._on_each(on_replica, parts_of(batch, counts, self.count))
+        values, weights, statistics, added, bad = results
+        others = [v for v in assigned if id(v) not in counted]
+        ours = [v for v in assigned if id(v) in counted]
+        return ReplicaOutcome(
+            self.each(values),
+            list(self.local(weights)),
+            [(v, self.local(s)[0]) for v, s in zip(others, statistics, strict=True)],
+            [(v, self.local(a)) for v, a in zip(ours, added, strict=True)] if metrics else [],
+            self.local(bad)[0] if settings.get("guard") is not None else None,
+        )
+
+    def _computed(
+        self,
+        context: StepContext,
+        step: Callable[[], Any],
+        counted: Mapping[int, Any],
+        assigned: list[Any],
+    ) -> tuple[Any, list[tf.Tensor]]:
+        """Run a step on one replica; returns what it returns, and new values of `assigned`.
+
+        Args:
+            counted: variables that begin at zero, by `id()`.
+            assigned: filled with the variables that the step assigns.
+        """
+        assign_weight: Callable[[Any, Any], None] = self._assign_weight
+        if context.record:  # nothing may change
+            assign_weight = _leave_weight
+        elif context.xla:
+            assign_weight = _refuse_weight
+
+        def compute() -> tuple[Any, list[tf.Tensor]]:
+            with (
+                self.contexts.entered(context),
+                ReplicaScope(counted.values(), assign_weight, context.assigned) as scope,
+            ):
+                if context.guard is not None:
+                    context.loss = LossOfStep(self.model)
+                values = step()
+            assigned[:] = [] if context.record else scope.assigned.values()
+            return values, [scope.get_current_value(v) for v in assigned]
+
+        if context.xla:
+            compute = tf.function(compute, jit_compile=True, autograph=False)
+        return compute()
+
+    def conclude(self, outcome: ReplicaOutcome, logs: list[Any], logged: LoggedResults) -> Any:
+        """Give the model's variables their new values; returns the logs of all replicas.
+
+        Args:
+            outcome: of a step that has run.
+            logs: what it logs, on each replica of this process.
+            logged: which of them are metrics' results.
+        """
+        bad = outcome.bad
+        for variable, value in outcome.statistics:
+            variable.assign(value if bad is None else _unless(bad, value, variable.value))
+        for variable, parts in outcome.metrics:
+            more = tf.add_n(parts)
+            variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
+        return joined_logs(logs, outcome.weights, logged.now(logs[0]))
+
+    def apply(
+        self,
+        optimizer: Any,
+        parts: list[Any],
+        gradients: Callable[[Any], list[Any]],
+        variables: list[Any],
+        hooks: tuple[Any, ...],
+    ) -> None:
+        """Apply gradients that replicas have already weighted: sum them, once for all.
+
+        Args:
+            optimizer: what is applied.
+            parts: of each replica of this process, what `gradients` makes its gradients of.
+            gradients: those of a replica, from its part.
+            variables: what they are of.
+            hooks: functions of (gradients, variables) to run on the sums.
+        """
+        one = tf.constant(1.0, tf.float64)
+
+        def on_replica(number: Any, part: Any) -> None:
+            context = self._context(number, one, hooks=hooks)
+            with self.contexts.entered(context):
+                optimizer.apply(gradients(part), variables)
+
+        with self._replica_patches(metrics=False):
+            self._on_each(on_replica, parts)
+
+    def add(self, function: Callable[[Any, Any], Any], a: list[Any], b: list[Any]) -> list[Any]:
+        """Call `function` on each replica with its parts of `a` and `b`, where they are."""
+        return self.each(
+            self._on_each(lambda _, part: function(*part), list(zip(a, b, strict=True)))
+        )
+
+    def local(self, value: Any) -> list[Any]:
+        """A value on each replica of this process."""
+        parts = list(self.strategy.experimental_local_results(value))
+        return parts if len(parts) == self.count else parts * self.count
+
+    def each(self, structure: Any) -> list[Any]:
+        """A nested structure of per-replica values, as one structure per replica."""
+        return [
+            keras.tree.map_structure(lambda value, i=i: self.local(value)[i], structure)
+            for i in range(self.count)
+        ]
+
+    def _on_each(self, function: Callable[[Any, Any], Any], parts: list[Any]) -> Any:
+        """Call `function` on each replica, with its number in this process and its part."""
+        args, unpack = spread(self.strategy, parts, self.first)
+
+        def on_replica(number: Any, *leaves: Any) -> Any:
+            return function(number, unpack(leaves))
+
+        return self.strategy.run(with_settings_of_this_thread(on_replica), args=args)
+
+    def _context(
+        self,
+        number: Any,
+        weight: tf.Tensor,
+        make_denominators: Callable[[], list[tf.Tensor]] | None = None,
+        **settings: Any,
+    ) -> StepContext:
+        """The context of a replica.
+
+        Args:
+            number: which of this process it is; a tensor where all replicas are traced as one.
+            weight: its part of the update.
+            make_denominators, settings: as for `run`.
+        """
+        # Each replica takes its losses' denominators one after another, from a list of its own.
+        denominators = None if make_denominators is None else make_denominators()
+        context = StepContext(
+            weight, self.collectives, self.first + number, denominators=denominators, **settings
+        )
+        context.merge_replicas = self._merge_replicas(context)
+        if not self.one_trace:
+            self._entered[number] = context
+        return context
+
+    def _merge_replicas(self, context: StepContext) -> Callable[..., None]:
+        def merge_replicas(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
+            @tf.autograph.experimental.do_not_convert
+            def once(_: Any, reduced: list[Any]) -> None:
+                with self.contexts.entered(context), outside_stateless_scope():
+                    update([None if g is None else self.local(g)[0] for g in reduced])
+
+            tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
+
+        return merge_replicas
+
+    def _assign_weight(self, variable: Any, value: Any) -> None:
+        """Assign a weight in the middle of a step: the first replica's value, on all."""
+
+        context = self.contexts.here
+
+        @tf.autograph.experimental.do_not_convert
+        def once(_: Any, values: Any) -> None:
+            with self.contexts.entered(context), outside_stateless_scope():
+                variable.assign(self.local(values)[0])
+
+        tf.distribute.get_replica_context().merge_call(once, args=(tf.convert_to_tensor(value),))
+
+    def _added_metrics(self) -> list[Any]:
+        """Variables of metrics whose values on parts of the data add up."""
+        others = {id(v) for m in unadded_metrics(self.model) for v in m.variables}
+        return [v for v in self.model.metrics_variables if id(v) not in others]
+
+    @contextmanager
+    def _replica_patches(self, metrics: bool) -> Iterator[None]:
+        """Replace what must be different in Keras while a step is traced on replicas."""
+        with ExitStack() as stack:
+            stack.enter_context(keras_patches(self.contexts, optimizers_of(self.model)))  # type: ignore[arg-type]
+            scope: Any = gather_loss_inputs(self.contexts, self.model, self.loss_scope)  # type: ignore[arg-type]
+            stack.enter_context(scope)
+            stack.enter_context(keras_as_one_replica())
+            stack.enter_context(losses_by_replica())
+            metrics_of_outputs = unadded_metrics(self.model) if metrics else []
+            updates = [
+                (metric, "update_state", self._one_after_another(metric.update_state))
+                for metric in metrics_of_outputs
+            ]
+            stack.enter_context(replaced(*updates))
+            yield
+
+    def _one_after_another(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A metric's `update_state` that takes the outputs of all replicas, one by one."""
+
+        @tf.autograph.experimental.do_not_convert
+        def for_each(_: Any, args: Any, weights: Any) -> None:
+            every = zip(self.each(args), self.local(weights), strict=True)
+            for number, ((words, named), weight) in enumerate(every):
+                with self.contexts.entered(self._entered[number]), outside_stateless_scope():
+                    tf.cond(weight > 0, lambda w=words, n=named: _done(original(*w, **n)), _done)
+
+        def update_state(*words: Any, **named: Any) -> None:
+            replica = tf.distribute.get_replica_context()
+            replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
+
+        return update_state
+
+
+def _leave_weight(_: Any, __: Any) -> None: ...
+
+
+def _refuse_weight(variable: Any, _: Any) -> None:
+    raise ModelError(
+        f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
+        "replicas do together and XLA cannot compile. Set trainer.xla=false."
+    )
+
+
+def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    return tf.where(bad, tf.cast(other, value.dtype), value)
+
+
+def _done(_: Any = None) -> tf.Tensor:
+    return tf.constant(0)

@@ -1,0 +1,263 @@
+"""Progress display on rank 0.
+
+Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_log` (metrics),
+`on_test_begin`, `on_test_batch_end`, `on_test_end`, `on_validation_end`, `on_epoch_end`,
+`on_train_end` (the summary), `close`.
+
+    RichProgress    a live bar on a terminal, a line per epoch above it
+    PlainProgress   a line every `logging.every` and one per epoch, for logs
+
+Both end with a small table: see `console_text.final_report`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ktrainer.callbacks.base import as_floats
+from ktrainer.callbacks.console_text import (
+    final_report,
+    headline,
+    metrics_text,
+    rate_text,
+    span_text,
+    summary,
+)
+from ktrainer.callbacks.reporter import Reporter
+from ktrainer.callbacks.throughput import Meter, Throughput
+from ktrainer.distributed import World
+from ktrainer.state.durations import Duration
+
+REFRESH_SECONDS = 0.1  # redrawing more often slows the steps, and is too fast to read
+
+
+class _Progress(Reporter):
+    """State of both displays.
+
+    Attributes:
+        throughput: a `Throughput` callback, whose figures the summary shows; None for none.
+    """
+
+    def __init__(self, every: str | Duration = "50ba", world: World | None = None) -> None:
+        super().__init__(every, world)
+        self.meter = Meter()
+        self.throughput: Throughput | None = None
+        self._epochs: dict[int, dict[str, float]] = {}
+        self._began_at = self._epoch_began = time.perf_counter()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._epochs = {}
+        self._began_at = time.perf_counter()
+        self.meter.reset(self.progress)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._epoch_began = time.perf_counter()
+        self.meter.reset(self.progress)
+
+    @property
+    def epochs(self) -> int | None:
+        """Epochs to run in all."""
+        return (self.params or {}).get("epochs")
+
+    def position(self, epoch: int | None = None) -> str:
+        """`epoch 2/5`."""
+        number = (self.progress.epoch if epoch is None else epoch) + 1
+        return f"epoch {number}/{self.epochs}" if self.epochs else f"epoch {number}"
+
+    def eta(self) -> float | None:
+        """Estimated seconds of training left; None when unknown."""
+        steps, epochs, speed = self.steps_per_epoch, self.epochs, self.meter.steps_per_second
+        if not (steps and epochs and speed):
+            return None
+        progress = self.progress
+        left = (epochs - progress.epoch) * steps - progress.batch
+        limit = getattr(getattr(self.trainer, "config", None), "trainer", None)
+        if limit is not None and limit.max_steps:
+            left = min(left, limit.max_steps - progress.step)
+        return max(left, 0) / speed
+
+    def epoch_line(self, epoch: int, logs: Mapping[str, float]) -> str:
+        seconds = time.perf_counter() - self._epoch_began
+        speed = rate_text(self.meter.of_epoch(self.progress, seconds))
+        return f"{self.position(epoch)}  {metrics_text(logs)}  [{span_text(seconds)}, {speed}]"
+
+    def final_report(self) -> str:
+        """The text at the end of training."""
+        seconds = time.perf_counter() - self._began_at
+        speeds = self.throughput.epochs if self.throughput is not None else []
+        facts = summary(self.progress, seconds, speeds, self.world.size)
+        reason = self.train_state.stop_reason
+        said = final_report(facts, self._epochs)
+        return f"{said}\n\n  stopped because {reason}" if reason else said
+
+
+class PlainProgress(_Progress):
+    """One line every `logging.every`, one per epoch, a table at the end. No control characters."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._print(headline(self.model, self.world, self.trainer))
+
+    def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        self.meter.update(self.progress)
+        steps = f"/{self.steps_per_epoch}" if self.steps_per_epoch else ""
+        eta = self.eta()
+        left = f"  eta {span_text(eta)}" if eta is not None else ""
+        self._print(
+            f"{self.position()}  step {self.progress.batch}{steps}  {metrics_text(logs)}  "
+            f"{rate_text(self.meter.rates)}{left}"
+        )
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        self._print(f"{self.position()}  step {self.progress.batch}  {metrics_text(logs)}")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        values = as_floats(logs)
+        self._epochs[epoch] = values
+        self._print(self.epoch_line(epoch, values))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._print(self.final_report())
+
+    def _print(self, line: str) -> None:
+        if self.reports:
+            print(line, flush=True)
+
+
+class RichProgress(_Progress):
+    """A live line with a bar, the metrics below it, a line per epoch above it, and a
+    table at the end. The script's own output scrolls above the bar."""
+
+    def __init__(self, every: str | Duration = "1ba", world: World | None = None) -> None:
+        super().__init__(every, world)
+        self._live: Any = None
+        self._metrics: dict[str, float] = {}
+        self._validating: int | None = None  # batches validated so far
+        self._drawn = 0.0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if not self.reports:
+            return
+        from rich.live import Live
+
+        self.close()
+        self.console = _console()
+        self._say(headline(self.model, self.world, self.trainer))
+        # Redrawn by hand: a thread of its own would compete with the step for the interpreter.
+        self._live = Live(console=self.console, auto_refresh=False, transient=True)
+        self._live.start()
+        atexit.register(self.close)  # an error must not leave the cursor hidden
+        self._draw(force=True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._metrics = {}
+        self._draw(force=True)
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        if self._live is not None and time.perf_counter() - self._drawn > REFRESH_SECONDS:
+            if self.trainer is None:
+                self._metrics = as_floats(logs)
+            self.meter.update(self.progress)
+            self._draw()
+
+    def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        self._metrics = {**self._metrics, **logs}
+        self._draw()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._validating = 0
+        self._draw(force=True)
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._validating = batch + 1
+        self._draw()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._validating = None
+        self._draw(force=True)
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        if self._live is not None:
+            self._say(f"{self.position()}  step {step}  {metrics_text(logs)}")
+        self._metrics = {**self._metrics, **logs}
+        self._draw(force=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._draw(force=True)  # the full bar, before the counters are reset
+        super().on_epoch_end(epoch, logs)
+        values = as_floats(logs)
+        self._epochs[epoch] = values
+        if self._live is not None:
+            self._say(self.epoch_line(epoch, values))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._live is None:
+            return
+        self.close()
+        self._say(self.final_report())
+
+    def _say(self, line: str) -> None:
+        """A line that stays, above the bar. No markup: names may hold brackets."""
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+            atexit.unregister(self.close)
+
+    def _draw(self, force: bool = False) -> None:
+        now = time.perf_counter()
+        if self._live is None or not (force or now - self._drawn > REFRESH_SECONDS):
+            return
+        self._drawn = now
+        self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        progress, steps = self.progress, self.steps_per_epoch
+        eta = self.eta()
+        wide = self.console.width >= 110
+        parts: list[Any] = [
+            Text(self.position(), style="bold"),
+            ProgressBar(
+                total=steps,
+                completed=progress.batch,
+                width=40 if wide else 16,
+                pulse=steps is None,
+            ),
+            Text(f"{progress.batch}/{steps}" if steps else f"{progress.batch} steps"),
+            Text(rate_text(self.meter.rates if wide else self.meter.rates[:1]), style="cyan"),
+            Text(f"ETA {span_text(eta)}" if eta is not None else "", style="green"),
+        ]
+        row = Table.grid(padding=(0, 2))
+        for _ in parts:
+            row.add_column(no_wrap=True)
+        row.add_row(*parts)
+        below = metrics_text(self._metrics)
+        if self._validating is not None:
+            below = f"validating: batch {self._validating}  {below}"
+        return Group(row, Text(f"  {below}", no_wrap=True, overflow="ellipsis"))
+
+
+def _console() -> Any:
+    """rich's console; a launcher's pipe counts as the terminal behind it."""
+    from rich.console import Console
+
+    if os.environ.get("KTRAINER_TERMINAL") == "1":
+        return Console(file=sys.stdout, force_terminal=True)
+    return Console(file=sys.stdout)

@@ -1,0 +1,143 @@
+"""The console's texts: numbers, the headline, and the table at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ktrainer.callbacks.throughput import Rates
+from ktrainer.distributed import World
+from ktrainer.state.nested_logs import as_floats
+from ktrainer.state.progress import Progress
+
+
+def span_text(seconds: float) -> str:
+    """`0.8s`, `12s`, `3m 05s`, `2h 07m`."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+
+
+def count_text(value: float) -> str:
+    """`832`, `25.1k`, `2.9M`."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
+
+
+def rate_text(rates: Rates) -> str:
+    """`151 steps/s  25.1k examples/s`."""
+    named = zip(rates, ("steps/s", "examples/s"), strict=False)
+    return "  ".join(f"{count_text(r)} {name}" for r, name in named if r is not None)
+
+
+def metrics_text(logs: Mapping[str, Any]) -> str:
+    """`loss 0.1234  accuracy 0.9876`: the loss first, validation last."""
+
+    def order(name: str) -> tuple[bool, bool, str]:
+        return (name.startswith("val_"), *_loss_first(name.removeprefix("val_")))
+
+    scalars = as_floats(logs)
+    return "  ".join(f"{name} {scalars[name]:.4g}" for name in sorted(scalars, key=order))
+
+
+def _loss_first(name: str) -> tuple[bool, str]:
+    return (name != "loss", name)
+
+
+def headline(model: Any, world: World, trainer: Any) -> str:
+    """Model, processes and backend; a line per argument of `fit` that a key overrides."""
+    parameters = count_text(sum(math.prod(v.shape) for v in model.trainable_variables))
+    backend = getattr(getattr(getattr(trainer, "config", None), "backend", None), "name", None)
+    ranks = "1 process" if world.size == 1 else f"{world.size} processes"
+    parts = [f"training {model.name}", f"{parameters} parameters", ranks]
+    first = ", ".join([*parts, f"backend {backend}"] if backend else parts)
+    return "\n".join([first, *(f"  {line}" for line in getattr(trainer, "overruled", ()))])
+
+
+def final_report(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:
+    """The text at the end of training.
+
+        training finished
+          epochs  5
+          time    12s
+
+          epoch 5   training  validation  best, epoch 4
+          loss        0.1234      0.2345         0.2211
+          accuracy    0.9876      0.9543         0.9561
+
+    Args:
+        facts: by label.
+        epochs: logs by epoch, from 0. The best one is that of the lowest `val_loss`; its values
+            are those of validation.
+    """
+    width = max(map(len, facts), default=0)
+    said = [f"  {label.ljust(width)}  {fact}" for label, fact in facts.items()]
+    table = _aligned(_metrics_table(epochs))
+    return "\n".join(["training finished", *said, *(["", *table] if table else [])])
+
+
+def _metrics_table(epochs: Mapping[int, Mapping[str, float]]) -> list[list[str]]:
+    """A row for each metric below a row of headings; nothing without epochs."""
+    if not epochs:
+        return []
+    last = epochs[max(epochs)]
+    columns = {"training": dict(last)}
+    judged = [(logs["val_loss"], i) for i, logs in epochs.items() if "val_loss" in logs]
+    if any(name.startswith("val_") for name in last):
+        columns["training"] = {k: v for k, v in last.items() if not k.startswith("val_")}
+        columns["validation"] = _of_validation(last)
+    if len(judged) > 1:
+        _, best = min(judged)
+        columns[f"best, epoch {best + 1}"] = _of_validation(epochs[best])
+    names = sorted({name for values in columns.values() for name in values}, key=_loss_first)
+    rows = [
+        [name, *(f"{v[name]:.4g}" if name in v else "-" for v in columns.values())]
+        for name in names
+    ]
+    return [[f"epoch {max(epochs) + 1}", *columns], *rows]
+
+
+def _of_validation(logs: Mapping[str, float]) -> dict[str, float]:
+    return {k.removeprefix("val_"): v for k, v in logs.items() if k.startswith("val_")}
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows in columns: the first one begins, the others end at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    ]
+
+
+def summary(progress: Progress, seconds: float, speeds: Sequence[Any], size: int) -> dict[str, str]:
+    """Facts about the training as a whole, by label."""
+    said = {
+        "epochs": str(progress.epoch),
+        "steps": str(progress.step),
+        "time": span_text(seconds),
+    }
+    if progress.examples:
+        said["examples"] = count_text(progress.examples)
+    rates = [s.examples_per_second for s in speeds if s.examples_per_second]
+    if rates:
+        said["examples/s"] = f"{count_text(max(rates))} (fastest epoch)"
+    fields = {"data wait": "data_wait"}
+    if size > 1:
+        fields["communication wait"] = "communication_wait"
+    for label, field in fields.items():
+        waits = [getattr(s, field) for s in speeds if getattr(s, field)]
+        if waits:
+            per_rank = [sum(rank) for rank in zip(*waits, strict=False)]
+            said[label] = ", ".join(span_text(wait) for wait in per_rank) + (
+                " (by rank)" if size > 1 else ""
+            )
+    return said

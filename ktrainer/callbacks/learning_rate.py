@@ -1,0 +1,267 @@
+"""The learning rate as a pure function of the global step.
+
+Events used: `set_model` (wrap schedules before the step is traced), `on_train_begin` and
+`on_epoch_begin` (read rates that other callbacks restored), `on_step_begin` (set the rate of the
+next step), `on_train_end` (set the base rate again).
+
+    rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
+
+Nothing is accumulated from step to step, so a resume, or a second `fit`, cannot compound. The
+base rate is the optimizer's when a `LearningRate` first saw it; it is part of the callback's state
+in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import keras
+
+from ktrainer.callbacks.base import Callback
+from ktrainer.callbacks.lr_schedules import (
+    LrStage,
+    as_duration,
+    scale_factor,
+    warmup_factor,
+)
+from ktrainer.distributed import World
+from ktrainer.state.durations import Duration
+from ktrainer.steps.variable_placement import placement_of
+
+
+@dataclass
+class _Rate:
+    """The learning rate of one optimizer."""
+
+    base: float | None  # unscaled; None: the optimizer has a schedule, or function, of its own
+    factor: float = float("nan")  # on the base at present; unequal to any until set
+    set_to: float | None = None  # the rate when last read, to detect changes by other code
+    variable: Any = None  # the factor, where an optimizer's own schedule is multiplied
+
+    def reconcile(self, present: float) -> None:
+        """Apply a rate that other code has set as a change of the base by the same ratio."""
+        if self.base is None or self.set_to is None or present == self.set_to:
+            return
+        if self.set_to:
+            self.base *= present / self.set_to
+        elif self.factor > 0:
+            self.base = present / self.factor
+        self.set_to = present
+
+
+# By optimizer, not in the callback: a new callback on a model that was already trained must know
+# the base rate, and not mistake the scaled one for it.
+_rates: WeakKeyDictionary[Any, _Rate] = WeakKeyDictionary()
+
+
+class LearningRate(Callback):
+    """Scale, warm up and schedule the learning rate of all of a model's optimizers.
+
+    Works with a float rate and with a `LearningRateSchedule` (whose values are multiplied). A
+    rate that other code changes, such as ReduceLROnPlateau, changes the base by the same ratio;
+    alone under Keras, put this callback before such callbacks.
+
+    Args:
+        scale: `none`, `linear` (times the number of processes, or of replicas where
+            several processes hold one model) or `sqrt`.
+        warmup: how long to warm up, for example `"5ep"` or `"500ba"`; see `warmup_factor`.
+        schedule: stages, see `LrStage`; active ones multiply each other.
+        momentum_correction: when the rate changes, scale the momentum slots of SGD and RMSprop
+            by new/old, because they hold past steps times the old rate (Goyal et al., 2.2).
+        steps_per_epoch: updates in an epoch; default: the trainer's or Keras' number.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Raises:
+        ConfigError: an unknown scale, a length in seconds, or one in epochs of unknown length.
+    """
+
+    def __init__(
+        self,
+        scale: str = "none",
+        warmup: str | Duration | None = None,
+        schedule: Iterable[Any] = (),
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        world: World | None = None,
+    ) -> None:
+        super().__init__()
+        scale_factor(scale, 1)
+        self.scale = scale
+        self.warmup = as_duration(warmup, "lr.warmup")
+        self.schedule = [LrStage.of(stage) for stage in schedule]
+        self.momentum_correction = momentum_correction
+        self._given_steps = steps_per_epoch
+        self._own_world = world
+        self._starting = False  # no step since `on_train_begin`
+        self._look = True  # other code may have changed the rate since it was set
+        self._optimizers: list[Any] = []
+
+    def factor(self, step: int) -> float:
+        """The factor on the base rate in the update that follows `step` updates."""
+        size, steps = self.world.nominal_replicas, self._given_steps or self.steps_per_epoch
+        factor = scale_factor(self.scale, size)
+        if self.warmup is not None and size > 1:
+            factor *= warmup_factor(step, self.warmup.steps(steps), size)
+        for stage in self.schedule:
+            factor *= stage.factor(step, steps)
+        return factor
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        asked = self.scale != "none" or self.warmup is not None or bool(self.schedule)
+        self._optimizers = plain_optimizers(model)  # once: it walks all layers
+        for optimizer in self._optimizers:
+            rate = _rates.get(optimizer)
+            if rate is None:
+                if not asked:
+                    continue  # nothing is configured: never touch the rate
+                _rates[optimizer] = rate = _Rate(_float_rate(optimizer))
+                if rate.base is None:
+                    rate.variable = _multiply_schedule(optimizer)
+                    model.train_function = None  # it may have been traced without the factor
+            elif rate.base is not None:
+                rate.reconcile(_present(optimizer))  # the user's own change between two fits
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._starting = True
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._look = True
+        if self._starting:
+            # A rate that was restored in `on_train_begin` (by Keras' BackupAndRestore) had been set
+            # by a LearningRate. It is not a new base.
+            for optimizer, rate in self._known():
+                if rate.base is not None:
+                    rate.set_to = _present(optimizer)
+            self._starting = False
+
+    def on_step_begin(self, step: int) -> None:
+        factor: float | None = None
+        for optimizer, rate in self._known():
+            factor = self.factor(step) if factor is None else factor
+            if rate.base is None:
+                self._set_schedule(optimizer, rate, factor)
+            elif factor != rate.factor or self._look:
+                self._set_float(optimizer, rate, factor)
+        self._look = False
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_end(logs)
+        for optimizer, rate in self._known():
+            if rate.base is not None:
+                self._set_float(optimizer, rate, 1.0)  # a saved model is not scaled again
+
+    def _known(self) -> Iterator[tuple[Any, _Rate]]:
+        for optimizer in self._optimizers:
+            if optimizer in _rates:
+                yield optimizer, _rates[optimizer]
+
+    def _set_float(self, optimizer: Any, rate: _Rate, factor: float) -> None:
+        present = _present(optimizer)
+        rate.reconcile(present)
+        if factor == rate.factor:
+            return
+        optimizer._learning_rate.assign(rate.base * factor)  # type: ignore[operator]
+        rate.factor, rate.set_to = factor, _present(optimizer)
+        self._correct_momentum(optimizer, present, rate.set_to)
+
+    def _set_schedule(self, optimizer: Any, rate: _Rate, factor: float) -> None:
+        if factor != rate.factor:
+            old, rate.factor = float(rate.variable.numpy()), factor
+            rate.variable.assign(factor)
+            self._correct_momentum(optimizer, old, float(rate.variable.numpy()))
+
+    def _correct_momentum(self, optimizer: Any, old: float, new: float) -> None:
+        if not self.momentum_correction or new == old or old == 0:
+            return
+        placement = placement_of(self.model)
+        for slot in _velocities(optimizer):
+            if placement is not None and not placement.holds(slot):
+                continue
+            slot.assign(slot * keras.ops.cast(new / old, slot.dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = []
+        for optimizer in self._optimizers:
+            rate = _rates.get(optimizer, _Rate(None))
+            if rate.base is not None:
+                rate.reconcile(_present(optimizer))
+            factor = rate.factor if rate.factor == rate.factor else None
+            rates.append({"base": rate.base, "factor": factor, "set_to": rate.set_to})
+        return {"rates": rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state.get("rates", [])
+        for optimizer, old in zip(self._optimizers, saved, strict=False):
+            rate = _rates.get(optimizer)
+            if rate is None and old["base"] is not None:
+                # Scaled when it was saved, but not configured now: back to the base.
+                _rates[optimizer] = rate = _Rate(_float_rate(optimizer))
+            if rate is None or old["factor"] is None:
+                continue
+            rate.factor = old["factor"]
+            if rate.variable is not None:
+                rate.variable.assign(rate.factor)
+            elif rate.base is not None and old["base"] is not None:
+                rate.base, rate.set_to = old["base"], old["set_to"]
+
+
+def plain_optimizers(model: Any) -> list[Any]:
+    """The model's optimizers that hold a rate: those inside of LossScale and Multi wrappers."""
+    from ktrainer.steps import optimizers_of
+
+    found: list[Any] = []
+    waiting = list(optimizers_of(model))
+    while waiting:
+        optimizer = waiting.pop(0)
+        inner = getattr(optimizer, "inner_optimizer", None)
+        several = getattr(optimizer, "optimizers", None)
+        if inner is not None:
+            waiting.insert(0, inner)
+        elif several:
+            waiting[:0] = list(several)
+        elif not any(optimizer is other for other in found):
+            found.append(optimizer)
+    return found
+
+
+def _float_rate(optimizer: Any) -> float | None:
+    rate = optimizer._learning_rate
+    return float(rate.numpy()) if isinstance(rate, keras.Variable) else None
+
+
+def _present(optimizer: Any) -> float:
+    return float(optimizer._learning_rate.numpy())
+
+
+def _multiply_schedule(optimizer: Any) -> Any:
+    """Multiply the values of the optimizer's own schedule by a variable; return the variable.
+
+    The schedule object is unchanged, so saved models hold the user's schedule. The method is
+    replaced on this one optimizer, because Keras reads schedules nowhere else.
+    """
+    original = optimizer._get_current_learning_rate
+    factor = keras.Variable(1.0, trainable=False, dtype="float32", name="learning_rate_factor")
+
+    def scaled() -> Any:
+        value = keras.ops.convert_to_tensor(original())
+        return value * keras.ops.cast(factor, value.dtype)
+
+    optimizer._get_current_learning_rate = scaled
+    return factor
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """Slots that hold past steps times their learning rate."""
+    if isinstance(optimizer, keras.optimizers.SGD):
+        slots = getattr(optimizer, "momentums", [])
+    elif isinstance(optimizer, keras.optimizers.RMSprop):
+        slots = getattr(optimizer, "_momentums", [])
+    else:
+        slots = []
+    return [slot for slot in slots if slot is not None]

@@ -1,0 +1,83 @@
+"""Compare the weights of all ranks while training.
+
+Events used: `on_train_begin`, `on_step_end`, `on_epoch_end` and `on_restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ktrainer.callbacks.base import Callback
+from ktrainer.data.consistency_check import audit
+from ktrainer.distributed import World
+from ktrainer.errors import DivergenceError
+from ktrainer.state.durations import Duration, Every
+from ktrainer.state.progress import Progress
+from ktrainer.steps.named_variables import model_variables, view_of
+from ktrainer.steps.variable_placement import placement_of
+
+
+class Audit(Callback):
+    """Compare a checksum of every variable between ranks, every so often.
+
+    Of a model in partitions, each partition between its copies.
+
+    Ranks whose weights differ train on, and look healthy; this finds out.
+
+    Args:
+        every: how often, for example `"1ep"` or `"1000ba"`.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Raises:
+        DivergenceError: naming the first variable that differs, and the ranks.
+    """
+
+    def __init__(self, every: str | Duration = "1ep", world: World | None = None) -> None:
+        super().__init__()
+        self.every = Every(every)
+        self._own_world = world
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.every.steps_per_epoch = self.steps_per_epoch
+        self.every.start(self.progress)
+
+    def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        self._audit_if_due(epoch_end=False)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._audit_if_due(epoch_end=True)
+
+    def on_restore(self, progress: Progress) -> None:
+        self.every.start(progress)
+
+    def _audit_if_due(self, epoch_end: bool) -> None:
+        world = self.world
+        due = self.every.due(self.progress, epoch_end=epoch_end)
+        if world.size == 1:
+            return
+        if self.every.needs_agreement:
+            due = bool(world.broadcast(due, 0, "decision to audit"))
+        if due:
+            arrays = {n: view_of(v) for n, v in model_variables(self.model)}
+            placement = placement_of(self.model)
+            if placement is None:
+                audit(world, arrays)
+            else:
+                _audit_copies(world, placement.copies, arrays)
+
+
+def _audit_copies(world: World, copies: World, arrays: Mapping[str, np.ndarray]) -> None:
+    """Compare a partition's variables between its copies; what differs stops all ranks."""
+    found = None
+    try:
+        audit(copies, arrays)
+    except DivergenceError as error:
+        found = str(error)
+    texts = [text for text in world.allgather(found, "audit of all partitions") if text]
+    if texts:
+        raise DivergenceError(texts[0])

@@ -1,0 +1,337 @@
+"""Save the whole state of a run periodically, and at the best value of a metric.
+
+Events used: `on_train_begin` (find the folder, clean up after a killed run), `on_step_checkpoint`
+and `on_epoch_end` (save when due, or best), `on_validation_end` (logs to judge inside an epoch),
+`on_epoch_cut` (keep the state from before the other callbacks count an incomplete epoch).
+
+All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
+each stage its part. A state whose loss is not finite is not saved.
+
+A step waits for a copy of the state in host memory, which is written during the following steps,
+one checkpoint at a time. An error there is raised at the next save, or at the end, on all ranks.
+`on_train_end`, and `close` after an error, wait for the last write.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.callbacks.loss_guard import finite_loss
+from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
+from ktrainer.checkpoint.metric_direction import metric_direction
+from ktrainer.checkpoint.state.capture_state import history_of
+from ktrainer.checkpoint.state.run_snapshot import Snapshot, take_snapshot
+from ktrainer.data import data_fingerprint
+from ktrainer.distributed import World
+from ktrainer.errors import CheckpointError, ConfigError
+from ktrainer.state.durations import Duration, Every
+from ktrainer.state.progress import Progress
+
+
+class Checkpoint(Callback):
+    """Keep the last checkpoints of a run and the best.
+
+    Args:
+        directory: their folder; default: the trainer's `checkpoint_dir`. Needed without a trainer.
+        every: how often, for example `"1ep"`, `"500ba"` or `"10m"`; None: only when best.
+        keep: how many of the last ones to keep, at least 2: one may be damaged.
+        best: a name in the logs, for example `"val_loss"`: also save when it is better than
+            ever, and keep that one.
+        mode: whether `min` or `max` is better; `auto` asks the metric.
+        allow_nan: save even when the loss is not finite.
+        asynchronous: write in the background; takes host memory for one copy of the state.
+        iterators: save the state of tf.data iterators, with their shuffle buffers.
+        callbacks: callbacks whose states are saved too; the trainer gives all of the run's.
+        world: the ranks; default: the trainer's, or this process's.
+
+    Raises:
+        ConfigError: no folder, nothing to save for, or a metric of unknown direction.
+        SetupError: the folder cannot be written, or another job uses it.
+        CheckpointError: on all ranks, when one cannot write.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        every: str | Duration | None = None,
+        keep: int = 2,
+        best: str | None = None,
+        mode: str = "auto",
+        allow_nan: bool = False,
+        asynchronous: bool = True,
+        iterators: bool = True,
+        callbacks: Iterable[Any] = (),
+        world: World | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(every, keep, best, mode)
+        self._given = Path(directory) if directory is not None else None
+        self.directory = self._given
+        self.every = Every(every)
+        self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
+        self.asynchronous, self.iterators = asynchronous, iterators
+        self.callbacks = list(callbacks)
+        self._own_world = world
+        self.best_value: float | None = None
+        self._best_step: int | None = None  # its step
+        self._validated: Mapping[str, float] | None = None  # logs to judge
+        self._at_cut: Snapshot | None = None  # the state to resume an incomplete epoch from
+        self._saver: BackgroundWriter | None = None
+        self._run = ""  # name of this run in its checkpoints, the same over restarts
+        self._saved: tuple[int, ...] = ()  # moment of the last save
+
+    # -- events
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.directory = self._given
+        if self.directory is None:
+            if self.trainer is None:
+                raise ConfigError("give the folder of the checkpoints.", path="checkpoint.dir")
+            self.directory = Path(self.trainer.checkpoint_dir)
+        self.close()
+        self.best_value = self._best_step = self._at_cut = self._validated = None
+        self._saved = ()
+        if not self.train_state.joining:  # else it comes with the state
+            self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
+        self.every.steps_per_epoch = self.steps_per_epoch
+        self.every.start(self.progress)
+        self._saver = BackgroundWriter(
+            self.directory,
+            self.model,
+            self.world,
+            self.asynchronous,
+            alone=self.train_state.joining,
+        )
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        self._validated = logs if self.best is not None else None
+
+    def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        validated, self._validated = self._validated, None
+        due = self._due(epoch_end=False)
+        if validated is not None and self._save_if_better(validated, missing_is_fine=True):
+            return
+        if due:
+            self.save(logs)
+
+    def on_epoch_cut(self, epoch: int) -> None:
+        self._at_cut = self._snapshot()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._at_cut = None
+        try:
+            if self._saver is not None:
+                self._saver.close_together()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        due = self._due(epoch_end=True)
+        progress = self._progress_at_epoch_end(epoch)
+        at_end: dict[str, Any] = {
+            "progress": progress,
+            "history": self._history(epoch, logs, progress),
+        }
+        if self.best is not None and self._save_if_better(logs or {}, **at_end):
+            return
+        if due:
+            self.save(logs, **at_end)
+
+    # -- decisions
+
+    def _due(self, epoch_end: bool) -> bool:
+        due = self.every.due(self.progress, epoch_end=epoch_end)
+        return self._agreed(due) if self.every.needs_agreement else due
+
+    def _agreed(self, flag: bool) -> bool:
+        return bool(self.world.broadcast(bool(flag), 0, "decision to checkpoint"))
+
+    def _save_if_better(
+        self,
+        logs: Mapping[str, Any],
+        missing_is_fine: bool = False,
+        **at_end: Any,
+    ) -> bool:
+        assert self.best is not None
+        value = as_floats(logs).get(self.best)
+        if value is None:
+            if not missing_is_fine:
+                warnings.warn(
+                    f"checkpoint.best={self.best!r} is not in the logs of this epoch, which has: "
+                    f"{', '.join(sorted(logs))}",
+                    stacklevel=3,
+                )
+            return False
+        known, less = self.best_value, self._direction() == "min"
+        better = known is None or (value < known if less else value > known)
+        if not self._agreed(better and math.isfinite(value)):
+            return False
+        before = self.best_value, self._best_step
+        self.best_value, self._best_step = value, self.progress.step  # the state has them too
+        saved = self.save(logs, **at_end)
+        if not saved:
+            self.best_value, self._best_step = before
+        return saved
+
+    # -- saving
+
+    def save(
+        self,
+        logs: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        history: dict[str, Any] | None = None,
+    ) -> bool:
+        """Save now, on all ranks together; return whether it was saved.
+
+        Args:
+            logs: the present logs; a loss in them that is not finite prevents saving.
+            progress: the position to resume from; default: the present.
+            history: History so far; default: the model's.
+
+        Raises:
+            CheckpointError: on all ranks: this one, or the previous one, cannot be written.
+        """
+        if self.trainer is not None and self.train_state.unsound:  # on all ranks; reported already
+            return False
+        bad = not self.allow_nan and not finite_loss(logs)
+        if self.world.any(bad, "loss before a checkpoint"):
+            if self.world.is_root:
+                warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)
+            return False
+        assert self._saver is not None
+        self._saver.settle()  # before another copy of the state is made
+        snapshot = self._at_cut or self._snapshot(progress, history)
+        snapshot = replace(snapshot, facts={**snapshot.facts, **self.run_facts(snapshot.step)})
+        try:
+            self._saver.save(snapshot, self._pruning())
+        except CheckpointError:
+            self.close()
+            raise
+        self._saved = (progress or self.progress).moment
+        return True
+
+    def run_facts(self, step: int) -> dict[str, Any]:
+        """The manifest's entries about the run: its name, and the best value if it is that of
+        `step`, saved for the first time or again."""
+        facts: dict[str, Any] = {"run": self._run}
+        if self.best is not None and self.best_value is not None and self._best_step == step:
+            value, mode = float(self.best_value), self._direction()
+            facts["metric"] = {"name": self.best, "value": value, "mode": mode}
+        return facts
+
+    def save_in_time(self, seconds: float) -> None:
+        """Save, unless this state is saved already, or a save is likely to take longer than
+        `seconds`. All ranks together."""
+        if self._saver is None or self.progress.step == 0 or self.progress.moment == self._saved:
+            return
+        if self._agreed(self._saver.seconds_to_save() < seconds):
+            self.save()
+
+    def latest(self) -> Entry | None:
+        """The newest checkpoint of this run in the folder; on rank 0, with no write in progress."""
+        if self.directory is None:
+            return None
+        entries = Store(self.directory).entries()
+        return next((e for e in entries if e.problem is None and e.run == self._run), None)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk; all ranks together.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _snapshot(
+        self, progress: Progress | None = None, history: dict[str, Any] | None = None
+    ) -> Snapshot:
+        callbacks = self.callbacks or [self]
+        progress, more = progress or self.progress, dict[str, Any]()
+        if self.trainer is not None:
+            state = self.train_state
+            state.program.finish()  # updates that still run (parameter servers)
+            place = data_fingerprint(state.feed, self.trainer.config)
+            more = {"place": place, "counted": state.counted}
+            more |= {"feed": state.feed} if self.iterators else {}
+        return take_snapshot(self.model, progress, self.world, callbacks, history, **more)
+
+    def _pruning(self) -> Callable[[Store], None]:
+        """The function that removes older checkpoints after a new one is written."""
+        mode = self._direction() if self.best else "min"
+        return lambda store: store.prune(self.keep, self.best, mode)
+
+    def _direction(self) -> str:
+        """`min` or `max`: whether a lower or a higher `best` is better."""
+        assert self.best is not None
+        return metric_direction(self.model, self.best) if self.mode == "auto" else self.mode
+
+    def _progress_at_epoch_end(self, epoch: int) -> Progress:
+        """The position to resume from: the next epoch, unless a stop cut this one short."""
+        progress = Progress.from_dict(self.progress.to_dict())
+        if progress.epoch == epoch and self.train_state.epoch_complete:
+            progress.finish_epoch()
+        return progress
+
+    def _history(
+        self, epoch: int, logs: Mapping[str, Any] | None, progress: Progress
+    ) -> dict[str, Any]:
+        """History with this epoch, which Keras' own callback, the last in line, adds later."""
+        history = history_of(self.model)
+        if epoch not in history["epoch"] and progress.epoch > epoch:
+            history["epoch"].append(epoch)
+            for key, value in (logs or {}).items():
+                history["history"].setdefault(key, []).append(value)
+        return history
+
+    def state_dict(self) -> dict[str, Any]:
+        best = {"best": self.best, "best_value": self.best_value, "best_step": self._best_step}
+        return {**best, "run": self._run}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("best", self.best) == self.best:  # else it is of another metric
+            self.best_value, self._best_step = state.get("best_value"), state.get("best_step")
+        self._run = state.get("run", self._run)
+
+    def on_restore(self, progress: Progress) -> None:
+        self.every.start(progress)
+
+    def on_heal(self, progress: Progress) -> None:
+        self.every.heal(progress)
+        self._validated = None
+        if self._saver is not None:
+            self._saver.ranks_changed()
+
+
+def _check_arguments(every: Any, keep: int, best: str | None, mode: str) -> None:
+    if every is None and best is None:
+        raise ConfigError("a checkpoint callback needs `every` or `best`.", path="checkpoint.every")
+    if keep < 2:
+        raise ConfigError(
+            "keep at least the last two checkpoints: one may be damaged.",
+            path="checkpoint.keep",
+            value=keep,
+        )
+    if mode not in ("auto", "min", "max"):
+        raise ConfigError(
+            f"{mode!r} is not auto, min or max.",
+            path="checkpoint.mode",
+            value=mode,
+            known=("auto", "min", "max"),
+        )

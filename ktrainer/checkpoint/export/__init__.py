@@ -1,0 +1,1 @@
+"""A checkpoint or a trained model as one ordinary Keras file."""

@@ -1,0 +1,205 @@
+"""Export a checkpoint as one ordinary Keras file, without the script that trained it.
+
+The model is built from `model.json`, which never runs code of its own; models with the user's own
+classes, by a function that the user names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktrainer.checkpoint.export.keras_file import write_file
+from ktrainer.checkpoint.format.checkpoint_folder import MODEL
+from ktrainer.checkpoint.state.capture_state import Arrays, named_variables
+from ktrainer.checkpoint.state.restore_state import pair_variables
+from ktrainer.checkpoint.state.validate_state import read_run
+from ktrainer.distributed import SingleWorld
+from ktrainer.errors import CheckpointError
+
+_REMEDY = (
+    "Give the function that builds the model, with --model MODULE:FUNCTION (which runs that "
+    "module), or call trainer.save(FILE) in the script."
+)
+
+# Keras' safe mode refuses Lambda layers, but imports any module that a description names. Here only
+# classes and functions that Keras has for building models pass; nothing is imported for others.
+# Values that Keras writes as objects.
+_VALUES = ("__keras_tensor__", "__tensor__", "__numpy__", "__bytes__", "__ellipsis__", "__slice__")
+_KINDS = "activations|constraints|initializers|losses|metrics|optimizers|regularizers"
+_FUNCTIONS = re.compile(rf"keras\.({_KINDS})")
+_CLASSES = re.compile(
+    rf"keras\.({_KINDS}|optimizers\.schedules|layers|models|dtype_policies|random)"
+    r"|keras\.src\.(models\.(functional|sequential)|ops\.\w+|dtype_policies\.\w+)"
+)
+_TOP = ("Sequential", "DTypePolicy", "DTypePolicyMap", "Variable", "KerasTensor")
+# They run code, or open files, that their configuration names.
+_DANGEROUS = ("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
+
+
+def export_model(checkpoint: Path, output: Path, function: str | None = None) -> None:
+    """Write the model of a checkpoint, from any number of stages, to a Keras file.
+
+    Args:
+        checkpoint: its folder; all of it is checked first.
+        output: ends in `.keras` (model, weights, and the optimizer where all of it is Keras' own)
+            or `.weights.h5` (weights alone).
+        function: `MODULE:FUNCTION` that builds the model; None: from the checkpoint alone.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit the model, or the model has
+            classes that are not Keras' own.
+    """
+    if not output.name.endswith((".keras", ".weights.h5")):
+        raise CheckpointError(f"{output} must end in .keras or .weights.h5")
+    arrays, state = read_run(checkpoint)
+    whole = output.suffix == ".keras"
+    if function is None:
+        model = _rebuilt(checkpoint, arrays, state, whole)
+    else:
+        model = _called(function)
+        _fill(model, arrays, state)
+        if not whole and model.compiled:
+            model.optimizer = None  # it would be among the weights
+    problem = write_file(model, output)
+    if problem:
+        raise CheckpointError(problem)
+
+
+def _rebuilt(checkpoint: Path, arrays: Arrays, state: Mapping[str, Any], whole: bool) -> Any:
+    """The model as `model.json` says; if `whole`, with its optimizer and loss."""
+    config = _description(checkpoint)
+    compiled = config.pop("compile_config", None)
+    found = untrusted_objects(config)
+    if found:
+        raise CheckpointError(
+            f"the model in {checkpoint} is not all Keras' own ({', '.join(found)}), so it is not "
+            f"built from a file: that could run code. {_REMEDY}"
+        )
+    if not whole or compiled is None or untrusted_objects(compiled):
+        return _fill(_made(config, checkpoint), arrays, state)
+    try:
+        return _fill(_made(config | {"compile_config": compiled}, checkpoint), arrays, state)
+    except CheckpointError:  # an optimizer that was changed after `compile`, say
+        return _fill(_made(config, checkpoint), arrays, state)
+
+
+def _description(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / MODEL
+    if not file.exists():
+        raise CheckpointError(f"{checkpoint} has no description of its model. {_REMEDY}")
+    try:
+        config = json.loads(file.read_bytes())
+        untrusted_objects(config)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file} does not describe a model")
+    return config
+
+
+def _made(config: dict[str, Any], checkpoint: Path) -> Any:
+    import keras
+
+    keras.utils.clear_session(free_memory=False)
+    try:
+        model = keras.saving.deserialize_keras_object(config, safe_mode=True)
+    except Exception as error:  # Keras raises all sorts
+        raise CheckpointError(
+            f"Keras cannot build the model of {checkpoint}: {type(error).__name__}: "
+            f"{str(error)[:500]} {_REMEDY}"
+        ) from error
+    if not isinstance(model, keras.Model):
+        raise CheckpointError(f"{checkpoint / MODEL} describes no model, but {type(model)}")
+    return model
+
+
+def _called(function: str) -> Any:
+    """The model that the user's function returns."""
+    import keras
+
+    module, _, name = function.partition(":")
+    if not name:
+        raise CheckpointError(f"--model {function}: write MODULE:FUNCTION, as in train:build_model")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as if the module were the script
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"--model {function}: {error}") from error
+    model = make()
+    if not isinstance(model, keras.Model) or not model.built:
+        raise CheckpointError(
+            f"--model {function} returned {type(model).__name__}, which is no keras.Model with "
+            "weights; a subclassed model has none before it is called: call it once, or give it an "
+            "Input"
+        )
+    return model
+
+
+def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any]) -> Any:
+    """Assign the values of the checkpoint to `model`, and to its optimizer if it is compiled."""
+    if not model.compiled:
+        arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
+        state = {**state, "optimizers": []}
+    arrays = _renamed(arrays, [name for name, _ in named_variables(model)])
+    for variable, name in pair_variables(model, arrays, state, SingleWorld()):
+        variable.assign(arrays[name])
+    return model
+
+
+def _renamed(arrays: Arrays, names: list[str]) -> Arrays:
+    """`arrays` by the names of the variables of a model that is built like the saved one.
+
+    Paths depend on the scope in which a layer was built, which differs in a model from a file: only
+    the order, and the last word of each, are the same.
+    """
+    saved = [name for name in arrays if name.startswith(("model/", "optimizer/", "seed/"))]
+    alike = len(saved) == len(names) and all(map(_alike, saved, names))
+    return {new: arrays[old] for old, new in zip(saved, names, strict=True)} if alike else arrays
+
+
+def _alike(old: str, new: str) -> bool:
+    if old.startswith("optimizer/"):
+        return old.split(":")[0] == new.split(":")[0]
+    words = old.rsplit("/", 1)[-1].split("#")[0], new.rsplit("/", 1)[-1].split("#")[0]
+    return words[0] == words[1] and old.split("/")[0] == new.split("/")[0]
+
+
+def untrusted_objects(config: Any) -> list[str]:
+    """The classes and functions in a description that are not Keras' own, or could run code; each
+    once. Empty: building the model runs nothing but Keras."""
+    return list(dict.fromkeys(_untrusted(config)))
+
+
+def _untrusted(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _untrusted(item)
+    if not isinstance(value, dict):
+        return
+    if "class_name" in value and not _is_keras(value):
+        name = value.get("config") if value["class_name"] == "function" else value["class_name"]
+        yield f"{value.get('module')}.{name}"
+    if isinstance(value.get("vocabulary"), str):
+        yield f"the file {value['vocabulary']}"
+    for item in value.values():
+        yield from _untrusted(item)
+
+
+def _is_keras(described: dict[str, Any]) -> bool:
+    name, module = described["class_name"], described.get("module")
+    if name in _VALUES:
+        return True
+    if not isinstance(name, str) or not isinstance(module, str) or name in _DANGEROUS:
+        return False
+    if name == "function":
+        return bool(_FUNCTIONS.fullmatch(module))
+    return name in _TOP if module == "keras" else bool(_CLASSES.fullmatch(module))

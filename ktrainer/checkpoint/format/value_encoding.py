@@ -1,0 +1,111 @@
+"""Encode values that JSON and safetensors cannot represent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+# Stored as unsigned integers of the same width: safetensors' NumPy side cannot read them back.
+_ML_DTYPES = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e4m3b11fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)
+# Names of dtypes, and what safetensors calls them.
+CODES = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def storable(value: np.ndarray) -> np.ndarray:
+    """`value`, contiguous, in a dtype of safetensors with the same bits.
+
+    Raises:
+        ValueError: the dtype is not numeric.
+    """
+    value = np.ascontiguousarray(value).reshape(np.shape(value))
+    if value.dtype.name in CODES:
+        return value.astype(value.dtype.name, copy=False)  # native byte order
+    if value.dtype.name in _ML_DTYPES:
+        flat = value.reshape(-1).view(_WORDS[value.dtype.itemsize])
+        return flat.reshape(value.shape)
+    raise ValueError(f"values of dtype {value.dtype} cannot be kept in a checkpoint")
+
+
+def stored_as(dtype: np.dtype) -> np.dtype:
+    """The dtype that `storable` gives values of `dtype`."""
+    return np.dtype(_WORDS[dtype.itemsize]) if dtype.name in _ML_DTYPES else dtype
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The dtype of that name, those of ml_dtypes included.
+
+    Raises:
+        ValueError: a checkpoint cannot hold that dtype.
+    """
+    if name in CODES:
+        return np.dtype(name)
+    if name in _ML_DTYPES:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    raise ValueError(f"a checkpoint holds no values of dtype {name!r}")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value from JSON is a possible count, of bytes for example."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists."""
+    return json.dumps(value, default=_plain).encode()
+
+
+def decode_json(data: bytes) -> Any:
+    """The inverse of `encode_json`.
+
+    Raises:
+        ValueError, RecursionError: it is not such a text.
+    """
+    return json.loads(data.decode(), object_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if hasattr(value, "__array__"):  # arrays and tensors
+        array = np.asarray(value)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"values of dtype {array.dtype} cannot be kept in a checkpoint")
+        return {"__array__": array.tolist(), "dtype": array.dtype.name}
+    if isinstance(value, (set, frozenset, tuple)):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} {value!r} cannot be kept in a checkpoint")
+
+
+def _array(item: dict[str, Any]) -> Any:
+    if set(item) == {"__array__", "dtype"}:
+        try:
+            return np.array(item["__array__"], dtype_named(item["dtype"]))
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"an array is described wrongly: {error}") from error
+    return item

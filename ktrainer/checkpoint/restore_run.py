@@ -1,0 +1,160 @@
+"""Resume a run: rank 0 reads and verifies a checkpoint, each rank restores what it holds.
+
+`resume` is called once the model and its optimizers are built, right after `on_train_begin`, where
+Keras' callbacks reset their state.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.checkpoint.format.value_encoding import dtype_named
+from ktrainer.checkpoint.state.data_state import Data
+from ktrainer.checkpoint.state.restore_state import assign_state, needed_arrays, pair_variables
+from ktrainer.checkpoint.state.validate_state import read_run
+from ktrainer.distributed import World
+from ktrainer.distributed.array_transfer import broadcast_chosen, placeholder
+from ktrainer.errors import CheckpointError
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Progress
+
+
+def resume(
+    mode: str,
+    directory: str | os.PathLike[str],
+    *,
+    model: Any,
+    world: World,
+    callbacks: Iterable[Any] = (),
+    history: Any = None,
+    feed: Data | None = None,
+    counted: MetricCounts | None = None,
+    run: str | None = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
+    tell: bool = True,
+) -> Progress | None:
+    """Restore a run on all ranks, which call this together.
+
+    Args:
+        mode: `auto`: the latest good checkpoint in `directory`, or none if there is none; `never`:
+            none; otherwise the path of a checkpoint, or of a folder of checkpoints.
+        directory: the run's checkpoints.
+        model: built, with its optimizers compiled.
+        callbacks: callbacks whose states are restored.
+        history: a `keras.callbacks.History` to fill; default: the one attached to the model.
+        feed: the data whose position is restored; None leaves it unchanged.
+        counted: the metric counts of this rank, to be restored.
+        run: with `auto`, only checkpoints of this run, by its name; None: of any run.
+        check: called with the state before anything is changed; raises, on all ranks alike, if
+            it does not fit.
+        tell: emit `on_restore` to the callbacks.
+
+    Returns:
+        The position to resume from; None for a fresh start.
+
+    Raises:
+        CheckpointError: every checkpoint, or the requested one, is damaged or does not fit the
+            model or the data. Never a silent fresh start.
+    """
+    if mode == "never":
+        return None
+    arrays, state = _read_on_root(mode, Path(directory), world, run)
+    if state is None:
+        return None
+    if check is not None:
+        check(state)
+    callbacks = list(callbacks)
+    saved = _specs(arrays, world)
+    pairs = pair_variables(model, saved, state, world)
+    keep = needed_arrays(model, pairs, saved, state, world)
+    arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
+    progress = assign_state(
+        model, pairs, arrays, state, world, callbacks=callbacks, feed=feed, counted=counted
+    )
+    fill_history(history if history is not None else getattr(model, "history", None), state)
+    if tell:
+        from ktrainer.callbacks.base import emit
+
+        emit(callbacks, "on_restore", progress)
+    return progress
+
+
+def _read_on_root(
+    mode: str, directory: Path, world: World, run: str | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
+    arrays: dict[str, np.ndarray] = {}
+    found: dict[str, Any] = {"state": None, "error": None}
+    cause: Exception | None = None
+    if world.is_root:
+        try:
+            chosen = _latest_good(directory, run) if mode == "auto" else _asked_for(Path(mode))
+            if chosen is not None:
+                arrays, found["state"] = chosen
+        except CheckpointError as error:
+            found["error"] = str(error)
+        except Exception as error:  # of any type: the other ranks wait for an answer
+            where, what, cause = directory if mode == "auto" else mode, type(error).__name__, error
+            found["error"] = f"no checkpoint can be read in {where}: {what}: {error}"
+    found = world.broadcast(found, 0, "state of a checkpoint")
+    if found["error"]:
+        raise CheckpointError(found["error"]) from cause
+    return arrays, found["state"]
+
+
+def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    if (path / MANIFEST).exists():
+        return read_run(path)
+    for folder in (path, path / "checkpoints"):
+        latest = _latest_good(folder)
+        if latest is not None:
+            return latest
+    raise CheckpointError(
+        f"checkpoint.resume={path}: there is no checkpoint. Give the folder of one (with a "
+        f"{MANIFEST}), or of a run, or auto or never."
+    )
+
+
+def _latest_good(
+    directory: Path, run: str | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    problems = []
+    for entry in Store(directory).entries():
+        if run is not None and entry.problem is None and entry.run != run:
+            continue  # a checkpoint without a readable manifest may be of this run
+        try:
+            return read_run(entry.path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            warnings.warn(f"{error}; trying the one before", stacklevel=4)
+    if problems:
+        raise CheckpointError(
+            f"all {len(problems)} checkpoints in {directory} are damaged:\n  "
+            + "\n  ".join(problems)
+            + "\nTo start from scratch, set checkpoint.resume=never."
+        )
+    return None
+
+
+def _specs(arrays: dict[str, np.ndarray], world: World) -> dict[str, np.ndarray]:
+    """Placeholders with the shapes and dtypes of rank 0's arrays, on every rank."""
+    specs = [(name, array.shape, array.dtype.name) for name, array in arrays.items()]
+    specs = world.broadcast(specs, 0, "names in a checkpoint")
+    return {name: placeholder(shape, dtype_named(dtype)) for name, shape, dtype in specs}
+
+
+def fill_history(history: Any, state: dict[str, Any]) -> None:
+    """Fill a `keras.callbacks.History` from `state["history"]`; do nothing for anything else."""
+    saved = state.get("history") or {}
+    if history is None or not hasattr(history, "history"):
+        return
+    history.epoch = list(saved.get("epoch", []))
+    history.history.clear()
+    history.history.update({k: list(v) for k, v in saved.get("history", {}).items()})

@@ -1,0 +1,148 @@
+"""States of callbacks: ours and users' through `state_dict`, Keras' own through a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ktrainer.steps.variable_placement import placement_of
+
+# Attributes of Keras' callbacks that change during training and affect it.
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+_WEIGHTS: dict[type, tuple[str, ...]] = {keras.callbacks.EarlyStopping: ("best_weights",)}
+
+
+def callback_states(
+    callbacks: Iterable[Any], model: Any = None, held: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """(a JSON-able state per callback that has one, their arrays by name).
+
+    Args:
+        model: the model whose weights the callbacks hold. If it is cut into stages, the arrays are
+            those that this process saves; the states hold the number of all.
+        held: return all arrays of this process, not only those that it saves.
+    """
+    states: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    saved = _held_here(model) if held else _saved_here(model)
+    for name, callback in _named(callbacks):
+        state = _state(callback)
+        weights = {}
+        for attribute in _listed(callback, _WEIGHTS):
+            value = getattr(callback, attribute, None)
+            if value is not None:
+                weights[attribute] = len(value)
+                for k, array in enumerate(value):
+                    if saved is None or saved[k]:
+                        arrays[_array_name(len(states), attribute, k)] = np.asarray(array)
+        if state or weights:
+            states.append({"callback": name, "state": state, "weights": weights})
+    return states, arrays
+
+
+def callback_arrays(states: Sequence[Mapping[str, Any]], model: Any = None) -> Iterator[str]:
+    """The names of the arrays of `states`; given a model that is cut into stages, those of the
+    weights in this process."""
+    held = _held_here(model)
+    for i, saved in enumerate(states):
+        for attribute, count in saved["weights"].items():
+            for k in range(count):
+                if held is None or (k < len(held) and held[k]):
+                    yield _array_name(i, attribute, k)
+
+
+def load_callback_states(
+    callbacks: Iterable[Any],
+    states: Sequence[Mapping[str, Any]],
+    arrays: Mapping[str, np.ndarray],
+    model: Any = None,
+) -> None:
+    """Restore the state of each callback. Callbacks are matched by class, and by order within it;
+    new callbacks, and states without a callback, are skipped.
+
+    Args:
+        model: if it is cut into stages, weights of other processes become None.
+    """
+    present = dict(_named(callbacks))
+    here = set(callback_arrays(states, model))
+    for i, saved in enumerate(states):
+        callback = present.get(saved["callback"])
+        if callback is None:
+            continue
+        _load(callback, saved["state"])
+        for attribute, count in saved["weights"].items():
+            if attribute in _listed(callback, _WEIGHTS):
+                names = [_array_name(i, attribute, k) for k in range(count)]
+                values = [np.array(arrays[n]) if n in here else None for n in names]
+                setattr(callback, attribute, values)
+
+
+def _array_name(place: int, attribute: str, k: int) -> str:
+    return f"callbacks/{place}/{attribute}/{k}"
+
+
+def _saved_here(model: Any) -> list[bool] | None:
+    """For each of the model's weights whether this process saves it; None: all of them."""
+    placement = placement_of(model) if model is not None else None
+    if placement is None:
+        return None
+    return [placement.replica == 0 and placement.owns(weight) for weight in model.weights]
+
+
+def _held_here(model: Any) -> list[bool] | None:
+    """For each of the model's weights whether its value is here; None: all are."""
+    placement = placement_of(model) if model is not None else None
+    return None if placement is None else [placement.holds(w) for w in model.weights]
+
+
+def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+    counts: dict[str, int] = {}
+    named = []
+    for callback in callbacks:
+        cls = type(callback)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        counts[name] = counts.get(name, 0) + 1
+        named.append((f"{name}#{counts[name]}", callback))
+    return named
+
+
+def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
+    return [name for cls, names in table.items() if isinstance(callback, cls) for name in names]
+
+
+def _state(callback: Any) -> dict[str, Any]:
+    if hasattr(callback, "state_dict"):
+        return dict(callback.state_dict())
+    return {
+        name: _number(getattr(callback, name))
+        for name in _listed(callback, _ATTRIBUTES)
+        if hasattr(callback, name)
+    }
+
+
+def _number(value: Any) -> Any:
+    """Keras keeps some of these as tensors once it compared them."""
+    return value if value is None or isinstance(value, (bool, int, float)) else float(value)
+
+
+def _load(callback: Any, state: Mapping[str, Any]) -> None:
+    if hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(dict(state))
+        return
+    known = _listed(callback, _ATTRIBUTES)
+    for name, value in state.items():
+        if name in known:  # a checkpoint is untrusted: only known attributes may be set
+            setattr(callback, name, value)

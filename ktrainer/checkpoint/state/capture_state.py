@@ -1,0 +1,163 @@
+"""Capture the whole state of a run.
+
+Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
+`metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
+`callbacks/<i>/<name>/<k>`.
+State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
+metric counts of each rank.
+
+Of a model that is cut into stages (`placement_of`) each process captures what it holds; names are
+those of the whole model, so a checkpoint fits any number of stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from ktrainer.checkpoint.state.callback_state import (
+    callback_arrays,
+    callback_states,
+)
+from ktrainer.checkpoint.state.data_state import (
+    Data,
+    data_states,
+    replicas_of,
+)
+from ktrainer.checkpoint.state.metric_state import counting_ranks, metric_states
+from ktrainer.distributed import World
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Progress
+from ktrainer.steps.named_variables import all_variables, built_optimizers
+from ktrainer.steps.variable_placement import Placement, placement_of
+
+Arrays = dict[str, np.ndarray]
+Pairs = list[tuple[Any, str]]  # (variable, name of its array)
+
+SEED = "seed/global"
+
+
+def capture(
+    model: Any,
+    progress: Progress,
+    world: World,
+    *,
+    callbacks: Iterable[Any] = (),
+    history: Mapping[str, Any] | None = None,
+    feed: Data | None = None,
+    place: Mapping[str, Any] | None = None,
+    counted: MetricCounts | None = None,
+) -> tuple[Arrays, dict[str, Any]]:
+    """(arrays, state) of a run between two steps. All ranks call it together.
+
+    Under a pipeline the arrays are those that this rank writes: of the first replica, each stage
+    its own (`names_to_save` has all); of the others, none.
+
+    Args:
+        progress: the position to resume from. Metrics are captured only inside an epoch.
+        callbacks: callbacks whose states are captured.
+        history: `{"epoch": [...], "history": {...}}`, as of `keras.callbacks.History`.
+        feed: the data whose iterators' states are captured.
+        place: the data fingerprint; None without a trainer.
+        counted: metric counts of this rank; None without a trainer.
+    """
+    placement = placement_of(model)
+    arrays: Arrays = {n: _value(v) for n, v in named_variables(model) if _saves(n, v, placement)}
+    if progress.batch:
+        metrics = metric_states(model, world)
+        if placement is None or world.is_root:
+            arrays.update(metrics)
+    places = data_states(feed, progress, world)
+    if world.is_root:
+        arrays.update(places)
+    states, more = callback_states(callbacks, model)
+    arrays.update(more)
+    state = {
+        "progress": progress.to_dict(),
+        "history": dict(history or {"epoch": [], "history": {}}),
+        "callbacks": states,
+        "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
+        "stop_training": bool(getattr(model, "stop_training", False)),
+        "world_size": world.size,
+        "data_replicas": replicas_of(world) if places else [],
+    }
+    if place is not None:
+        state["data"] = dict(place)
+    if counted is not None and progress.batch:
+        mine = [counted.examples, counted.last, counted.plain_logs()]
+        state["counted"] = world.allgather(mine, "metric counts of each rank")
+    if placement is not None:
+        state["counting"] = counting_ranks(model, world)
+    return arrays, state
+
+
+def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """The names of all arrays of a checkpoint, in its order, whichever rank writes them.
+
+    Args:
+        arrays, state: the result of `capture` on rank 0.
+    """
+    names = [name for name, _ in named_variables(model)]
+    names += [name for name in arrays if name.startswith(("metrics/", "data/"))]
+    return names + list(callback_arrays(state["callbacks"]))
+
+
+def named_variables(model: Any) -> list[tuple[str, Any]]:
+    """(unique name, variable) of the model, its optimizers and Keras' global seed generator; the
+    same on every rank, whether or not it holds the values."""
+    return [*all_variables(model), *_global_seed()]
+
+
+def variables_here(model: Any) -> list[tuple[str, Any]]:
+    """Those of `named_variables` whose values are in this process."""
+    placement = placement_of(model)
+    named = named_variables(model)
+    return [(n, v) for n, v in named if placement is None or n == SEED or placement.holds(v)]
+
+
+def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
+    """Whether this rank saves `variable`."""
+    if placement is None:
+        return True
+    if placement.replica != 0:
+        return False
+    # Each process has a global seed generator of its own.
+    return placement.partition == 0 if name == SEED else placement.owns(variable)
+
+
+def _global_seed() -> list[tuple[str, Any]]:
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+
+    # Keras makes it at the first unseeded random call; made here, so that the state of a run always
+    # has the same parts.
+    seed_generator.global_seed_generator()
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return [(SEED, generator.state)]
+
+
+def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
+    """An optimizer's class, and the indices of its variables in `model.variables`."""
+    places = {id(variable): place for place, variable in enumerate(model.variables)}
+    trained = getattr(optimizer, "_trainable_variables", [])
+    return {
+        "class": type(optimizer).__name__,
+        "built": bool(optimizer.built),
+        "variables": [places[id(v)] for v in trained if id(v) in places],
+    }
+
+
+def _value(variable: Any) -> np.ndarray:
+    return np.asarray(variable.numpy())  # which Keras copies
+
+
+def history_of(model: Any) -> dict[str, Any]:
+    """The History that Keras' callback list attached to `model`, as JSON-able lists."""
+    history = getattr(model, "history", None)
+    if not isinstance(history, keras.callbacks.History):
+        return {"epoch": [], "history": {}}
+    values = {key: list(items) for key, items in history.history.items()}
+    return {"epoch": list(getattr(history, "epoch", [])), "history": values}

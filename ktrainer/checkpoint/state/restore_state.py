@@ -1,0 +1,156 @@
+"""Restore a captured state: pair arrays with variables, then assign all of it, or nothing.
+
+Of a model that is cut into stages (`placement_of`) each process restores what it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint.state.callback_state import callback_arrays, load_callback_states
+from ktrainer.checkpoint.state.capture_state import SEED, Arrays, named_variables
+from ktrainer.checkpoint.state.data_state import Data, data_name, restore_data
+from ktrainer.checkpoint.state.metric_state import restore_metrics
+from ktrainer.distributed import World
+from ktrainer.errors import CheckpointError
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Progress
+from ktrainer.steps.named_variables import built_optimizers
+from ktrainer.steps.variable_placement import placement_of
+
+Pairs = list[tuple[Any, str]]  # (variable, name of its array)
+
+_COUNTER = re.compile(r"_\d+")
+
+
+def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> Pairs:
+    """Pair the variables in this process with saved arrays. Changes no value.
+
+    Args:
+        saved: the arrays, or placeholders of their shapes and dtypes.
+
+    Raises:
+        CheckpointError: on all ranks, if the arrays do not fit all of the model.
+    """
+    problems = _build_optimizers(model, state.get("optimizers", []))
+    named = named_variables(model)
+    pairs, mismatches = match_arrays(_part(saved, "model/", "optimizer/", "seed/"), named)
+    problems += mismatches
+    if world.any(bool(problems), "comparison with a checkpoint"):
+        raise CheckpointError(
+            "the checkpoint does not fit this model, and nothing was loaded:\n  "
+            + "\n  ".join(problems or ["it fits here, but not on another rank"])
+        )
+    placement = placement_of(model)
+    return [(v, key) for v, key in pairs if key == SEED or placement is None or placement.holds(v)]
+
+
+def needed_arrays(
+    model: Any, pairs: Pairs, saved: Iterable[str], state: Mapping[str, Any], world: World
+) -> set[str]:
+    """The names of the arrays that this rank needs for `assign_state`."""
+    names = {key for _, key in pairs}
+    names |= {name for name in saved if name.startswith("metrics/")}
+    names |= {data_name(world.rank)} & set(saved)
+    return names | set(callback_arrays(state.get("callbacks", []), model))
+
+
+def assign_state(
+    model: Any,
+    pairs: Pairs,
+    arrays: Arrays,
+    state: Mapping[str, Any],
+    world: World,
+    *,
+    callbacks: Iterable[Any] = (),
+    feed: Data | None = None,
+    counted: MetricCounts | None = None,
+) -> Progress:
+    """Assign a captured state that fits; return the position to resume from.
+
+    Args:
+        pairs: the result of `pair_variables`.
+        arrays: at least the `needed_arrays`.
+        feed: the data whose position is restored; None leaves it unchanged.
+        counted: the metric counts of this rank, to be restored.
+    """
+    for variable, name in pairs:
+        variable.assign(arrays[name])
+    progress = Progress.from_dict(dict(state["progress"]))
+    if progress.batch:
+        restore_metrics(model, arrays, state, world, counted)
+    restore_data(feed, arrays, state, world)
+    load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
+    model.stop_training = bool(state.get("stop_training", False))
+    return progress
+
+
+def _build_optimizers(model: Any, saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Build optimizers that were built when saved, such as a GAN's, which its first step builds.
+    Those of a model in stages are built by its backend."""
+    present = built_optimizers(model)
+    here = [type(optimizer).__name__ for optimizer in present]
+    there = [str(facts["class"]) for facts in saved]
+    if here != there:
+        return [f"this model has the optimizers {here}, the checkpoint {there}"]
+    if placement_of(model) is not None:
+        return []
+    variables = model.variables
+    for optimizer, facts in zip(present, saved, strict=True):
+        places = facts["variables"]
+        if facts["built"] and not optimizer.built and max(places, default=0) < len(variables):
+            optimizer.build([variables[place] for place in places])
+    return []
+
+
+def match_arrays(
+    saved: Mapping[str, np.ndarray], variables: Sequence[tuple[str, Any]]
+) -> tuple[list[tuple[Any, str]], list[str]]:
+    """Pair variables with saved arrays, by name. Values are not looked at.
+
+    Keras numbers unnamed layers by the history of the process (`dense_3`), so where the names
+    do not all agree, arrays are paired in order, if their names agree but for such numbers.
+
+    Args:
+        saved: arrays, or placeholders of their shapes and dtypes, by name, in the order in which
+            they were saved.
+        variables: (name, variable) of this model.
+
+    Returns:
+        (variable, name of its array) pairs, and every mismatch in words. Use the pairs only if
+        there are no mismatches.
+    """
+    named = dict(variables)
+    if set(saved) == set(named):
+        order = {name: name for name in named}
+    elif [_COUNTER.sub("", n) for n in saved] == [_COUNTER.sub("", n) for n in named]:
+        order = dict(zip(named, saved, strict=True))
+    else:
+        order = {name: name for name in named if name in saved}
+    problems = [f"{name} is not in the checkpoint" for name in named if name not in order]
+    taken = set(order.values())
+    problems += [f"{name} is in the checkpoint only" for name in saved if name not in taken]
+    pairs = []
+    for name, key in order.items():
+        problem = _differs(named[name], saved[key])
+        if problem:
+            problems.append(f"{name} {problem}")
+        pairs.append((named[name], key))
+    return pairs, problems
+
+
+def _differs(variable: Any, array: np.ndarray) -> str | None:
+    shape, dtype = tuple(variable.shape), str(variable.dtype)
+    if shape != array.shape:
+        return f"has shape {list(shape)}, but {list(array.shape)} in the checkpoint"
+    if dtype != array.dtype.name:
+        return f"has dtype {dtype}, but {array.dtype.name} in the checkpoint"
+    return None
+
+
+def _part(arrays: Arrays, *prefixes: str) -> Arrays:
+    return {name: array for name, array in arrays.items() if name.startswith(prefixes)}

@@ -1,0 +1,105 @@
+"""Copy the state of a run to host memory, to write a checkpoint from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ktrainer.checkpoint.format.checkpoint_folder import MODEL, MOST_BYTES
+from ktrainer.checkpoint.format.value_encoding import encode_json
+from ktrainer.checkpoint.state.capture_state import capture, history_of, names_to_save
+from ktrainer.checkpoint.state.data_state import Data
+from ktrainer.distributed import World
+from ktrainer.errors import CheckpointError
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Progress
+from ktrainer.steps.variable_placement import placement_of
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of a checkpoint, which training no longer changes.
+
+    Attributes:
+        step: updates done.
+        arrays: the arrays that this rank writes, by name.
+        state: the rest, as JSON.
+        names: names of the arrays of all ranks, in order; on other ranks than 0, of its own.
+        facts: more entries of the manifest.
+    """
+
+    step: int
+    arrays: Mapping[str, np.ndarray]
+    state: bytes
+    names: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def take_snapshot(
+    model: Any,
+    progress: Progress,
+    world: World,
+    callbacks: Iterable[Any],
+    history: dict[str, Any] | None = None,
+    feed: Data | None = None,
+    place: Mapping[str, Any] | None = None,
+    counted: MetricCounts | None = None,
+) -> Snapshot:
+    """Copy the state of a run to host memory. All ranks call it together.
+
+    Args:
+        progress: the position to resume from.
+        history: History so far; default: the model's.
+        feed: the data whose iterators' states are saved.
+        place: the data fingerprint; None without a trainer.
+        counted: metric counts of this rank; None without a trainer.
+
+    Raises:
+        CheckpointError: the state of a callback is not JSON.
+    """
+    history = history if history is not None else history_of(model)
+    arrays, state = capture(
+        model,
+        progress,
+        world,
+        callbacks=callbacks,
+        history=history,
+        feed=feed,
+        place=place,
+        counted=counted,
+    )
+    try:
+        text = encode_json(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the state of the run cannot be saved in a checkpoint: {error}. The `state_dict` of a "
+            "callback must hold numbers, strings, lists, dicts or arrays."
+        ) from error
+    names = names_to_save(model, arrays, state) if world.is_root else list(arrays)
+    return Snapshot(progress.step, arrays, text, names, _facts(model, progress, world))
+
+
+def _facts(model: Any, progress: Progress, world: World) -> dict[str, Any]:
+    placement = placement_of(model)
+    return {
+        "epoch": progress.epoch,
+        "batch": progress.batch,
+        "world_size": world.size,
+        "replicas": placement.replicas if placement else world.replicas,
+        "partitions": placement.partitions if placement else 1,
+    }
+
+
+def model_text(model: Any) -> dict[str, bytes]:
+    """`{"model.json": text}`, from which Keras can build the model; empty if it cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            text = model.to_json().encode()
+    except Exception:  # a user's class whose `get_config` fails, or is missing
+        return {}
+    return {MODEL: text} if len(text) <= MOST_BYTES[MODEL] else {}

@@ -1,0 +1,112 @@
+"""The `ktrainer` command. A sub-command is imported only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from ktrainer.errors import KtrainerError, nearest
+
+# name -> (module with add_arguments(parser) and run(args) -> int, summary)
+COMMANDS = {
+    "run": ("ktrainer.cli.run_command", "run a Keras script, in one process or in several"),
+    "launch": ("ktrainer.cli.run_command", "another name for run"),
+    "plan": ("ktrainer.cli.plan_command", "show what a run would do, or why it cannot"),
+    "verify": (
+        "ktrainer.cli.verify_command",
+        "check that a script trains the same as in one process",
+    ),
+    "config": (
+        "ktrainer.cli.config_command",
+        "print the resolved configuration, or describe its keys",
+    ),
+    "checkpoint": ("ktrainer.cli.checkpoint_command", "list, show, verify and export checkpoints"),
+    "env": ("ktrainer.cli.env_command", "show what is installed here, and which backends can run"),
+    "horovod build": (
+        "ktrainer.cli.horovod_command",
+        "build Horovod for the installed TensorFlow, and keep the wheel",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        argv: the words after `ktrainer`; None takes those of this process.
+
+    Returns:
+        The exit status: the sub-command's, 2 for a mistake in its use, 130 when interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"ktrainer {_version()}")
+        return 0
+    name = next((n for n in COMMANDS if words[: n.count(" ") + 1] == n.split()), None)
+    if name is None:
+        return _unknown(words)
+    return _run(name, words[name.count(" ") + 1 :])
+
+
+def _run(name: str, words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"ktrainer {name}", allow_abbrev=False)
+    try:
+        module = import_module(COMMANDS[name][0])
+        module.add_arguments(parser)
+        args = parser.parse_intermixed_args(words) if name == "config" else parser.parse_args(words)
+        return int(module.run(args))
+    except KtrainerError as error:
+        print(f"ktrainer {name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Output is closed, as in `ktrainer config | head`: keep Python from reporting it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: ktrainer COMMAND ...",
+            "",
+            "Train Keras 3 models on TensorFlow, in one process or in many.",
+            "",
+            *lines,
+            "",
+            "ktrainer COMMAND --help says more. ktrainer --version prints the version.",
+        ]
+    )
+
+
+def _unknown(words: list[str]) -> int:
+    groups = {n.split()[0]: n for n in COMMANDS if " " in n}
+    if words[0] in groups:
+        print(f"usage: ktrainer {groups[words[0]]} ...", file=sys.stderr)
+        return 0 if words[1:2] in (["-h"], ["--help"]) else 2
+    near = nearest(words[0], [n.split()[0] for n in COMMANDS])
+    hint = f" Did you mean {near!r}?" if near else ""
+    print(f"ktrainer: error: unknown command {words[0]!r}.{hint}\n\n{_usage()}", file=sys.stderr)
+    return 2
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ktrainer")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

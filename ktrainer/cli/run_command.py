@@ -1,0 +1,284 @@
+"""`ktrainer run -n 2 script.py key=value ...`: run a script in one process or in several.
+
+`ktrainer launch` is another name for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ktrainer.cli.launch_config import checked_config, naming_the_separator, split_words
+from ktrainer.cli.launch_options import THREADS, add_run_options
+from ktrainer.config import Config
+from ktrainer.config.launch_environment import SPARE, to_environment
+from ktrainer.errors import ConfigError
+from ktrainer.launch import heal_option, mpirun_command
+from ktrainer.launch.exit_report import conclude, restarts_follow
+from ktrainer.launch.launch_folders import private_folder
+from ktrainer.launch.rank_channel import Options
+from ktrainer.launch.rank_group import RankGroup
+from ktrainer.launch.rank_output import LineMerger
+from ktrainer.launch.restarts import Restarts
+from ktrainer.runtime.tensorflow_logging import environment
+
+OUTPUT_CLOSED = 141  # a shell's exit code for a program that writes to a closed pipe
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `ktrainer run`."""
+    parser.description = (
+        "Run a Keras script, unmodified or with a Trainer of its own, in one process or in several "
+        "on this host, and end them all when one fails. Overrides key=value and --config FILE are "
+        "ktrainer's, and checked before anything is started; all other words, and whatever comes "
+        "after --, are the script's."
+    )
+    add_run_options(parser)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch, as it is started once or, after failures, several times.
+
+    Attributes:
+        command: starts the ranks.
+        environment: theirs.
+        options: what they read at their start.
+        grace: seconds in which they must end when asked to.
+        heal: the keys of `world` that make them heal; empty: they do not.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    options: Options
+    grace: float
+    heal: dict[str, Any]
+
+    @property
+    def spare(self) -> int:
+        """The number of ranks that may join later."""
+        return SPARE if self.heal else 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the script in all ranks.
+
+    Returns:
+        The exit code:
+
+        - 0 when all ranks succeeded;
+        - the code of the rank that failed first; 128 plus the number of a signal that ended it;
+        - 124 after `--timeout`;
+        - 75 if a signal to this process or to a rank, or lost ranks of a pipeline that heals, ended
+          the run, and a checkpoint exists to resume from;
+        - else, after Ctrl-C or SIGTERM, the code that a rank exited with, or 130 or 143.
+
+    Raises:
+        ConfigError: the script's configuration cannot work, or there is no such script.
+        SetupError: there is no mpirun.
+    """
+    if not Path(args.script).is_file():
+        raise ConfigError(
+            f"there is no script {args.script!r}; give the path from the current folder"
+        )
+    _count_ranks(args)
+    launch = _prepare(args)
+    out, err = _mergers(args, launch)
+    until = time.monotonic() + args.timeout if args.timeout else None
+    with private_folder() as memory, recorded_signals() as signals:
+        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(memory))
+        while True:
+            group = RankGroup(
+                args.ranks,
+                out,
+                err,
+                grace=launch.grace,
+                fixed=args.grace is not None,
+                signals=signals,
+                timeout=None if until is None else max(0.0, until - time.monotonic()),
+                spare=launch.spare,
+            )
+            env = {**launch.environment, **restarts.environment}
+            try:
+                loopback = args.network == "loopback"
+                end = group.run(launch.command, env, launch.options, loopback=loopback)
+            except BrokenPipeError:
+                _discard_output()
+                return OUTPUT_CLOSED
+            wait = partial(restarts.wait, signals, until)
+            if not restarts_follow(end, args, restarts, wait, bool(launch.heal)):
+                return conclude(end, args, bool(launch.heal))
+
+
+def _prepare(args: argparse.Namespace) -> _Launch:
+    """Check the configuration, and derive from it how the ranks are started."""
+    requested = to_environment(heal_option.requested(args))
+    config = None
+    if args.check:
+        with naming_the_separator(args.args):
+            config = checked_config(args.args, args.ranks, args.workers, requested)
+    heal = heal_option.settings(args, config)
+    several = args.ranks > 1 or bool(heal)  # others may join
+    cpus = mpirun_command.available_cpus()
+    wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
+    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, wanted)
+    env = rank_environment(environment(), threads, args.network, config, several)
+    env |= to_environment(heal, args.grace)
+    env |= heal_option.mpi_settings(heal, args.network == "loopback")
+    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind else []
+    # Threads beyond the cores of a slice were asked for, so they may use other cores too.
+    fitting = slices if slices and threads <= len(slices[0]) else []
+    return _Launch(
+        _command(args, heal_option.mpirun_arguments(heal)),
+        env,
+        _options(fitting, args, config, several),
+        args.grace or (config or Config()).trainer.interrupt.grace,
+        heal,
+    )
+
+
+@contextlib.contextmanager
+def recorded_signals() -> Iterator[list[int]]:
+    """A list to which signals to this process are added, instead of their default action."""
+    found: list[int] = []
+
+    def record(number: int, _frame: FrameType | None) -> None:
+        found.append(number)
+
+    before = {number: signal.signal(number, record) for number in _SIGNALS}
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _count_ranks(args: argparse.Namespace) -> None:
+    """Set `args.ranks`, from `-n` or from `--workers` and `--servers`.
+
+    Raises:
+        ConfigError: both were given.
+    """
+    cluster = args.workers is not None or args.servers is not None
+    if cluster and args.ranks is not None:
+        raise ConfigError(
+            "-n counts equal processes, --workers and --servers those of a cluster with parameter "
+            "servers: give one or the other"
+        )
+    if cluster:
+        args.workers, args.servers = args.workers or 1, args.servers or 1
+        args.ranks = 1 + args.workers + args.servers  # one coordinates
+    args.ranks = args.ranks or 1
+
+
+def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
+    """The command that starts the ranks: mpirun, or `local_cluster`."""
+    worker = [sys.executable, "-m", "ktrainer.launch.rank_process", "{folder}", args.script]
+    if args.workers is not None:
+        counts = [str(args.workers), str(args.servers)]
+        return [sys.executable, "-m", "ktrainer.launch.local_cluster", "{folder}", *counts, *worker]
+    return mpirun_command.mpirun_command(
+        args.ranks,
+        worker,
+        mpirun=mpirun_command.find_mpirun(),
+        root=hasattr(os, "geteuid") and os.geteuid() == 0,
+        more=more,
+    )
+
+
+def rank_environment(
+    given: Mapping[str, str],
+    threads: int,
+    network: mpirun_command.Network,
+    config: Config | None,
+    several: bool = False,
+) -> dict[str, str]:
+    """The environment of the ranks: `given`, then defaults of MPI and the libraries."""
+    defaults = {
+        **mpirun_command.mpi_environment(network),
+        **mpirun_command.thread_environment(threads, given),
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": _python_path(given),
+    }
+    if several:
+        defaults["PYTHONHASHSEED"] = "0"  # sets of strings iterate alike on all ranks
+    # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
+    loud = config is not None and config.logging.tensorflow
+    defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"
+    return {**defaults, **given, "PYTHONPATH": defaults["PYTHONPATH"]}
+
+
+def _python_path(given: Mapping[str, str]) -> str:
+    """PYTHONPATH with the folder of this package."""
+    own = str(Path(__file__).resolve().parents[2])
+    path = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(path if own in path else [*path, own])
+
+
+def _threads_wanted(environ: Mapping[str, str]) -> int | None:
+    value = environ.get(THREADS)
+    if not value:
+        return None
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError("must be a whole number from 1", path=THREADS, value=value)
+    return int(value)
+
+
+def _options(
+    slices: list[list[int]], args: argparse.Namespace, config: Config | None, several: bool
+) -> Options:
+    words, own = split_words(args.args) if args.check else ([], args.args)
+    out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
+    seed = config.seed if config is not None and config.is_set("seed") else None
+    if seed is None and several:
+        seed = secrets.randbits(31)
+    return Options(slices, out, err, words, own, seed, args.ranks)
+
+
+def _terminal(stream: object) -> str | None:
+    """The terminal's path, if a stream is one."""
+    try:
+        return os.ttyname(stream.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _mergers(args: argparse.Namespace, launch: _Launch) -> tuple[LineMerger, LineMerger]:
+    prefix = args.ranks > 1 if args.prefix is None else args.prefix
+    sys.stdout.flush()
+    sys.stderr.flush()
+    out, err = (
+        LineMerger(
+            stream.buffer,
+            args.ranks + launch.spare,
+            prefix=prefix,
+            only=0 if stream is sys.stdout and not args.all_ranks else None,
+            beside_display=terminal is not None,
+            drop=heal_option.NOISE if launch.heal else (),
+        )
+        for stream, terminal in (
+            (sys.stdout, launch.options.terminal_out),
+            (sys.stderr, launch.options.terminal_err),
+        )
+    )
+    return out, err
+
+
+def _discard_output() -> None:
+    """Keep the interpreter from reporting a closed pipe at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, number)

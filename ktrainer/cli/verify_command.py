@@ -1,0 +1,149 @@
+"""`ktrainer verify -n 2 SCRIPT key=value ...`: compare a run with one in a single process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+
+from ktrainer.cli import run_command
+from ktrainer.cli.launch_config import checked_config
+from ktrainer.cli.launch_options import add_script, add_size_options, positive
+from ktrainer.config import parse_known_cli
+from ktrainer.errors import ConfigError
+from ktrainer.launch.launch_folders import private_folder
+from ktrainer.verify.compare_runs import Comparison, compare, load
+from ktrainer.verify.verify_mode import VerifyRun, refuse_own_batches
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `ktrainer verify`."""
+    parser.description = (
+        "Run the first updates of a script's first fit twice, from the same weights and data: in "
+        "one process with the batch unsplit, and as configured. Print by how much loss, metrics, "
+        "gradients and weights differ; the exit status is 1 if it is more than rounding. Random "
+        "layers draw the same for each example in both. The script ends after these updates, and "
+        "no files of the run are kept."
+    )
+    add_size_options(parser)
+    parser.add_argument("--steps", type=positive(int), help="updates to compare (default: 2)")
+    add_script(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare the two runs; return the exit status.
+
+    Raises:
+        ConfigError: the configuration cannot work, or the script does not train.
+    """
+    given, script = vars(args), [args.script, *args.args]
+    options = _launch_options(given)
+    _check([*options, *script])
+    with private_folder() as name:
+        folder, steps = Path(name), args.steps or 2
+        alone = _launch_options({**given, "ranks": 1, "workers": None, "servers": None})
+        words = [*alone, args.script, *_single_process_words(args.args, folder)]
+        _run(VerifyRun("unsplit", name, steps), words, "in one process")
+        _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
+        found = compare(load(folder, "unsplit"), load(folder, "split"))
+    print(_report(found))
+    return 0 if found.equal else 1
+
+
+def _check(words: Sequence[str]) -> None:
+    """Refuse a configuration that cannot be launched or verified, before anything runs.
+
+    Raises:
+        ConfigError: the configuration cannot work, or has no unsplit equivalent.
+    """
+    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
+    run_command.add_arguments(parser)
+    args = parser.parse_args(words)
+    config = checked_config(args.args, args.ranks or 1, args.workers, {})
+    if config is not None:
+        refuse_own_batches(config)
+
+
+def _report(found: Comparison) -> str:
+    if found.equal:
+        last = (
+            f"equal: {found.updates} updates as configured are those of one process, but for "
+            "rounding."
+        )
+    else:
+        wrong = sum(row.differs for row in found.rows)
+        last = f"different: {wrong} of {len(found.rows)} items. {found.cause}"
+    return f"{found}\n\n{last}"
+
+
+def _launch_options(given: dict[str, object]) -> list[str]:
+    """The options of `ktrainer run` for given values."""
+    names = ("ranks", "workers", "servers", "threads", "timeout")
+    words = [f"--{name}={given[name]}" for name in names if given.get(name) is not None]
+    cluster = given.get("workers") is not None or given.get("servers") is not None
+    return words if cluster or given.get("ranks") is not None else [*words, "--ranks=1"]
+
+
+def _single_process_words(words: Sequence[str], folder: Path) -> list[str]:
+    """The words without settings of the backend, for the run in one process."""
+    end = words.index("--") if "--" in words else len(words)
+    words, arguments = words[:end], words[end:]  # the latter are the script's
+    path, _, _ = parse_known_cli(words)
+    kept = [word for word in words if not re.match(r"backend(\.[^=]*)?=", word)]
+    if path is None:
+        return [*kept, *arguments]
+    config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    other = folder / "unsplit.yaml"
+    kept_keys = {key: value for key, value in config.items() if key not in ("backend", "world")}
+    other.write_text(yaml.safe_dump(kept_keys), encoding="utf-8")
+    found = [word.partition("=")[0] for word in kept].index("--config")
+    both = 1 if "=" in kept[found] else 2  # `--config=FILE`, or two words
+    return [*kept[:found], f"--config={other}", *kept[found + both :], *arguments]
+
+
+def _run(verify_run: VerifyRun, words: list[str], how: str) -> None:
+    """Run the script; show its output only if it fails.
+
+    Raises:
+        ConfigError: it fails, or ends without having trained.
+    """
+    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
+    run_command.add_arguments(parser)
+    environ = dict(os.environ)
+    os.environ.update(verify_run.to_environment())
+    kept = io.BytesIO()
+    try:
+        with _output_kept(kept):
+            code = run_command.run(parser.parse_args(words))
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+    if code == 0 and list(Path(verify_run.folder).glob(f"{verify_run.role}-*.npz")):
+        return
+    sys.stderr.write(kept.getvalue().decode(errors="replace"))
+    if code == 0:
+        raise ConfigError(
+            "the script has ended without calling fit, so there is nothing to verify: call it at "
+            'the top level or under `if __name__ == "__main__"`. train_on_batch is not recorded, '
+            "and health.verify does not check it either: to check its step, train on some of its "
+            "batches by fit."
+        )
+    raise ConfigError(f"the script failed when run {how} (exit status {code}); see above.")
+
+
+@contextlib.contextmanager
+def _output_kept(kept: io.BytesIO) -> Iterator[None]:
+    stream = io.TextIOWrapper(kept, encoding="utf-8", write_through=True)
+    try:
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+            yield
+    finally:
+        stream.flush()
+        stream.detach()

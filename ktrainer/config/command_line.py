@@ -1,0 +1,83 @@
+"""The command line of a script: `--config FILE` and `key=value`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ktrainer.errors import ConfigError
+
+# The configuration words of `ktrainer run` (`key=value`, `--config FILE`), which come before those
+# of `sys.argv`. Set in the process that runs the script, before it begins: an environment variable
+# would be inherited by the script's child processes.
+launcher_words: list[str] = []
+
+
+def parse_cli(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The configuration file and the overrides in `argv` (without the program's name).
+
+    `--help` prints the keys and ends the program.
+
+    Returns:
+        (path of the file or None, words `key=value`), for `load_config`.
+
+    Raises:
+        ConfigError: for any other word. A script with options of its own parses them first and
+            passes on the rest: `own, rest = parser.parse_known_args()`.
+    """
+    path, overrides, rest = parse_known_cli(argv)
+    if "--help" in rest or "-h" in rest:
+        from ktrainer.config.key_reference import describe
+
+        print("usage: [--config FILE] [key=value ...]\n\n" + describe())
+        raise SystemExit(0)
+    if rest:
+        raise _unexpected(rest[0])
+    return path, overrides
+
+
+def parse_known_cli(argv: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
+    """Like `parse_cli`, but unknown words are returned unchanged, as a third part.
+
+    An option of the script's own whose value holds a `=` is best written as one word,
+    `--option=a=b`: a separate word `a=b` is an override. All words after `--` are unknown.
+    """
+    path: str | None = None
+    overrides: list[str] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == "--":
+            rest.extend(words)
+        elif word == "--config" or word.startswith("--config="):
+            given = word.partition("=")[2] if "=" in word else next(words, "")
+            if not given or (given.startswith("-") and "=" not in word):
+                raise ConfigError("--config needs the path of a file.", value=given or None)
+            if path is not None:
+                raise ConfigError(f"--config is given twice: {path!r} and {given!r}.", value=given)
+            path = given
+        elif "=" in word and not word.startswith("-"):
+            overrides.append(word)
+        else:
+            rest.append(word)
+    return path, overrides, rest
+
+
+def _unexpected(word: str) -> ConfigError:
+    """The error for a word that is neither `--config` nor `key=value`."""
+    name, _, value = word.lstrip("-").partition("=")
+    if not word.startswith("-"):
+        message = f"{word!r} is no override: write key=value, such as trainer.epochs=3."
+        return ConfigError(message, value=word)
+    from ktrainer.config.key_errors import lookup, suggest_key
+
+    key = name.replace("-", "_")
+    near = key if lookup(key) else suggest_key(key)
+    if near and lookup(near):
+        message = f"unknown option {word!r}: keys have no dashes, write {near}={value or 'VALUE'}"
+    else:
+        message = f"unknown option {word!r}: known are --config FILE and key=value"
+    message += (
+        ". An option of the script's own must be parsed before: own, rest = "
+        "parser.parse_known_args(), then Trainer.from_cli(rest)."
+    )
+    return ConfigError(message, value=word)

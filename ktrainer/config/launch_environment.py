@@ -1,0 +1,60 @@
+"""Options of `ktrainer run` that every rank must know, passed through the environment.
+
+A script need not accept `key=value` words to be launched with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ktrainer.config.fault_tolerance_checks import check_healing
+from ktrainer.config.schema import Config
+
+VARIABLE = "KTRAINER_WORLD"
+_GRACE = "interrupt.grace"
+_INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
+_MPI_PORTS = range(61000, 65500)  # above Linux's ephemeral ports
+SPARE = 64  # the most processes that may join one launch: each has pipes of its own
+
+
+def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Config:
+    """`config` with the launcher's values for `world` and `trainer.interrupt.grace`.
+
+    Raises:
+        ConfigError: they contradict the configuration.
+    """
+    told = environ.get(VARIABLE)
+    if not told:
+        return config
+    world = json.loads(told)
+    if (grace := world.pop(_GRACE, None)) is not None:
+        interrupt = replace(config.trainer.interrupt, grace=grace)
+        config = config.with_changes(trainer=replace(config.trainer, interrupt=interrupt))
+    config = config.with_changes(world=replace(config.world, **world))
+    check_healing(config)
+    return config
+
+
+def mpi_on_loopback() -> dict[str, str]:
+    """The environment of ranks that use TCP within one host. MPI publishes their loopback addresses
+    only, but listens on all interfaces; ranks find its sockets by these ports, and rebind them."""
+    found = {_INTERFACE: "lo"}
+    for ip in ("v4", "v6"):
+        found[f"{_PORTS}min_{ip}"] = str(_MPI_PORTS.start)
+        found[f"{_PORTS}range_{ip}"] = str(len(_MPI_PORTS))
+    return found
+
+
+def ports_on_loopback(environ: Mapping[str, str]) -> range:
+    """The ports that must listen on loopback only; empty without `mpi_on_loopback`."""
+    return _MPI_PORTS if mpi_on_loopback().items() <= environ.items() else range(0)
+
+
+def to_environment(world: Mapping[str, Any], grace: float | None = None) -> dict[str, str]:
+    """The environment that passes these keys of `world`, and `grace` (seconds), to the ranks."""
+    told = dict(world) | ({} if grace is None else {_GRACE: grace})
+    return {VARIABLE: json.dumps(told)} if told else {}

@@ -1,0 +1,36 @@
+"""The user's data as this process's local batches.
+
+feed_factory.py        `make_feed`: chooses a feed for the data and the configuration
+feed.py                the interface of all feeds; local_batch.py: what they give
+array_feed.py          arrays in memory
+source_feed.py         batches of a source:
+replicated_feed.py     - that every rank runs in full, each taking its slice
+per_replica_feed.py    - that differ from replica to replica
+batch_source.py        the interface of sources; python_source.py: of those made by Python
+dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
+dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
+prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
+data_arguments.py      what `Model.fit` accepts as data
+data_agreement.py, consistency_check.py, data_digests.py   check that ranks have the same data
+resume_position.py     where a resumed run continues
+"""
+
+from __future__ import annotations
+
+from ktrainer.data.feed import Feed, require_end
+from ktrainer.data.feed_factory import make_feed
+from ktrainer.data.local_batch import LocalBatch, bounds
+from ktrainer.data.resume_position import data_fingerprint, restore_position
+from ktrainer.data.shuffling import ShuffleOrder, order_of
+
+__all__ = [
+    "Feed",
+    "LocalBatch",
+    "ShuffleOrder",
+    "bounds",
+    "data_fingerprint",
+    "make_feed",
+    "order_of",
+    "require_end",
+    "restore_position",
+]

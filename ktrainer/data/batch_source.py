@@ -1,0 +1,111 @@
+"""Abstract source of batches, for tf.data, PyDatasets and generators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ktrainer.data.local_batch import leaf_names
+from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.distributed.world import World
+
+
+class Piece(NamedTuple):
+    """A batch as a source yields it, whole or cut.
+
+    Attributes:
+        batch: this replica's slice of it (the first row, when that is empty), or all of it.
+        rows: rows of the whole batch.
+        digests: one number per leaf of the whole batch; empty if they are not compared.
+    """
+
+    batch: Any
+    rows: int
+    digests: tuple[int, ...] = ()
+
+
+class Source(ABC):
+    """Batches of the user's data, epoch by epoch.
+
+    Attributes:
+        spec: nested specs of one batch, the batch dimension None; None if the source is empty.
+        num_batches: batches an epoch, None when unknown.
+        endless: each epoch continues where the one before stopped.
+        infinite: never runs out.
+        reopens: can be opened again from its beginning.
+        indexed: an endless source that can be opened anywhere at no cost, once an epoch.
+        checked: batches always fit `spec`.
+        reorders: its order may change each time it is opened.
+        openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
+            length, but for passes that go over several epochs.
+    """
+
+    spec: Any = None
+    num_batches: int | None = None
+    endless: bool = False
+    infinite: bool = False
+    reopens: bool = True
+    indexed: bool = False
+    checked: bool = True
+    reorders: bool = False
+    openings: int = 1
+
+    @abstractmethod
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        """The batches of an epoch, or of the endless stream, after the first `skip`."""
+
+    def state(self) -> bytes | None:
+        """The position of the open iterator, if it is more than the number of batches taken."""
+        return None
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        """Like `open`, at no cost: resume an iterator from what `state` returned."""
+        return self.open(epoch, skip)
+
+    def shuffle(self, order: ShuffleOrder) -> bool:
+        """Draw batches in this order from here on; return whether the source supports it."""
+        return False
+
+    @property
+    def order(self) -> ShuffleOrder | None:
+        """The order of batches, as it was drawn so far; None if they are not shuffled."""
+        return None
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        """Keep the user's code from running in other threads: see `Feed.paused`."""
+        yield None
+
+    def close(self) -> None:  # noqa: B027 - most sources hold nothing that needs closing
+        """Stop background work. May be called twice."""
+
+
+def describe(spec: Any) -> str:
+    """A spec as text: `x: float32[None, 4], y: int64[None]`."""
+    if spec is None:
+        return "nothing"
+    leaves = zip(leaf_names(spec), tf.nest.flatten(spec), strict=True)
+    return ", ".join(f"{name}: {_describe_leaf(leaf)}" for name, leaf in leaves)
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if leaf is None:
+        return "none"
+    kind = "" if isinstance(leaf, tf.TensorSpec) else type(leaf).__name__.removesuffix("Spec") + " "
+    shape = leaf.shape
+    return f"{kind}{leaf.dtype.name}{'[?]' if shape.rank is None else shape.as_list()}"
+
+
+def slicing(world: World, sliced: bool) -> tuple[int, int]:
+    """The slice of each batch that this process takes, and the number of slices."""
+    return (world.replica, world.replicas) if sliced else (0, 1)
+
+
+def compared(world: World, sliced: bool) -> bool:
+    """Return whether pieces need digests: other ranks must make the same batches, all ranks if each
+    takes its slice, else those of this replica."""
+    return world.size > 1 if sliced else world.replicas < world.size

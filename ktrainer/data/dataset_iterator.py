@@ -1,0 +1,99 @@
+"""Take elements out of a tf.data pipeline at a third of the cost of `next(iter(dataset))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+_FAIL = 2  # of `external_state_policy`: no state at all rather than one without Python functions
+
+
+class Elements(NamedTuple):
+    """An open pipeline.
+
+    Attributes:
+        resource: TensorFlow's iterator, for `state_of` and `set_state`.
+        values: its elements.
+    """
+
+    resource: Any
+    values: Iterator[Any]
+
+
+def elements(dataset: tf.data.Dataset) -> Elements:
+    """Like `iter(dataset)`, and opened at once: a shuffle draws its seed here.
+
+    TensorFlow's own iterator spends most of a call on type specs (190 of 70 us each, two dense
+    tensors). Where all parts are dense tensors they are known beforehand, and the op is called
+    directly. Other pipelines get TensorFlow's.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not all(type(spec) is tf.TensorSpec for spec in specs):
+        iterator = iter(dataset)
+        return Elements(iterator._iterator_resource, iterator)
+    signature = {
+        "output_types": [spec.dtype for spec in specs],
+        "output_shapes": [spec.shape for spec in specs],
+    }
+    with tf.device("/CPU:0"):
+        iterator = tf.raw_ops.AnonymousIteratorV3(**signature)
+        tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(dataset), iterator=iterator)
+    return Elements(iterator, _values(dataset, iterator, signature))
+
+
+def state_of(resource: Any) -> bytes | None:
+    """The state of a pipeline, with its shuffle and prefetch buffers; None if it has none: it draws
+    random numbers that no seed fixes, or calls Python."""
+    try:
+        state = tf.raw_ops.SerializeIterator(resource_handle=resource, external_state_policy=_FAIL)
+        return bytes(tf.io.serialize_tensor(state).numpy())
+    except tf.errors.OpError:
+        return None
+
+
+def set_state(resource: Any, state: bytes) -> None:
+    """Restore the state of a newly opened pipeline from one like it.
+
+    Raises:
+        tf.errors.OpError: it is another pipeline.
+    """
+    variant = tf.io.parse_tensor(state, tf.variant)
+    tf.raw_ops.DeserializeIterator(resource_handle=resource, serialized=variant)
+
+
+def _values(dataset: tf.data.Dataset, iterator: Any, signature: dict[str, Any]) -> Iterator[Any]:
+    # `dataset` is an argument to keep it alive: it owns the Python functions of the pipeline.
+    get_next, pack = tf.raw_ops.IteratorGetNext, packer(dataset.element_spec)
+    while True:
+        try:
+            leaves = get_next(iterator=iterator, **signature)
+        except tf.errors.OutOfRangeError:
+            return
+        yield pack(leaves)
+
+
+def packer(structure: Any) -> Callable[[list[Any]], Any]:
+    """`tf.nest.pack_sequence_as(structure, ...)`, but fast for the usual flat tuples."""
+    if not tf.nest.is_nested(structure):
+        return lambda leaves: leaves[0]
+    if type(structure) is tuple and not any(tf.nest.is_nested(part) for part in structure):
+        return tuple
+    if type(structure) is tuple:
+        return _tuple_packer(structure)
+    return lambda leaves: tf.nest.pack_sequence_as(structure, leaves)
+
+
+def _tuple_packer(structure: tuple[Any, ...]) -> Callable[[list[Any]], Any]:
+    counts = [len(tf.nest.flatten(part)) for part in structure]
+    packers = [packer(part) for part in structure]
+
+    def pack(leaves: list[Any]) -> Any:
+        parts, start = [], 0
+        for count, inner in zip(counts, packers, strict=True):
+            parts.append(inner(leaves[start : start + count]))
+            start += count
+        return tuple(parts)
+
+    return pack

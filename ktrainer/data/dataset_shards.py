@@ -1,0 +1,111 @@
+"""Shards of a tf.data pipeline, so that no rank has to run all of it.
+
+`data.shard: element`
+    Rank `r` of `n` takes every `n`-th batch of the pipeline, from the `r`-th on
+    (`dataset.shard(n, r)`). A pipeline whose options ask for `AutoShardPolicy.HINT` is cut where
+    it says `dataset.shard(tf.data.experimental.SHARD_HINT, tf.data.experimental.SHARD_HINT)`
+    instead, which may be before its expensive part.
+`data.shard: file`
+    Rank `r` reads every `n`-th input file (`AutoShardPolicy.FILE`): the pipeline must read files,
+    at least one a rank, by TFRecordDataset, TextLineDataset, FixedLengthRecordDataset or
+    `list_files`.
+
+With `data.batch: global` each of a rank's batches is then cut into `n` parts, one a step: a step
+still trains on the user's batch size in all, every row is seen once an epoch, but the rows of one
+step come from `n` of the user's batches. With `data.batch: per_worker` a step takes one whole batch
+a rank.
+
+"Rank" stands for replica here: if several ranks hold one copy of the model together, all of them
+get the shard of their replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.data.data_digests import batch_digest
+from ktrainer.data.local_batch import graph_slice, leaf_names, rows_in_graph
+from ktrainer.distributed.world import World
+from ktrainer.errors import DataError
+
+_Policy = tf.data.experimental.AutoShardPolicy
+
+
+def shard_dataset(
+    dataset: tf.data.Dataset, *, world: World, by: str, rebatch: bool
+) -> tf.data.Dataset:
+    """This rank's shard of a pipeline of batches.
+
+    Args:
+        by: `"element"` or `"file"`.
+        rebatch: cut each batch into as many parts as there are ranks.
+
+    Raises:
+        DataError: `file`, but the pipeline reads no files, or fewer than there are ranks.
+    """
+    if by == "file" or hinted(dataset):
+        dataset = _auto_shard(dataset, world, _Policy.FILE if by == "file" else _Policy.HINT)
+    else:
+        dataset = dataset.shard(world.replicas, world.replica)
+    if rebatch and world.replicas > 1:
+        return dataset.flat_map(lambda *parts: _parts(parts, dataset, world.replicas))
+    return dataset
+
+
+def hinted(dataset: tf.data.Dataset) -> bool:
+    """Return whether the pipeline itself says where to shard it; it does not run otherwise."""
+    return bool(dataset.options().experimental_distribute.auto_shard_policy == _Policy.HINT)
+
+
+def first_batch_facts(dataset: tf.data.Dataset) -> dict[str, str]:
+    """Digests of the first batch of the whole pipeline, on which all ranks must agree."""
+    for batch in dataset.take(1):
+        leaves = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
+        return {f"first batch/{name}": f"{batch_digest(leaf):016x}" for name, leaf in leaves}
+    return {}
+
+
+def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.Dataset:
+    spec = dataset.element_spec
+    flat = [part for leaf in tf.nest.flatten(spec) for part in _flat_types(leaf)]
+    try:
+        variant = tf.raw_ops.AutoShardDataset(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            num_workers=world.replicas,
+            index=world.replica,
+            auto_shard_policy=int(policy.value),
+            num_replicas=world.replicas,
+            output_types=[dtype for dtype, _ in flat],
+            output_shapes=[shape for _, shape in flat],
+        )
+        sharded = tf.data.experimental.from_variant(variant, spec)
+        iter(sharded)
+    except tf.errors.OpError as error:
+        reason = error.message.splitlines()[0].split("}} ")[-1].split(": goo.gle")[0]
+        raise DataError(
+            f"the pipeline cannot be sharded by {policy.name.lower()} to {world.replicas} ranks: "
+            f"{reason}. It must read at least {world.replicas} files, directly; otherwise use "
+            "data.shard=element or data.shard=batch"
+        ) from error
+    return sharded
+
+
+def _flat_types(spec: Any) -> list[tuple[Any, Any]]:
+    if isinstance(spec, tf.TensorSpec):
+        return [(spec.dtype, spec.shape)]
+    # Ragged and sparse tensors travel through tf.data as one variant each.
+    return [(tf.variant, tf.TensorShape(None))]
+
+
+def _parts(parts: tuple[Any, ...], dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
+    batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
+    rows = rows_in_graph(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
+
+    def part(index: tf.Tensor) -> Any:
+        return tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else graph_slice(leaf, rows, index, size), batch
+        )
+
+    return tf.data.Dataset.range(tf.minimum(rows, size)).map(part)

@@ -1,0 +1,212 @@
+"""tf.data pipelines as sources; a replica's slice is cut in the pipeline, off the critical path."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
+
+from ktrainer.data.batch_source import (
+    Piece,
+    Source,
+    compared,
+    slicing,
+)
+from ktrainer.data.batch_specs import any_rows
+from ktrainer.data.data_digests import tensor_digest
+from ktrainer.data.dataset_iterator import elements, set_state, state_of
+from ktrainer.data.local_batch import (
+    count_rows,
+    graph_slice,
+    leaf_names,
+    not_examples,
+    rows_in_graph,
+)
+from ktrainer.distributed.world import World
+from ktrainer.errors import CheckpointError, DataError
+
+_DRAWS = b"num_random_samples"  # a shuffle's key for the seeds drawn, in a state
+_BETWEEN_PASSES = 0.2  # seconds that a state is waited for
+_SKIPPED = struct.Struct("<q")  # the start of a state: how many batches the pipeline skips
+
+
+class DatasetSource(Source):
+    """The batches of a `tf.data.Dataset`.
+
+    Args:
+        dataset: of batches: `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
+        world: this process's replica in it takes the slice.
+        sliced: whether all ranks run the same pipeline and each replica takes its slice.
+        class_weight: class -> weight, turned into sample weights as Keras does.
+        prefetch: batches kept ready; 0 leaves that to the pipeline.
+    """
+
+    reorders = True
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        world: World,
+        sliced: bool,
+        class_weight: Mapping[int, float] | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if class_weight is not None:
+            dataset = dataset.map(make_class_weight_map_fn(class_weight), tf.data.AUTOTUNE)
+        _require_batches(dataset.element_spec)
+        self._dataset, self._prefetch = dataset, prefetch
+        self._replica, self._replicas = slicing(world, sliced)
+        self._cut = compared(world, sliced)
+        self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
+        cardinality = int(dataset.cardinality())
+        self.num_batches = cardinality if cardinality >= 0 else None
+        self.openings = 1 if self.num_batches is None else 2
+        self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
+        self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
+        self._shuffles = shuffles(dataset)
+        self._opened = 0
+        self._iterator: Any = None  # the last that was opened, and its values
+        self._values: Iterator[Any] = iter(())
+        self._skipped = 0  # batches that its pipeline skips
+
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        self._open_at_epoch(epoch, skip)
+        return self._pieces(self._values)
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        # The pipeline must be the same for TensorFlow, up to how much it had skipped.
+        (skipped,) = _SKIPPED.unpack_from(state)
+        if not (epoch == 0 and self._opened and skipped == self._skipped):
+            self._open_at_epoch(epoch, skipped)
+        # Else it is open, by `peek`: opened once more, its shuffles would draw another seed, and so
+        # would all later epochs.
+        try:
+            set_state(self._iterator, state[_SKIPPED.size :])
+        except tf.errors.OpError as error:
+            raise CheckpointError(
+                "the tf.data pipeline is not the one that the checkpoint was made with, so that "
+                f"epoch {epoch + 1} cannot continue after batch {skip} with the remaining batches "
+                f"({error.message.splitlines()[0]}). checkpoint.iterators=false reads the "
+                "pipeline again up to there, in whatever order its shuffles are then."
+            ) from error
+        if _DRAWS not in state:
+            self._opened += 1  # see `state`
+        return self._pieces(self._values)
+
+    def state(self) -> bytes | None:
+        if self._iterator is None:
+            return None
+        state = state_of(self._iterator)
+        # Between two passes of an endless pipeline, its shuffle is missing for a moment.
+        end = time.monotonic() + _BETWEEN_PASSES
+        while state is not None and self._lacks_shuffle(state) and self.endless:
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.001)
+            state = state_of(self._iterator)
+        if state is None or self._lacks_shuffle(state):
+            return None
+        return _SKIPPED.pack(self._skipped) + state
+
+    def _lacks_shuffle(self, state: bytes) -> bool:
+        # Setting a state draws a seed from a shuffle, like opening, which its state takes back.
+        # Once all of an epoch is prefetched the state has no shuffle any more: setting it then
+        # counts as opening, if two iterators an epoch leave room for it.
+        return _DRAWS not in state and self._shuffles and self.openings == 1
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        # TensorFlow's threads cannot be paused; without Python they share no state with this one.
+        called = calls_python(self._dataset)
+        yield "its tf.data pipeline calls Python, in other threads meanwhile" if called else None
+
+    def _open_at_epoch(self, epoch: int, skip: int) -> None:
+        # Every iterator draws a seed from the pipeline's shuffles: the same epochs must see the
+        # same orders as in Model.fit.
+        wanted = self.openings * epoch
+        while self._opened < wanted and not self.endless:
+            iter(self._dataset)
+            self._opened += 1
+        self._opened += 1
+        self._iterator, self._values = elements(self._pipeline(skip))
+        self._skipped = skip
+
+    def _pieces(self, values: Iterator[Any]) -> Iterator[Piece]:
+        return self._cut_pieces(values) if self._cut else self._whole_pieces(values)
+
+    def _pipeline(self, skip: int) -> tf.data.Dataset:
+        dataset = self._dataset.skip(skip) if skip else self._dataset
+        if self._cut:
+            dataset = dataset.map(self._slice)
+        if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
+            dataset = dataset.prefetch(self._prefetch)
+        return dataset
+
+    def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:
+        """This replica's rows, and `[rows of the whole batch, digest of each leaf]`."""
+        # tf.data spreads tuples over the arguments, and nothing else.
+        batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+        rows = [rows_in_graph(leaf) for leaf in leaves]
+        facts = tf.stack([*rows, *(tensor_digest(leaf) for leaf in leaves)])
+        return tf.nest.map_structure(self._local_rows, batch), facts
+
+    def _local_rows(self, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return graph_slice(leaf, rows_in_graph(leaf), self._replica, self._replicas)
+
+    def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch, facts in iterator:
+            values = facts.numpy().tolist()
+            counts = values[: len(values) // 2]
+            if self._replicas > 1 and len(set(counts)) > 1:
+                leaves = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
+                names = [name for name, leaf in leaves if leaf is not None]
+                named = dict(zip(names, counts, strict=True))
+                raise not_examples(named, self._replica, self._replicas)
+            if counts[0]:
+                yield Piece(batch, counts[0], tuple(values[len(counts) :]))
+
+    def _whole_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch in iterator:
+            rows = count_rows(batch)
+            if rows:
+                yield Piece(batch, rows)
+
+
+def shuffles(dataset: tf.data.Dataset) -> bool:
+    """Return whether a pipeline shuffles."""
+    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+
+
+def calls_python(dataset: tf.data.Dataset) -> bool:
+    """Return whether a pipeline calls Python, as `from_generator` and `tf.py_function` do."""
+    graphs = (f.function.graph.as_graph_def() for f in dataset._functions())
+    return any(b"PyFunc" in graph.SerializeToString() for graph in graphs) or any(
+        map(calls_python, dataset._inputs())
+    )
+
+
+def _rank_known(spec: Any) -> bool:
+    return spec is None or spec.shape.rank is not None
+
+
+def _require_batches(spec: Any) -> None:
+    leaves = tf.nest.flatten(spec)
+    if isinstance(spec, tuple) and not 1 <= len(spec) <= 3:
+        raise DataError(
+            "a tf.data pipeline must yield x, (x,), (x, y) or (x, y, sample_weight), but yields "
+            f"tuples of {len(spec)}; wrap several inputs in a dict or an inner tuple"
+        )
+    if any(isinstance(leaf, tf.TensorSpec) and leaf.shape.rank == 0 for leaf in leaves):
+        raise DataError(
+            f"the tf.data pipeline yields single rows ({spec}), not batches; "
+            "end it with `.batch(batch_size)`"
+        )

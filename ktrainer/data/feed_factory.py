@@ -1,0 +1,239 @@
+"""Factory of feeds: chooses the one that fits the user's data and configuration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import tensorflow as tf
+
+from ktrainer.data.array_feed import ArrayFeed
+from ktrainer.data.batch_source import Source
+from ktrainer.data.data_agreement import call_on_all_ranks
+from ktrainer.data.data_arguments import kind_of, unpack_arrays
+from ktrainer.data.dataset_shards import first_batch_facts, hinted, shard_dataset
+from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.feed import Feed
+from ktrainer.data.generator_source import GeneratorSource, LoaderSource
+from ktrainer.data.per_replica_feed import PerReplicaFeed
+from ktrainer.data.pydataset_source import PyDatasetSource
+from ktrainer.data.replicated_feed import ReplicatedFeed
+from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.distributed.world import World
+from ktrainer.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from ktrainer.config import DataConfig
+
+
+def make_feed(
+    data: Any,
+    *,
+    world: World,
+    config: DataConfig,
+    training: bool,
+    order: ShuffleOrder | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    limit: int | float | None = None,
+    batches_per_epoch: int | None = None,
+    batch_size: int | None = None,
+    check: bool = True,
+) -> Feed:
+    """The feed for a user's data. Call it on all ranks together: they may exchange facts.
+
+    | data | `data.batch: global` | `data.batch: per_worker` |
+    |---|---|---|
+    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a replica |
+    | tf.data, PyDataset, generator | every rank runs it, takes its slice | the replica's own |
+
+    A rank is a replica, unless several hold one copy of the model together (`World.replica`): those
+    get the same batches, and `per_worker` data must be the same on them.
+
+    `data.shard: element | file` shards a tf.data pipeline instead: see
+    `ktrainer.data.dataset_shards`.
+    Only arrays are shuffled here, and only for training; without, the slices of a batch in the
+    order of ranks are the batch.
+
+    Args:
+        data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
+            array or a nested structure of them (a list is several inputs);
+            keras.utils.PyDataset; a torch DataLoader; a generator, another iterable, or a
+            function that returns one (or a Dataset).
+        world: all ranks.
+        config: the `data` section of the configuration.
+        training: shuffle arrays, let endless streams continue from epoch to epoch, honour
+            `data.drop_remainder`.
+        order: of arrays and PyDatasets, for training.
+        class_weight: class -> weight; as in `Model.fit`.
+        limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
+        batches_per_epoch: after so many the next epoch continues; instead of `limit`.
+        batch_size: instead of `config.batch_size`; arrays only.
+        check: compare what ranks see in every epoch, where they must see the same.
+
+    Raises:
+        DataError: data that cannot be trained on.
+        ConfigError: `data.shard` asks for what this kind of data cannot do.
+    """
+    settings = _Settings(
+        world,
+        config,
+        training,
+        order or ShuffleOrder(),
+        class_weight,
+        limit,
+        batches_per_epoch,
+        batch_size,
+        check,
+    )
+    ready = call_on_all_ranks(
+        world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind
+    )
+    feed = ready.make()
+    source = getattr(feed, "source", None)
+    if batches_per_epoch is not None and not (source is not None and source.endless):
+        if source is not None:
+            source.openings = 1
+        feed.continue_epochs(batches_per_epoch)
+    return feed
+
+
+class _Ready(NamedTuple):
+    """Data that has been opened: its kind, and a function that makes its feed."""
+
+    kind: str
+    make: Callable[[], Feed]
+
+
+class _Settings(NamedTuple):
+    world: World
+    config: DataConfig
+    training: bool
+    order: ShuffleOrder
+    class_weight: Mapping[int, float] | None
+    limit: int | float | None
+    batches_per_epoch: int | None
+    batch_size: int | None
+    check: bool
+
+    @property
+    def several(self) -> bool:
+        """True if there are several replicas, which train on different rows."""
+        return self.world.replicas > 1
+
+    def feed_maker(
+        self, source: Source, per_replica: bool, facts: dict[str, str] | None = None
+    ) -> Callable[[], Feed]:
+        """A function that makes the feed of a per-replica or replicated source."""
+        limit = self.batches_per_epoch if source.endless and self.batches_per_epoch else self.limit
+        world, training = self.world, self.training
+        if per_replica:
+            return lambda: PerReplicaFeed(
+                source, world=world, limit=limit, training=training, facts=facts
+            )
+        return lambda: ReplicatedFeed(
+            source, world=world, limit=limit, training=training, check=self.check
+        )
+
+
+def _prepare(data: Any, settings: _Settings) -> _Ready:
+    """Open the data: runs the user's code, exchanges nothing."""
+    kind = kind_of(data)
+    make = _called(data, kind)
+    if make is not None:
+        made = make()
+        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
+    if isinstance(data, tf.data.Dataset):
+        return _Ready("tf.data.Dataset", _from_dataset(data, settings))
+    if kind == "arrays":
+        feed = _from_arrays(data, settings)
+        return _Ready(kind, lambda: feed)
+    return _Ready(kind, _from_python(data, settings))
+
+
+def _called(data: Any, kind: str) -> Callable[[], Any] | None:
+    """The function that returns the data of each epoch, if there is one."""
+    if kind != "generator" or hasattr(data, "__next__"):
+        return None
+    return data if callable(data) else lambda: iter(data)  # an iterable is as good as a function
+
+
+def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
+    """`make`, with the result that exists already at the first call."""
+    results = itertools.chain([made], iter(make, object()))
+    return lambda: next(results)
+
+
+def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[], Feed]:
+    config, world = settings.config, settings.world
+    cut = config.shard == "element" and hinted(dataset)  # runs only once it is cut, even for one
+    sharded = settings.several and config.shard != "batch"
+    per_replica = sharded or (settings.several and config.batch == "per_worker")
+    facts: dict[str, str] = {}
+    if sharded and config.shard == "element" and not cut and settings.check:
+        facts = first_batch_facts(dataset)
+    if sharded or cut:
+        rebatch = config.batch == "global"
+        dataset = shard_dataset(dataset, world=world, by=config.shard, rebatch=rebatch)
+    source = DatasetSource(
+        dataset,
+        world=world,
+        sliced=not per_replica,
+        class_weight=settings.class_weight,
+        prefetch=config.prefetch,
+    )
+    return settings.feed_maker(source, per_replica, facts)
+
+
+_SOURCES: dict[str, Callable[..., Source]] = {
+    "PyDataset": PyDatasetSource,
+    "torch DataLoader": LoaderSource,
+    "generator": GeneratorSource,
+}
+
+
+def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
+    config = settings.config
+    if config.shard != "batch" and settings.several:
+        raise ConfigError(
+            f"a {type(data).__name__} cannot be sharded; only tf.data pipelines can. "
+            "Set data.shard=batch (and no backend.auto_shard), or give each rank data of its own "
+            "and set data.batch=per_worker",
+            path="data.shard",
+            value=config.shard,
+        )
+    per_replica = settings.several and config.batch == "per_worker"
+    source = _SOURCES[kind_of(data)](
+        data,
+        world=settings.world,
+        sliced=not per_replica,
+        class_weight=settings.class_weight,
+        prefetch=max(1, config.prefetch),
+    )
+    make = settings.feed_maker(source, per_replica)
+    if not (settings.training and config.shuffle and isinstance(source, PyDatasetSource)):
+        return make
+    return lambda: _shuffled(make(), settings.order)
+
+
+def _shuffled(feed: Feed, order: ShuffleOrder) -> Feed:
+    feed.set_shuffle_order(order)
+    return feed
+
+
+def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
+    config, training = settings.config, settings.training
+    batch_size = settings.batch_size or config.batch_size
+    if batch_size < 1:
+        raise DataError(f"a batch needs at least one row, not {batch_size}")
+    per_worker = config.batch == "per_worker"
+    return ArrayFeed(
+        unpack_arrays(data, settings.class_weight),
+        world=settings.world,
+        global_batch=batch_size * (settings.world.replicas if per_worker else 1),
+        shuffle=config.shuffle if training else False,
+        order=settings.order,
+        limit=settings.limit,
+        drop_remainder=training and config.drop_remainder,
+        prefetch=config.prefetch,
+    )

@@ -1,0 +1,179 @@
+"""`keras.utils.PyDataset` as a source, its items made by the threads or processes it asks for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from ktrainer.data.batch_source import Piece
+from ktrainer.data.python_source import SAMPLES, PythonSource
+from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.errors import DataError
+
+_dataset: Any = None  # of this worker process
+
+
+class PyDatasetSource(PythonSource):
+    """The batches of a `keras.utils.PyDataset`.
+
+    `workers`, `use_multiprocessing` and `max_queue_size` are honoured; `on_epoch_begin` and
+    `on_epoch_end` are called as `Model.fit` calls them (which calls `on_epoch_end` once more
+    before the first epoch, and before each validation). A resumed run calls them for the epochs
+    that it skips, so that a dataset which reorders itself there is where it was.
+    """
+
+    def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
+        super().__init__(**options)
+        self.dataset = dataset
+        self.num_batches = dataset.num_batches
+        self.endless = self.infinite = self.indexed = self.num_batches is None
+        if self.num_batches == 0:
+            return
+        count = SAMPLES if self.num_batches is None else min(SAMPLES, self.num_batches)
+        self._learn(dataset[i] for i in range(count))
+        self._epochs_begun = 0
+        self._reset = False
+        self._order: ShuffleOrder | None = None
+        self._drawn: list[int] = []  # the order of the newest epoch
+        self._draws = 0
+
+    def shuffle(self, order: ShuffleOrder) -> bool:
+        # As Model.fit does, which draws from Python's `random`.
+        if not self.num_batches:
+            return False
+        self._order = order
+        if order.drawn is not None:
+            self._draw_again(*order.drawn)
+        return True
+
+    @property
+    def order(self) -> ShuffleOrder | None:
+        return self._order
+
+    def _draw_again(self, epoch: int, state: Any) -> None:
+        """Restore the order of an epoch, and `random` as it was then; on all ranks, since some may
+        be new, and some have used it since."""
+        random.setstate(state)
+        self._draws = epoch
+        self._indices(epoch)
+
+    def state(self) -> bytes | None:
+        drawn = None if self._order is None else self._order.drawn
+        return None if drawn is None else json.dumps(drawn[1]).encode()
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        version, words, gauss = json.loads(state)
+        self._draw_again(epoch, (version, tuple(words), gauss))
+        return self.open(epoch, skip)
+
+    def _indices(self, epoch: int) -> Sequence[int]:
+        """The batches to draw, in order."""
+        stop = self.dataset.num_batches
+        if self._order is None or not self._order.keras:
+            order = None if self._order is None else self._order.rows(epoch, stop, 1, False)
+            return range(stop) if order is None else order.tolist()
+        while self._draws <= epoch:  # those of skipped epochs too: the next ones follow them
+            self._order = self._order._replace(drawn=(self._draws, random.getstate()))
+            self._drawn = list(range(stop))
+            random.shuffle(self._drawn)
+            self._draws += 1
+        return self._drawn
+
+    def _tuple(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return batch
+        if isinstance(batch, np.ndarray):
+            return (batch,)
+        batch = tuple(batch) if isinstance(batch, list) else batch
+        if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
+            raise DataError(
+                "PyDataset.__getitem__ must return a dict, (x,), (x, y) or (x, y, sample_weight), "
+                f"not {type(batch).__name__}: {str(batch)[:80]}"
+            )
+        return batch
+
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        if self.num_batches == 0:
+            return
+        self._begin(epoch)
+        try:
+            endless = self.dataset.num_batches is None
+            indices = itertools.count(skip) if endless else iter(self._indices(epoch)[skip:])
+            with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
+                yield from pieces
+        finally:
+            self.dataset.on_epoch_end()
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        with super().paused(timeout) as problem:
+            if self.dataset.workers > 1 and not self.dataset.use_multiprocessing:
+                problem = "several threads of its PyDataset make batches meanwhile"
+            yield problem
+
+    def _begin(self, epoch: int) -> None:
+        if not self._reset or epoch < self._epochs_begun:  # validation opens the same one again
+            self._reset = True
+            self.dataset.on_epoch_end()
+        while self._epochs_begun < epoch:
+            self.dataset.on_epoch_begin()
+            self.dataset.on_epoch_end()
+            self._epochs_begun += 1
+        self._epochs_begun += 1
+        self.dataset.on_epoch_begin()
+
+
+def ordered_items(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Iterator[Any]:
+    """`dataset[i]` for each index, with the workers that the dataset was made with.
+
+    Unlike Keras' own pool, a worker process that fails raises an error here, and does not hang.
+    """
+    workers, processes = dataset.workers, dataset.use_multiprocessing
+    if workers <= 1 and not (processes and workers > 0):
+        return _plain(dataset, indices)
+    executor: Executor
+    if processes:
+        executor = ProcessPoolExecutor(workers, initializer=_start, initargs=(dataset,))
+    else:
+        executor = ThreadPoolExecutor(workers, "ktrainer-feed-worker")
+    job: Any = _item if processes else dataset.__getitem__
+    ahead = max(workers, dataset.max_queue_size)
+    # Submitted here, in the caller's thread: a fork from a busy background thread is riskier.
+    waiting = deque(executor.submit(job, i) for i in itertools.islice(indices, ahead))
+    return _pooled(executor, job, indices, waiting)
+
+
+def _plain(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Iterator[Any]:
+    for index in indices:
+        yield dataset[index]
+
+
+def _pooled(
+    executor: Executor, job: Any, indices: Iterator[int], waiting: deque[Future[Any]]
+) -> Iterator[Any]:
+    try:
+        while waiting:
+            item = waiting.popleft().result()
+            for index in itertools.islice(indices, 1):
+                waiting.append(executor.submit(job, index))
+            yield item
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _start(dataset: Any) -> None:
+    global _dataset
+    _dataset = dataset
+
+
+def _item(index: int) -> Any:
+    return _dataset[index]

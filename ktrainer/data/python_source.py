@@ -1,0 +1,130 @@
+"""Base of sources whose batches are made by Python code."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, cast
+
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.data.batch_source import (
+    Piece,
+    Source,
+    compared,
+    slicing,
+)
+from ktrainer.data.batch_specs import require_same_structure, spec_of, widen
+from ktrainer.data.data_arguments import class_weights, lists_to_tuples
+from ktrainer.data.data_digests import batch_digest
+from ktrainer.data.local_batch import count_rows, take_slice
+from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.distributed.world import World
+from ktrainer.errors import DataError
+
+SAMPLES = 2  # as Keras: dimensions that differ between two batches become variable
+
+
+class PythonSource(Source):
+    """Base of PyDatasets and generators: batches are standardised, sliced and prefetched.
+
+    Args:
+        world: this process's replica in it takes the slice.
+        sliced: whether all ranks run the same code and each replica takes its slice.
+        class_weight: class -> weight, turned into sample weights.
+        prefetch: batches kept ready by a background thread; at least 1.
+    """
+
+    checked = False
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        sliced: bool,
+        class_weight: Mapping[int, float] | None,
+        prefetch: int,
+    ) -> None:
+        self._replica, self._replicas = slicing(world, sliced)
+        self._cut = compared(world, sliced)
+        self._class_weight, self._prefetch = class_weight, prefetch
+        self._prefetcher: Prefetcher | None = None
+        self._dtypes: list[Any] | None = None
+
+    def _learn(self, batches: Iterable[Any]) -> None:
+        """Take `spec` from the first batches."""
+        for batch in batches:
+            spec = spec_of(self._standard(batch))
+            self.spec = spec if self.spec is None else widen(self.spec, spec)
+        if self.spec is not None:
+            leaves = tf.nest.flatten(self.spec)
+            self._dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+
+    def _standard(self, batch: Any) -> Any:
+        """A user's batch as a tuple or dict of arrays and tensors, dtypes as in `spec`."""
+        batch = lists_to_tuples(self._tuple(batch))
+        if self._class_weight is not None and isinstance(batch, tuple):
+            if len(batch) == 3:
+                raise DataError(
+                    "class_weight and sample weights exclude each other; give one of them"
+                )
+            if len(batch) == 2:
+                batch = (*batch, class_weights(batch[1], self._class_weight))
+        leaves = tf.nest.flatten(batch)
+        dtypes = self._dtypes or [None] * len(leaves)
+        if self._dtypes is not None:
+            require_same_structure(self.spec, batch)
+        leaves = [_array(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        return tf.nest.pack_sequence_as(batch, leaves)
+
+    @abstractmethod
+    def _tuple(self, batch: Any) -> Any:
+        """Check the outer structure of a user's batch."""
+
+    def _pieces(self, batches: Iterator[Any]) -> Iterator[Piece]:
+        with closing(cast(Any, batches)):
+            for batch in batches:
+                whole = self._standard(batch)
+                rows = count_rows(whole)
+                if not rows:
+                    continue
+                if not self._cut:
+                    yield Piece(whole, rows)
+                    continue
+                digests = tuple(batch_digest(leaf) for leaf in tf.nest.flatten(whole))
+                mine = take_slice(whole, rows, self._replica, self._replicas)
+                yield Piece(mine, rows, digests)
+
+    def _ahead(self, batches: Iterator[Any], name: str) -> Prefetcher:
+        self.close()
+        self._prefetcher = Prefetcher(self._pieces(batches), self._prefetch, name)
+        return self._prefetcher
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        if self._prefetcher is None:
+            yield None
+            return
+        with self._prefetcher.paused(timeout) as rests:
+            yield None if rests else f"a batch of its data takes more than {timeout:g} s to make"
+
+    def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+
+
+def _array(leaf: Any, dtype: tf.DType | None) -> Any:
+    """A leaf of a user's batch as a tensor or a NumPy array."""
+    if leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        return leaf
+    if isinstance(leaf, (tf.Tensor, tf.Variable)):
+        return leaf if dtype in (None, leaf.dtype) else tf.cast(leaf, dtype)
+    array = np.asarray(leaf)
+    if array.ndim == 0:
+        raise DataError(f"a batch holds a single number ({leaf!r}) where rows are expected")
+    if array.dtype.kind in "OUS":
+        return tf.convert_to_tensor(array, tf.string)
+    return array if dtype is None else array.astype(dtype.as_numpy_dtype, copy=False)

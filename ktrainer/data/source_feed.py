@@ -1,0 +1,183 @@
+"""Feeds over a source, and the cursor that says where they stand in it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ktrainer.data.batch_source import Piece, Source
+from ktrainer.data.data_agreement import agreed_spec
+from ktrainer.data.feed import Feed, limited
+from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.distributed.world import World
+
+_POSITION = struct.Struct("<qq")  # what a state begins with: epoch and batches taken
+
+
+class SourceFeed(Feed):
+    """Local batches of a source; the base of per-replica and replicated feeds.
+
+    Args:
+        source: where the batches come from.
+        world: the ranks that are fed.
+        training: an endless source continues from epoch to epoch, instead of starting over.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        world: World,
+        limit: int | float | None,
+        training: bool,
+        source_batches: int | None,
+    ) -> None:
+        self.source, self.world = source, world
+        self.spec = agreed_spec(world, source.spec)
+        self.source_batches = source_batches
+        self.num_batches = self.pass_batches = limited(source_batches, limit)
+        self._cursor = Cursor(source, limit=self.num_batches, restart=not training)
+
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:
+        if self.source.shuffle(order):
+            self._cursor.drop_peeked()
+            self.shuffle_order = self.source.order
+
+    def pass_state(self, inside_pass: bool) -> bytes | None:
+        return self._cursor.state(inside_pass)
+
+    def resume_from(self, state: bytes) -> None:
+        self._cursor.resume_from(state)
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[str | None]:
+        with self.source.paused(timeout) as problem:
+            yield problem
+
+    def close(self) -> None:
+        super().close()
+        self._cursor.close()
+
+
+class Cursor:
+    """The position in a source: opens it there, continues an endless one, returns peeked batches.
+
+    Args:
+        source: where the batches come from.
+        limit: batches an epoch of an endless source, if set.
+        restart: whether every epoch of an endless source that can be reopened starts at its
+            beginning (evaluation), instead of continuing (training).
+    """
+
+    def __init__(self, source: Source, *, limit: int | None, restart: bool) -> None:
+        self.source, self._limit, self._restart = source, limit, restart
+        self._live: Iterator[Piece] | None = None
+        self._epoch = self._position = 0  # batches taken of that epoch, or of an endless stream
+        self._peeked: tuple[Piece | None, Iterator[Piece]] | None = None
+        self._known: tuple[int, int, bytes] | None = None  # a position, and the source's state
+
+    def state(self, inside_epoch: bool) -> bytes | None:
+        """The position, if the source knows more of it than the number of batches taken.
+
+        Args:
+            inside_epoch: whether an epoch is under way; between two, only an endless stream has a
+                position.
+        """
+        if not (self._position and (inside_epoch or self.source.endless)):
+            return None
+        state = self.source.state()
+        return None if state is None else _POSITION.pack(self._epoch, self._position) + state
+
+    def resume_from(self, state: bytes) -> None:
+        """Start from `state` at the next `start`, if it is at the same position."""
+        self._known = *_POSITION.unpack_from(state), state[_POSITION.size :]
+
+    def peek(self) -> Piece | None:
+        """The very first batch that epoch 0 will give, or None if there is none."""
+        if self._peeked is None:
+            pieces = self.source.open(0, 0)
+            self._peeked = next(pieces, None), pieces
+        return self._peeked[0]
+
+    def start(self, epoch: int, skip: int) -> Iterator[Piece]:
+        """The batches of `epoch` after the first `skip`; an endless source has no end of epoch."""
+        source, position = self.source, skip
+        if source.endless and epoch and not self._restart:
+            position = skip + epoch * self._limit if self._limit else self._position
+        stream = source.endless and not source.indexed
+        known, self._known = self._known, None
+        if known is not None and known[:2] == (0 if stream else epoch, position):
+            pieces = self._reopen(*known)
+            self._live = pieces if stream else None
+        elif stream:
+            pieces = self._seek(position)
+        elif epoch == 0 and (position == 0 or (source.reorders and self._peeked is not None)):
+            # Not opened once more: a shuffle would draw another order.
+            pieces = self._take_peeked()
+            for _ in range(position):
+                next(pieces, None)
+        else:
+            pieces = self._reopen(epoch, position)
+        self._epoch, self._position = 0 if stream else epoch, position
+        return self._counted(pieces, keep_open=stream)
+
+    def _take_peeked(self) -> Iterator[Piece]:
+        if self._peeked is None:
+            return self.source.open(0, 0)
+        (first, rest), self._peeked = self._peeked, None
+        return _put_back(first, rest)
+
+    def _reopen(self, epoch: int, skip: int, state: bytes | None = None) -> Iterator[Piece]:
+        self.drop_peeked()
+        if state is not None:
+            return self.source.open_at(epoch, skip, state)
+        return self.source.open(epoch, skip)
+
+    def _seek(self, position: int) -> Iterator[Piece]:
+        if self._live is None and (position == 0 or not self.source.reopens):
+            self._live, self._position = self._take_peeked(), 0
+        elif self._live is None or (position < self._position and self.source.reopens):
+            _close(self._live)
+            self._live, self._position = self._reopen(0, position), position
+        while self._position < position and next(self._live, None) is not None:
+            self._position += 1
+        return self._live
+
+    def _counted(self, pieces: Iterator[Piece], keep_open: bool) -> Iterator[Piece]:
+        # A stream stays open when this is closed: the next epoch continues it.
+        try:
+            for piece in pieces:
+                self._position += 1
+                yield piece
+        finally:
+            if not keep_open:
+                _close(pieces)
+
+    def drop_peeked(self) -> None:
+        """Open the source again, as after a change of its order."""
+        if self._peeked is not None:
+            _close(self._peeked[1])
+            self._peeked = None
+
+    def close(self) -> None:
+        """Close the source."""
+        self.drop_peeked()
+        _close(self._live)
+        self._live = None
+        self.source.close()
+
+
+def _put_back(first: Piece | None, rest: Iterator[Piece]) -> Iterator[Piece]:
+    try:
+        if first is not None:
+            yield first
+            yield from rest
+    finally:
+        _close(rest)
+
+
+def _close(iterator: Iterator[Piece] | None) -> None:
+    close = getattr(iterator, "close", None)
+    if close is not None:
+        close()

@@ -1,0 +1,26 @@
+"""Worlds and collectives: rank and size, host messages, sums of gradients.
+
+launcher_detection.py   detects the launcher, and opens the world that fits it
+world.py                the interface of all worlds: `World`
+mpi_world.py, elastic_world.py, horovod_world.py, cluster_world.py    the worlds
+mpi_communicator.py, array_transfer.py, mpi_chunks.py   messages and arrays between ranks
+rank_layout.py          the grid of partitions and replicas
+collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
+mpi_gradients.py, horovod_gradients.py    sum gradients; gradient_buffers.py: host memory for it
+deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
+elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join
+launcher_events.py, restart_records.py         events for the launcher; records over restarts
+loopback_sockets.py     keeps sockets of libraries on loopback
+"""
+
+from __future__ import annotations
+
+from ktrainer.distributed.launcher_detection import (
+    barrier,
+    current_world,
+    is_open,
+    open_world,
+)
+from ktrainer.distributed.world import ReduceOp, SingleWorld, World
+
+__all__ = ["ReduceOp", "SingleWorld", "World", "barrier", "current_world", "is_open", "open_world"]

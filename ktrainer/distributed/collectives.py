@@ -1,0 +1,153 @@
+"""Abstract collectives on gradients: sums of tensors over ranks, inside a compiled step.
+
+All gradients go through here; host messages go out of band through `World`. Two operations are
+enough for data parallelism:
+
+    reduce(gradients, weight)   sum over ranks of weight * gradient, once a step, fused
+    sum(vector)                 sum over ranks of a few numbers, in the forward pass
+
+Both are called while a step is traced, by every rank in the same order. `InOrder` chains them
+by control dependencies, so that every rank also *executes* them in that order; without it two
+ranks could each wait in a different collective.
+
+A pipeline has its gradients in arrays between the compiled passes, and no memory to copy them: it
+calls `reduce_in_place(arrays, weight)`, which runs at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.distributed.gradient_buffers import reduce_in_pieces
+
+Gradient = Any  # tf.Tensor | tf.IndexedSlices
+
+
+class InOrder:
+    """Runs collectives one after another in the order in which they were traced."""
+
+    def __init__(self) -> None:
+        self._last: list[tf.Operation] = []
+        self._numbered = 0
+
+    def number(self) -> int:
+        """The number of a collective in this trace, from 1; the same on every rank, however often
+        each of them has traced a step before."""
+        self._numbered += 1
+        return self._numbered
+
+    def __call__(self, collective: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+        """The outputs of `collective`, which starts only after the one before has ended."""
+        if tf.executing_eagerly():
+            return collective()
+        with tf.control_dependencies(self._last):
+            outputs = collective()
+        self._last = [outputs[0].op]
+        return outputs
+
+    def after_all(self, tensors: Sequence[Any]) -> list[Any]:
+        """`tensors`, available only once all collectives so far have ended."""
+        if tf.executing_eagerly():
+            return list(tensors)
+        with tf.control_dependencies(self._last):
+            return [tf.identity(tensor) for tensor in tensors]
+
+
+class GradientCollectives(ABC):
+    """Sums over ranks that a compiled step can contain.
+
+    Attributes:
+        name: the engine's name.
+        size: how many ranks are summed over.
+        seconds: time spent waiting in collectives so far; None if the engine does not know.
+        error: the exception that ended the last collective.
+        atomic: hand out no reduced gradient before all of them are there, so that an update is
+            applied whole or, if a collective fails, not at all.
+        sparse_as_dense: IndexedSlices are turned into dense tensors before they are reduced.
+    """
+
+    name: str
+    size: int = 1
+    seconds: float | None = 0.0
+    error: BaseException | None = None
+    atomic: bool = False
+    sparse_as_dense: bool = False
+
+    @abstractmethod
+    def reduce(
+        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+    ) -> list[Gradient]:
+        """Sum over ranks of `weight * gradient`, for each gradient.
+
+        Args:
+            gradients: tensors or IndexedSlices; the same shapes and dtypes on every rank (the
+                slices of an IndexedSlices may differ in number).
+            weight: float64 scalar of this rank. If it is 0 the gradients are ignored, so that a
+                NaN in them does no harm.
+            order: runs this step's collectives one after another.
+
+        Returns:
+            Reduced gradients of the same kinds, shapes and dtypes, bitwise equal on all ranks.
+        """
+
+    def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
+        """Replace each array by the sum over ranks of `weight * array`, at once.
+
+        It takes little memory, however large the arrays are. Of two ranks the sums have the bits
+        that `reduce` gives; of more these depend on the order in which the engine adds. They are
+        equal on all ranks.
+
+        Args:
+            arrays: contiguous dense gradients in host memory; the same shapes and dtypes on every
+                rank.
+            weight: as in `reduce`.
+        """
+        order, factor = InOrder(), tf.constant(weight, tf.float64)
+
+        def start(array: np.ndarray) -> None:
+            (total,) = self.reduce([tf.convert_to_tensor(array)], factor, order)
+            array[:] = total.numpy()
+
+        reduce_in_pieces(arrays, start, lambda done: None)
+
+    @abstractmethod
+    def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        """Sum over ranks of a tensor of the same shape and dtype on every rank."""
+
+    def rank_and_size(self, rank: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """This rank's index among the ranks that are summed over, and their number, as int32.
+
+        Args:
+            rank: its index when the step was made.
+        """
+        return tf.cast(rank, tf.int32), tf.constant(self.size, tf.int32)
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        """The cause of an `error` that TensorFlow raised in a step, if it was a collective.
+
+        TensorFlow turns exceptions in collectives into errors of its own; this returns the
+        original, once.
+        """
+        cause, self.error = self.error, None
+        return cause
+
+    def close(self) -> None:  # noqa: B027 - not every engine holds something
+        """Release communicators and buffers."""
+
+
+def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
+    """`weight * gradient`, which is 0 where the weight is 0, whatever the gradient."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weighted(gradient.values, weight)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def densified(gradient: Gradient) -> tf.Tensor:
+    """A dense tensor, repeated indices of an IndexedSlices summed."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -1,0 +1,146 @@
+"""Keep listening sockets that a library has opened on all interfaces on the loopback interface.
+
+TensorFlow and MPI have no setting for that: they ask for "0.0.0.0". So the socket is replaced,
+under the same descriptor, by one on 127.0.0.1 (or ::1):
+
+    the old socket listens, and is in the library's epoll instance with some data
+    a new one listens on 127.0.0.1 and the same port, beside it (SO_REUSEPORT)
+    dup2 puts the new one in the place of the old one, which closes with its place in epoll
+    the new one enters epoll with the same data, and the library notices nothing
+
+One of the two listens at every moment. Linux lists what is in an epoll instance, with its data, in
+/proc/self/fdinfo.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import socket
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import psutil
+
+_WILDCARDS = ("0.0.0.0", "::")
+_BACKLOG = 4096
+_EPOLL_CTL_ADD = 1
+_ENTRY = re.compile(r"^tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)", re.MULTILINE)
+
+
+class ListeningSocket(NamedTuple):
+    """A socket of this process that listens on all interfaces."""
+
+    descriptor: int
+    port: int
+
+
+class _Watched(NamedTuple):
+    """An entry of an epoll instance."""
+
+    instance: int
+    events: int
+    data: int
+
+
+class _Event(ctypes.Structure):
+    """`struct epoll_event`, which is packed on x86 and nowhere else."""
+
+    _pack_ = 1 if os.uname().machine == "x86_64" else 0
+    _fields_ = [("events", ctypes.c_uint32), ("data", ctypes.c_uint64)]
+
+
+def on_all_interfaces() -> list[ListeningSocket]:
+    """The sockets of this process that listen on all interfaces."""
+    return [
+        ListeningSocket(c.fd, c.laddr.port)
+        for c in psutil.Process().net_connections("inet")
+        if c.status == psutil.CONN_LISTEN and c.laddr.ip in _WILDCARDS
+    ]
+
+
+def narrow_at(ports: Container[int]) -> bool:
+    """Move what listens at these ports on all interfaces to loopback.
+
+    Returns:
+        Whether that succeeded. The system does not allow it while an incoming connection has not
+        been accepted by the library.
+    """
+    try:
+        moved = [narrow(each) for each in on_all_interfaces() if each.port in ports]
+    except (OSError, psutil.Error):
+        return False
+    return all(moved)
+
+
+def narrow(listener: ListeningSocket) -> bool:
+    """Move a socket that is watched by epoll to the loopback interface.
+
+    Returns:
+        Whether it was moved: False if it is not watched.
+
+    Raises:
+        OSError: the system does not allow it; everything is as it was.
+    """
+    watched = _watched(listener.descriptor)
+    if watched is None:
+        return False
+    _exchange(listener, watched)
+    return True
+
+
+def _watched(descriptor: int) -> _Watched | None:
+    """The entry of a descriptor in an epoll instance of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
+                continue
+            with open(f"/proc/self/fdinfo/{name}") as file:
+                for number, events, data in _ENTRY.findall(file.read()):
+                    if int(number) == descriptor:
+                        return _Watched(int(name), int(events, 16), int(data, 16))
+    return None
+
+
+def _exchange(listener: ListeningSocket, watched: _Watched) -> None:
+    descriptor = listener.descriptor
+    with socket.socket(fileno=os.dup(descriptor)) as old, socket.socket(old.family) as new:
+        for shared in _at_port(listener.port):  # connections that came in keep the port, too
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            shared.close()
+        for level, option in (
+            (socket.SOL_SOCKET, socket.SO_REUSEADDR),
+            (socket.SOL_SOCKET, socket.SO_REUSEPORT),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE),  # this and the rest go to each connection
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+        ):
+            new.setsockopt(level, option, old.getsockopt(level, option))
+        new.bind((_loopback(old, new), listener.port))
+        new.setblocking(os.get_blocking(descriptor))
+        new.listen(_BACKLOG)
+        os.dup2(new.fileno(), descriptor, inheritable=False)
+        event = _Event(watched.events, watched.data)
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.epoll_ctl(watched.instance, _EPOLL_CTL_ADD, descriptor, ctypes.byref(event)) != 0:
+            error = ctypes.get_errno()
+            os.dup2(old.fileno(), descriptor, inheritable=False)  # which is in epoll still
+            raise OSError(error, os.strerror(error))
+
+
+def _at_port(port: int) -> Iterator[socket.socket]:
+    """Duplicates of this process's sockets at a port."""
+    for c in psutil.Process().net_connections("inet"):
+        if c.fd >= 0 and c.laddr and c.laddr.port == port:
+            yield socket.socket(fileno=os.dup(c.fd))
+
+
+def _loopback(old: socket.socket, new: socket.socket) -> str:
+    """The loopback address for `new`: of the versions of IP that `old` accepts."""
+    if old.family != socket.AF_INET6:
+        return "127.0.0.1"
+    alone = old.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    new.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, alone)
+    return "::1" if alone else "::ffff:127.0.0.1"

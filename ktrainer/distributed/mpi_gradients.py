@@ -1,0 +1,292 @@
+"""Gradients over plain MPI: fused buckets through mpi4py, nothing compiled.
+
+Dense gradients are packed, already weighted, into buckets of at most `bucket_mb`, in the
+reverse order of the variables, which is about the order in which the backward pass finishes
+them; each bucket is one all-reduce that starts as soon as its last gradient is there.
+
+16-bit gradients, and all floats under `compression="fp16"`, cross the wire as 16 bits and are
+added up in float32: each rank sums one segment of the bucket and sends the sum to the others
+(a reduce-scatter followed by an all-gather).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from mpi4py import MPI
+
+from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
+from ktrainer.distributed.elastic_world import ElasticWorld
+from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
+from ktrainer.distributed.mpi_communicator import MpiComm, free
+
+_HALVES = (tf.float16, tf.bfloat16)
+
+
+class MpiGradients(GradientCollectives):
+    """Sums gradients over the ranks of `world`.
+
+    Args:
+        world: the processes, or a group of them; gradients use a communicator of their own.
+        bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own).
+        compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
+        sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
+            their rows are gathered from all ranks.
+    """
+
+    name = "mpi"
+    seconds: float = 0.0
+
+    def __init__(
+        self,
+        world: MpiComm,
+        bucket_mb: float = 25.0,
+        compression: str = "none",
+        sparse_as_dense: bool = False,
+    ) -> None:
+        self.world = world
+        self.open()
+        if isinstance(world, ElasticWorld):
+            self.atomic = True
+            world.on_change.append(self.open)
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self._fp16 = compression == "fp16"
+        self.sparse_as_dense = sparse_as_dense
+
+    def open(self) -> None:
+        """Duplicate the world's communicator; again when its ranks have changed."""
+        self._comm = self.world.duplicate()
+        self.size = self._comm.size
+
+    def reduce(
+        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+    ) -> list[Gradient]:
+        gradients = [tf.convert_to_tensor(g) if self.sparse_as_dense else g for g in gradients]
+        reduced: list[Gradient] = list(gradients)
+        for bucket in self._buckets(gradients):
+            parts = [gradients[i] for i in bucket]
+            call = self._bucket_function(parts)
+            outputs = order(partial(_numpy_function, call, [weight, *parts], parts[0].dtype))
+            for i, output in zip(bucket, outputs, strict=True):
+                reduced[i] = tf.ensure_shape(output, gradients[i].shape)
+        for i, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                reduced[i] = self._reduce_slices(gradient, weight, order)
+        return reduced
+
+    def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        narrow = vector.dtype if vector.dtype in _HALVES else None
+        vector = tf.cast(vector, tf.float32) if narrow else vector
+        call = self._timed(self._sum_array)
+        (total,) = order(partial(_numpy_function, call, [vector], vector.dtype))
+        total = tf.ensure_shape(total, vector.shape)
+        return tf.cast(total, narrow) if narrow else total
+
+    def rank_and_size(self, rank: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if not self.atomic:
+            return super().rank_and_size(rank)
+
+        def now() -> np.ndarray:  # the step is not compiled again when ranks change
+            return np.array([self._comm.rank, self._comm.size], np.int32)
+
+        found = tf.ensure_shape(tf.numpy_function(now, [], tf.int32, stateful=True), [2])
+        return found[0], found[1]
+
+    def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
+        whole = [array for array in arrays if self._wire_of(array.dtype) is None]
+        halves = [array for array in arrays if self._wire_of(array.dtype) is not None]
+        for array in whole:
+            if weight == 0:
+                array.fill(0)
+            elif weight != 1:
+                np.multiply(array, array.dtype.type(weight), out=array)
+        wait = partial(self.world.wait, what="all-reduce of gradients")
+        self._timed(reduce_in_pieces)(whole, self._start_in_place, wait)
+        halve = partial(self._halves_in_place, np.array(weight))
+        self._timed(reduce_in_pieces)(halves, halve, lambda done: None)
+
+    def close(self) -> None:
+        if isinstance(self.world, ElasticWorld) and self.open in self.world.on_change:
+            self.world.on_change.remove(self.open)
+        free(self._comm, self.world)
+
+    def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
+        """Indices of dense gradients, grouped by dtype and size, last variable first."""
+        buckets: list[list[int]] = []
+        open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
+        for i in reversed(range(len(gradients))):
+            gradient = gradients[i]
+            if isinstance(gradient, tf.IndexedSlices):
+                continue
+            nbytes = (gradient.shape.num_elements() or 0) * gradient.dtype.size
+            bucket, filled = open_bucket.get(gradient.dtype, ([], 0))
+            if bucket and filled + nbytes > self._bucket_bytes:
+                bucket, filled = [], 0
+            if not bucket:
+                buckets.append(bucket)
+            bucket.append(i)
+            open_bucket[gradient.dtype] = (bucket, filled + nbytes)
+        return buckets
+
+    def _bucket_function(self, parts: Sequence[tf.Tensor]) -> Callable[..., list[np.ndarray]]:
+        """The host function that reduces one bucket; it owns the bucket's buffers."""
+        dtype = parts[0].dtype
+        wire = self._wire_of(dtype)
+        if wire is not None:
+            return self._timed(partial(self._reduce_halves, wire))
+        sizes = [part.shape.num_elements() for part in parts]
+        if None in sizes:
+            raise ValueError(f"gradients must have static shapes, got {[p.shape for p in parts]}")
+        itemsize = dtype.size
+        starts = offsets(sizes, itemsize)
+        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
+        send = BufferPool(starts[-1], numpy_dtype)
+        receive = BufferPool(starts[-1], numpy_dtype)
+        return self._timed(partial(self._reduce_bucket, send, receive, starts))
+
+    def _wire_of(self, dtype: Any) -> np.dtype | None:
+        """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
+        dtype = tf.as_dtype(dtype)
+        if dtype in _HALVES or (self._fp16 and dtype.is_floating):
+            return np.dtype((dtype if dtype in _HALVES else tf.float16).as_numpy_dtype)
+        return None
+
+    def _start_in_place(self, array: np.ndarray) -> Any:
+        return self._comm.Iallreduce(MPI.IN_PLACE, array)
+
+    def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
+        wire = self._wire_of(array.dtype)
+        assert wire is not None
+        (array[:],) = self._reduce_halves(wire, weight, array)
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with its time added to `seconds` and its exception kept in `error`."""
+
+        def timed(*arrays: np.ndarray) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arrays)
+            except BaseException as error:
+                self.error = error
+                raise
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return timed
+
+    def _reduce_bucket(
+        self,
+        send: BufferPool,
+        receive: BufferPool,
+        starts: list[int],
+        weight: np.ndarray,
+        *parts: np.ndarray,
+    ) -> list[np.ndarray]:
+        packed, total = send.take(), receive.take()
+        scale = packed.dtype.type(weight)
+        for start, part in zip(starts, parts, strict=False):
+            target = packed[start : start + part.size]
+            if weight == 0:
+                target.fill(0)
+            else:
+                np.multiply(part.reshape(-1), scale, out=target)
+        request = self._comm.Iallreduce(packed, total)
+        self.world.wait(request, "all-reduce of gradients", packed, total)
+        return [
+            total[start : start + part.size].reshape(part.shape)
+            for start, part in zip(starts, parts, strict=False)
+        ]
+
+    def _reduce_halves(
+        self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
+    ) -> list[np.ndarray]:
+        sizes = [part.size for part in parts]
+        segment = -(-sum(sizes) // self.size)
+        packed = np.zeros(segment * self.size, wire)
+        if weight != 0:
+            scaled = [p.reshape(-1).astype(np.float32) * np.float32(weight) for p in parts]
+            with np.errstate(over="ignore"):  # an overflow is an inf, which loss scaling sees
+                packed[: sum(sizes)] = np.concatenate(scaled).astype(wire)
+        mine = np.empty((self.size, segment), wire)
+        self.world.wait(
+            self._comm.Ialltoall(packed.view(np.uint8), mine.view(np.uint8)),
+            "reduce-scatter of 16-bit gradients",
+            packed,
+            mine,
+        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            summed = mine.astype(np.float32).sum(axis=0).astype(wire)
+        total = np.empty_like(packed)
+        self.world.wait(
+            self._comm.Iallgather(summed.view(np.uint8), total.view(np.uint8)),
+            "all-gather of 16-bit gradients",
+            summed,
+            total,
+        )
+        ends = np.cumsum(sizes)
+        return [
+            total[end - part.size : end].astype(part.dtype).reshape(part.shape)
+            for end, part in zip(ends, parts, strict=True)
+        ]
+
+    def _reduce_slices(
+        self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
+    ) -> tf.IndexedSlices:
+        gather = self._timed(self._gather_slices)
+        dtypes = [slices.values.dtype, slices.indices.dtype]
+        values, indices = order(
+            lambda: list(tf.numpy_function(gather, [weight, slices.values, slices.indices], dtypes))
+        )
+        values.set_shape([None, *slices.values.shape[1:]])
+        indices.set_shape([None])
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gather_slices(
+        self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if weight == 0:
+            values, indices = values[:0], indices[:0]
+        values = values * values.dtype.type(weight)
+        wire = values.astype(np.float16) if self._fp16 else values
+        rows = np.empty(self.size, np.int64)
+        mine = np.array([len(indices)], np.int64)
+        request = self._comm.Iallgather(mine, rows)
+        self.world.wait(request, "all-gather of row counts", mine, rows)
+        return (
+            self._gather_rows(wire, rows).astype(values.dtype, copy=False),
+            self._gather_rows(indices, rows),
+        )
+
+    def _gather_rows(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The rows of all ranks, ordered by rank."""
+        row_bytes = array.dtype.itemsize * int(np.prod(array.shape[1:]))
+        gathered = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
+        lengths = rows * row_bytes
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        spec: Any = [gathered.reshape(-1).view(np.uint8), (lengths, starts), MPI.BYTE]
+        request = self._comm.Iallgatherv(send, spec)
+        what = "all-gather of sparse gradients"
+        self.world.wait(request, what, send, gathered, starts, lengths)
+        return gathered
+
+    def _sum_array(self, array: np.ndarray) -> np.ndarray:
+        total = np.empty_like(array)
+        request = self._comm.Iallreduce(array, total)
+        self.world.wait(request, "all-reduce in the forward pass", array, total)
+        return total
+
+
+def _numpy_function(
+    call: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType
+) -> list[tf.Tensor]:
+    """`tf.numpy_function` with as many outputs as `inputs` has tensors of `dtype`."""
+    outputs = [dtype for tensor in inputs[1:]] or [dtype]
+    made = tf.numpy_function(call, inputs, outputs, stateful=True)
+    # Called eagerly, a function with one output returns it bare.
+    return [made] if isinstance(made, tf.Tensor) else list(made)

@@ -1,0 +1,82 @@
+"""Records that outlive a restart of all processes by the launcher.
+
+`ktrainer run --max-restarts` keeps a folder, named in the environment, from one start to the next.
+In it rank 0 records each checkpoint, by which the launcher sees whether restarts make progress, and
+run folders whose names were made from the time, so that a later start finds its checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+COUNT = "KTRAINER_RESTART"  # how often the group has been restarted
+MEMORY = "KTRAINER_MEMORY"  # the folder
+_SAVES, _RUNS = "saves.jsonl", "runs.jsonl"
+
+_opened = 0  # run folders of this process so far
+
+
+def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
+    """The number of restarts of this group by the launcher."""
+    value = environ.get(COUNT, "")
+    return int(value) if value.isdigit() else 0
+
+
+def note_save(directory: Path, step: int, run: str) -> None:
+    """Record a checkpoint of `step`, saved by `run` in `directory`; rank 0 only, any thread."""
+    if memory := os.environ.get(MEMORY):
+        _note(Path(memory) / _SAVES, [str(directory.absolute()), step, run])
+
+
+def saves(memory: Path) -> dict[str, int]:
+    """The latest step that was recorded for each folder of checkpoints."""
+    furthest: dict[str, int] = {}
+    for directory, step, _ in _lines(memory / _SAVES):
+        furthest[directory] = max(step, furthest.get(directory, step))
+    return furthest
+
+
+def run_before(directory: Path) -> str | None:
+    """The run that saved the last checkpoint in `directory` before this start; None if there is
+    none."""
+    memory = os.environ.get(MEMORY)
+    if not memory or not count():
+        return None
+    here = str(directory.absolute())
+    runs = [run for place, _, run in _lines(Path(memory) / _SAVES) if place == here]
+    return runs[-1] if runs else None
+
+
+def run_folder(make: Callable[[], Path]) -> Path:
+    """The run folder that the start before this one made at this point; else `make()`."""
+    global _opened
+    memory = os.environ.get(MEMORY)
+    if not memory:
+        return make()
+    known = [Path(path) for (path,) in _lines(Path(memory) / _RUNS)]
+    _opened += 1
+    if _opened <= len(known):
+        return known[_opened - 1]
+    path = make().absolute()
+    _note(Path(memory) / _RUNS, [str(path)])
+    return path
+
+
+def _note(path: Path, record: list[Any]) -> None:
+    # On a line of its own: the one before may be incomplete if its writer was killed.
+    with path.open("a") as file:
+        file.write(f"\n{json.dumps(record)}\n")
+
+
+def _lines(path: Path) -> list[Any]:
+    """The complete records."""
+    records = []
+    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

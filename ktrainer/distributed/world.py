@@ -1,0 +1,160 @@
+"""Abstract process group.
+
+A `World` knows this process's rank and moves *host* data between ranks, out of band: it never
+shares a channel with the gradients (see `ktrainer.distributed.collectives`), so neither can stall
+the other.
+Every wait has the deadline `world.deadline`; the error after it names rank, step and operation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+ReduceOp = Literal["average", "sum", "min", "max"]
+
+
+class World(ABC):
+    """A group of processes, and this process's rank in it.
+
+    Attributes:
+        rank, size: this process's rank, and the number of processes.
+        local_rank, local_size: the same on this node.
+        replica, replicas: this process's data-parallel rank, and their number; `rank` and `size`,
+            unless several processes hold one copy of the model together.
+        step: the global step, kept by the loop; named in the messages of waits that fail.
+        deadline: seconds that any wait may last.
+        heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    step: int = 0
+    deadline: float = 300.0
+    name: str = "world"
+    heals: bool = False
+    _replica: tuple[int, int] | None = None
+
+    @property
+    def stable_rank(self) -> int:
+        """A number that this process keeps: its rank, unless ranks change when others are lost."""
+        return self.rank
+
+    @property
+    def nominal_replicas(self) -> int:
+        """The number of replicas, not counting ranks that were lost or have joined since."""
+        return self.replicas
+
+    @property
+    def replica(self) -> int:
+        """This process's data-parallel rank: which slice of a global batch it trains on."""
+        return self._replica[0] if self._replica else self.rank
+
+    @property
+    def replicas(self) -> int:
+        """The number of slices that a global batch is cut into."""
+        return self._replica[1] if self._replica else self.size
+
+    def assign_replica(self, replica: int, replicas: int) -> None:
+        """Make this process one of those that hold `replica` of `replicas`."""
+        self._replica = (replica, replicas)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its members' ranks among all processes, in the order of their ranks in this group."""
+        return range(self.size)
+
+    @property
+    def is_root(self) -> bool:
+        """True if this process is rank 0, the only one that writes to disk and screen."""
+        return self.rank == 0
+
+    @abstractmethod
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait until all ranks have called it."""
+
+    @abstractmethod
+    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+        """`value` of rank `root`, on every rank. Any picklable object; a NumPy array, or a list
+        of arrays, travels as one message without pickling and must be passed on every rank with
+        the same shapes and dtypes."""
+
+    @abstractmethod
+    def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
+        """The picklable `value` of every rank, ordered by rank."""
+
+    @abstractmethod
+    def oob_allreduce(
+        self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
+    ) -> np.ndarray:
+        """Reduce a number or array element by element over all ranks, out of band.
+
+        `value` has the same shape and dtype on every rank; the result has that shape, and its
+        dtype, but for `average` of integers, which gives float64. Bitwise equal on all ranks.
+        """
+
+    def allreduce(
+        self, value: Any, op: ReduceOp = "average", what: str = "allreduce"
+    ) -> np.ndarray:
+        """Like `oob_allreduce`; a custom loop's gradients belong in `GradientCollectives`."""
+        return self.oob_allreduce(value, op, what)
+
+    def any(self, flag: bool, what: str = "any") -> bool:
+        """Return whether `flag` is true on at least one rank."""
+        return bool(self.oob_allreduce(np.int32(bool(flag)), "max", what))
+
+    answer_seconds: float = 0.0  # how long before a deadline to call `who_is_missing`
+
+    def answer(self, what: str) -> None:  # noqa: B027 - most worlds make no stall reports
+        """Answer stall reports of other ranks: this one waits in `what`. Any thread may call it;
+        waits of this world do so by themselves."""
+
+    def who_is_missing(self, what: str) -> str:
+        """Make a stall report: ask the other ranks what they do, as this one waits in `what`.
+
+        Returns:
+            Sentences for an error message, missing ranks first; empty if ranks cannot be asked.
+        """
+        return ""
+
+    def close(self) -> None:  # noqa: B027 - most worlds hold nothing that needs closing
+        """Release communicators and connections. May be called twice."""
+
+
+class SingleWorld(World):
+    """One process: every collective returns its input."""
+
+    name = "single"
+
+    def barrier(self, what: str = "barrier") -> None:
+        pass
+
+    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+        return value
+
+    def allgather(self, value: Any, what: str = "allgather") -> list[Any]:
+        return [value]
+
+    def oob_allreduce(
+        self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
+    ) -> np.ndarray:
+        array = np.asarray(value)
+        return array.astype(np.float64) if op == "average" and array.dtype.kind in "iub" else array
+
+
+def for_reduction(value: Any, op: ReduceOp) -> tuple[np.ndarray, np.dtype]:
+    """`value` as an array that every engine can reduce, and the dtype of the result.
+
+    Averages of whole numbers are float64. 16-bit floats, which MPI does not add and of which
+    Horovod knows only one kind, travel as float32.
+    """
+    array = np.ascontiguousarray(value)
+    if op == "average" and array.dtype.kind in "iub":
+        array = array.astype(np.float64)
+    narrow = array.dtype.itemsize == 2 and array.dtype.kind in "fV"
+    return (array.astype(np.float32) if narrow else array), array.dtype

@@ -1,0 +1,299 @@
+"""Elastic training: the surviving ranks continue, and new ranks join."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from ktrainer.callbacks import Checkpoint
+from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.broadcast import broadcast_variables
+from ktrainer.checkpoint.restore_run import fill_history
+from ktrainer.checkpoint.state.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.state.capture_state import history_of, named_variables
+from ktrainer.data.local_batch import LocalBatch, take_slice
+from ktrainer.distributed.elastic_members import Member
+from ktrainer.distributed.elastic_world import ElasticWorld
+from ktrainer.elastic.joining_policy import JoiningPolicy
+from ktrainer.elastic.recovery_point import (
+    MetricCountsRow,
+    RecoveryPoint,
+    VariableBackup,
+    survivable_section,
+)
+from ktrainer.errors import PeerLost, WorldError, name_ranks
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Phase, Progress
+from ktrainer.state.train_state import Healed
+from ktrainer.steps.metric_states import unadded_metrics
+
+if TYPE_CHECKING:
+    from ktrainer.training.recovery_protocol import ResumableLoop
+    from ktrainer.training.run import Run
+
+_WARM_UP_ROWS = 8
+
+
+class _Joined(Exception):
+    """A rank has joined: all return to the last commit, whose state it receives."""
+
+
+class ElasticRecovery:
+    """Keeps one `fit` alive while data-parallel ranks are lost and join.
+
+    Args:
+        run: its feeds and callbacks are made again for each new set of ranks.
+        world: the ranks.
+    """
+
+    def __init__(self, run: Run, world: ElasticWorld) -> None:
+        self.run, self.state, self.world = run, run.state, world
+        self.model = run.model
+        self._config = run.context.config
+        self._point = RecoveryPoint()
+        self._backup = VariableBackup(self.model, _updates_in_parts(run))
+        self._counts = MetricCountsRow(self.model)
+        self._adds_up = not unadded_metrics(self.model)
+        self._mine = np.zeros(0)  # this rank's counts at the point
+        self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
+        self._joining_policy = JoiningPolicy(world, self._config.world)
+
+    def train(self, loop: ResumableLoop) -> keras.callbacks.History:
+        """Train to the end; as a joining rank, from where the others are."""
+        if self.world.alone:
+            self._warm_up()
+            if not self._joining_policy.enter():
+                os._exit(0)  # no rank waits for it, and it has nothing to say
+            self._recover(loop, None)
+        else:
+            loop.begin()
+            self.commit(Phase.TOLD, self.state.counted.logs)
+            self._exchange_counts()
+        with survivable_section(self.world):
+            while True:
+                try:
+                    history = loop.train()
+                    self.world.agree("end of training")
+                    return history
+                except _Joined:
+                    self._recover(loop, None)
+                except Exception as error:
+                    if not self.world.has_lost(error):
+                        raise
+                    self._recover(loop, error)
+
+    # -- called by the loop
+
+    def begin_step(self) -> None:
+        """Prepare for an update that may be interrupted."""
+        self._backup.begin_step()
+
+    def commit(self, phase: Phase, logs: Any = None, told: tuple[int, int] | None = None) -> None:
+        """Make the present the moment that ranks can return to.
+
+        Args:
+            phase: how much of the last update is over.
+            logs: its logs; None: those of the commit before, which is of the same update.
+            told: step and batch up to which callbacks have heard; None: as the phase says.
+        """
+        state, progress, context = self.state, self.state.progress, self.run.context
+        if told is None:
+            told = self._point.told if phase == Phase.UPDATED else (progress.step, progress.batch)
+        states, arrays = callback_states(self.run.callbacks.callbacks, self.model)
+        self._point = RecoveryPoint(
+            phase=phase,
+            progress=progress.to_dict(),
+            told=told,
+            logs=self._point.logs if logs is None else MetricCounts(logs=logs).plain_logs(),
+            history=history_of(self.model),
+            states=copy.deepcopy(states),
+            arrays=arrays,
+            stop=bool(self.model.stop_training),
+            out_of_time=state.out_of_time,
+            unsound=state.unsound,
+            started=self._joining_policy.started,
+            run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
+            shuffle_order=state.feed.shuffle_order,
+        )
+        self._mine = np.concatenate([[float(state.counted.examples)], self._counts.row()])
+        self._backup.keep()
+
+    def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
+        """The maximum over ranks of each of `flags` (int32); the ranks also exchange their metric
+        counts. Joining ranks that are ready are admitted here, after an update.
+
+        Raises:
+            _Joined: on all ranks, when one has come in.
+        """
+        ready = self._point.phase == Phase.UPDATED and self._joining_policy.look()
+        row = np.concatenate([flags.astype(np.float64), [float(ready)], self._mine])
+        table = self.world.gather_rows(row, what)
+        self._keep_counts(table[:, flags.size + 1 :])
+        agreed = table[:, : flags.size].max(axis=0).astype(np.int32)
+        if table[:, flags.size].any():
+            self._joining_policy.admit()
+            raise _Joined
+        return agreed
+
+    def close(self) -> None:
+        """Start no more joining ranks."""
+        self._joining_policy.close()
+
+    # -- changes of the ranks
+
+    def _warm_up(self) -> None:
+        """Compile the step by running it, while the others train; the weights are replaced."""
+        with closing(self.state.feed.epoch(0)) as batches:
+            first = list(islice(batches, self._config.trainer.accumulate))
+        if first:  # of the whole batch, as this process is alone: a few rows will do
+            few = [min(each.examples, _WARM_UP_ROWS) for each in first]
+            rows = [take_slice(each.batch, n, 0, 1) for each, n in zip(first, few, strict=True)]
+            self.state.program.train([LocalBatch(b, n, n) for b, n in zip(rows, few, strict=True)])
+
+    def _recover(self, loop: ResumableLoop, error: Exception | None) -> None:
+        """Continue with the present set of ranks.
+
+        Args:
+            error: caused here by a lost rank; None where a rank has joined.
+        """
+        began, lost = time.perf_counter(), list[Member]()
+        before, cause = self.world.members, error
+        while True:
+            try:
+                if cause is not None:
+                    lost += self.world.heal()
+                healed = self._restore_furthest(loop, [member.stable_rank for member in lost])
+                break
+            except Exception as another:  # one more was lost meanwhile
+                if not self.world.has_lost(another):
+                    raise
+                cause = another
+        ranks = tuple(_rank_in(before, member) for member in lost)
+        seconds = time.perf_counter() - began
+        self.state.healed.append(Healed(healed, ranks, self.world.size, seconds))
+        if self.world.is_root:
+            _say(self.state.healed[-1])
+        least = self._config.world.min_size
+        if cause is not None and self.world.size < least:
+            self._save_and_end(least, cause)
+
+    def _restore_furthest(self, loop: ResumableLoop, lost: list[int]) -> int:
+        """Bring all ranks to the furthest point of any, and divide the work among them.
+
+        Args:
+            lost: stable ranks of those that were lost.
+
+        Returns:
+            The step of that point.
+        """
+        orders = self.world.allgather(self._point.order, "which rank is furthest")
+        furthest, mine = max(orders), self._point.order
+        if furthest[0] < 0:
+            raise WorldError("no surviving rank has the state of the training")
+        donor = orders.index(furthest)
+        point: RecoveryPoint = self.world.broadcast(self._point, donor, "the furthest point")
+        if mine == furthest:
+            point = replace(point, logs=self._point.logs)
+        self._backup.undo()
+        self.state.program.abandon()
+        self._backup.keep()  # a hand-over that fails is undone too
+        if any(order < furthest for order in orders):
+            broadcast_variables(named_variables(self.model), self.world, donor)
+        self._restore_counts(lost, new=mine[0] < 0)
+        self._restore_run(loop, point)
+        self.commit(point.phase, point.logs, told=point.told)
+        self._exchange_counts()
+        return point.order[0]
+
+    def _exchange_counts(self) -> None:
+        """Tell the other ranks what this one has counted, for them to take over."""
+        self._keep_counts(self.world.gather_rows(self._mine, "metric counts of each rank"))
+
+    def _keep_counts(self, table: np.ndarray) -> None:
+        self._table = {
+            member.stable_rank: row for member, row in zip(self.world.members, table, strict=True)
+        }
+
+    def _restore_counts(self, lost: list[int], new: bool) -> None:
+        """This rank's own counts; the first rank takes over those of the lost ranks.
+
+        Not known are the counts of an update that a rank, or its message, did not complete; nor
+        are states that do not add up.
+
+        Args:
+            lost: stable ranks of those that were lost.
+            new: this rank has counted nothing yet.
+        """
+        if new:
+            self.model.reset_metrics()
+            self._mine = np.concatenate([[0.0], self._counts.row()])
+        mine = self._mine
+        rows = [self._table[rank] for rank in lost if rank in self._table]
+        if self.world.is_root and rows and self._adds_up:
+            mine = mine + np.sum(rows, axis=0)
+        self.state.counted.examples = int(mine[0])
+        if self._counts.told:
+            self._counts.assign(mine[1:])
+
+    def _restore_run(self, loop: ResumableLoop, point: RecoveryPoint) -> None:
+        """Bring the callbacks, the data and the loop to `point`, for the present ranks."""
+        run, state = self.run, self.state
+        state.progress = Progress.from_dict(point.progress)
+        self._joining_policy.learn(point.started)
+        run.ranks_changed(point.run_dir, point.shuffle_order)
+        load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
+        fill_history(getattr(self.model, "history", None), {"history": point.history})
+        self.model.stop_training, state.unsound = point.stop, point.unsound
+        state.out_of_time = point.out_of_time
+        told = loop.resume_at(point.phase, point.logs, point.told)
+        state.joining = False
+        emit(run.callbacks.callbacks, "on_heal", told)
+
+    def _save_and_end(self, least: int, error: BaseException) -> None:
+        saved = None
+        for callback in self.run.callbacks.callbacks:
+            if isinstance(callback, Checkpoint):
+                if callback.save(self._point.logs):
+                    saved = callback.directory
+                callback.wait()
+        where = f"their state is saved in {saved}" if saved else "no checkpoint was saved"
+        raise PeerLost(
+            f"surviving ranks after step {self._point.order[0]}: {self.world.size}, fewer than "
+            f"world.min_size={least}; {where}"
+        ) from error
+
+
+def _updates_in_parts(run: Run) -> bool:
+    """Whether one call may change weights in parts: more than one update, or more than one
+    optimizer; or statistics, which ranks average once the weights are updated."""
+    config, model = run.context.config.trainer, run.model
+    stock = type(model).train_step is keras.Model.train_step
+    statistics = [v for v in model.non_trainable_variables if "seed" not in v.name]
+    return not stock or config.steps_per_call > 1 or config.accumulate > 1 or bool(statistics)
+
+
+def _rank_in(members: list[Member], member: Member) -> int:
+    """The rank that a process had, or its stable rank if it joined later."""
+    return members.index(member) if member in members else member.stable_rank
+
+
+def _say(healed: Healed) -> None:
+    if healed.lost:
+        what = f"{name_ranks(healed.lost)} {'was' if len(healed.lost) == 1 else 'were'} lost"
+    else:
+        what = "a rank joined"
+    ranks = "1 rank continues" if healed.size == 1 else f"{healed.size} ranks continue"
+    print(
+        f"ktrainer: {what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s)",
+        file=sys.stderr,
+        flush=True,
+    )

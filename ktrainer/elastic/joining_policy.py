@@ -1,0 +1,91 @@
+"""Replacements of lost ranks: when to start one, and when to admit it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from ktrainer.config.launch_environment import SPARE
+from ktrainer.distributed.elastic_world import ElasticWorld
+from ktrainer.distributed.joining_ranks import SpawnedRank, admit, free_local_rank
+
+if TYPE_CHECKING:
+    from ktrainer.config import WorldConfig
+
+_FAILURES = 3  # joining ranks in a row that failed before they joined; then no more are started
+
+
+class JoiningPolicy:
+    """Keep the world at its wanted size: `max_size`, else with `replace` the size at the start.
+    Rank 0 starts the joining ranks, one after the other.
+
+    Args:
+        world: the ranks.
+        config: the `world` section.
+
+    Attributes:
+        started: ranks at the start.
+    """
+
+    def __init__(self, world: ElasticWorld, config: WorldConfig) -> None:
+        self.world = world
+        self._wanted = config.max_size or 0
+        self._replace = config.replace
+        # A joining rank begins at the beginning of the script.
+        self._first, world.trained = not world.trained, True
+        self.started = world.nominal_size
+        self._recruit: SpawnedRank | None = None
+        self._next_rank = world.size
+        self._failures = 0
+
+    def look(self) -> bool:
+        """Between two updates: start a rank if one is wanted; return whether one is ready."""
+        self._next_rank = max(self._next_rank, *(p.stable_rank + 1 for p in self.world.members))
+        if not self.world.is_root:
+            return False
+        if self._recruit is not None and self._recruit.failed:
+            self._recruit, self._failures = None, self._failures + 1
+            if self._failures == _FAILURES:
+                _say(f"{_FAILURES} processes that were to join have failed: no more are started")
+        if self._recruit is None and self._is_wanted():
+            if self._next_rank == self.started + SPARE:
+                self._failures = _FAILURES
+                _say(f"{SPARE} processes have joined: no more are started")
+                return False
+            self._recruit = SpawnedRank(self._next_rank, free_local_rank(self.world))
+            self._next_rank += 1
+        return self._recruit is not None and self._recruit.ready()
+
+    def admit(self) -> None:
+        """Admit the joining rank that is ready; all ranks call this together.
+
+        Raises:
+            PeerLost: on all ranks, if it, or one of them, was lost on the way.
+        """
+        recruit, self._recruit = self._recruit, None
+        self._failures += 1
+        admit(self.world, recruit)
+        self._failures = 0
+
+    def learn(self, started: int) -> None:
+        """Record with how many ranks training began."""
+        self.started = self.world.nominal_size = started
+
+    def enter(self) -> bool:
+        """As a joining rank: wait to be admitted; return whether it was."""
+        handshake, self.world.join_handshake = self.world.join_handshake, None
+        return handshake is not None and handshake.wait(self.world)
+
+    def close(self) -> None:
+        """Start no more joining ranks, and dismiss the one that is being prepared."""
+        self._wanted, self._replace = 0, False
+        if self._recruit is not None:
+            self._recruit.dismiss()
+
+    def _is_wanted(self) -> bool:
+        size = max(self._wanted, self.started if self._replace else 0)
+        return self._first and self.world.size < size and self._failures < _FAILURES
+
+
+def _say(text: str) -> None:
+    print(f"ktrainer: {text}", file=sys.stderr, flush=True)

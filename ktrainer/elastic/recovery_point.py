@@ -1,0 +1,187 @@
+"""The moment that ranks return to when one is lost: shared values, variables, metric counts.
+
+RecoveryPoint       a moment between two updates, as plain values
+VariableBackup      the variables as they were at that moment
+MetricCountsRow     counts of this rank alone, which the others know too
+survivable_section  the part of a script in which ranks may be lost
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.checkpoint.format.value_encoding import dtype_named
+from ktrainer.checkpoint.state.capture_state import variables_here
+from ktrainer.data import ShuffleOrder
+from ktrainer.distributed.elastic_world import ElasticWorld
+from ktrainer.distributed.launcher_events import report_phase
+from ktrainer.state.progress import Phase
+from ktrainer.steps.optimizers import optimizers_of
+
+_MOST = 1 << 16  # numbers a rank that are told after each update
+
+
+@dataclass
+class RecoveryPoint:
+    """The values that all ranks share at a moment between two updates, weights apart.
+
+    Attributes:
+        phase: of the step that `progress` counts. The ranks that got furthest have the highest
+            (step, phase).
+        progress: counters, as a dict.
+        told: step and batch up to which all callbacks have heard.
+        logs: those of the step, for callbacks that have not heard of them, and for the epoch.
+        history: Keras' History, as a dict.
+        states, arrays: those of the callbacks, as in a checkpoint.
+        stop, out_of_time: whether training is to end, by a callback or the clock.
+        unsound: whether the last update has spoilt the model.
+        started: ranks at the start.
+        run_dir: the run's folder.
+        shuffle_order: the order of the data.
+    """
+
+    phase: Phase = Phase.TOLD
+    progress: dict[str, Any] = field(default_factory=dict)
+    told: tuple[int, int] = (0, 0)
+    logs: dict[str, Any] = field(default_factory=dict)
+    history: dict[str, Any] = field(default_factory=dict)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    stop: bool = False
+    out_of_time: bool = False
+    unsound: bool = False
+    started: int = 0
+    run_dir: str | None = None
+    shuffle_order: ShuffleOrder | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """(step, phase): the greater, the later."""
+        return int(self.progress.get("step", -1)), self.phase
+
+
+class VariableBackup:
+    """The values of all variables of a model, its optimizers, metrics and seeds, as far as
+    this process holds them.
+
+    TensorFlow copies a variable's memory only when it is written while another reference to it
+    exists, so a backup costs next to nothing, and memory only for the variables that change.
+
+    Args:
+        model: built, with its optimizers.
+        several: whether one call may update weights more than once, or in parts. If not, weights
+            and slots change at once at the end of a step, and are not kept during it.
+    """
+
+    def __init__(self, model: keras.Model, several: bool) -> None:
+        named = [variable for _, variable in variables_here(model)]
+        every = {id(v): v for v in [*named, *model.metrics_variables]}
+        updated = set() if several else _updated(model)
+        self._groups = {
+            "always": [v for key, v in every.items() if key not in updated],
+            "outside of steps": [v for key, v in every.items() if key in updated],
+        }
+        self._values: dict[str, list[tf.Tensor]] = {}
+        self._read = {name: _reader(group) for name, group in self._groups.items()}
+
+    def keep(self) -> None:
+        """Remember the present values."""
+        self._values = {name: read() for name, read in self._read.items()}
+
+    def begin_step(self) -> None:
+        """Let go of variables that a step changes only once nothing can interrupt it."""
+        self._values.pop("outside of steps", None)
+
+    def undo(self) -> None:
+        """Restore the remembered values."""
+        for name, values in self._values.items():
+            for variable, value in zip(self._groups[name], values, strict=True):
+                variable.assign(value)
+
+
+def _updated(model: keras.Model) -> set[int]:
+    """Ids of the variables that optimizers write: weights and slots. Numbers such as the learning
+    rate are left out: callbacks write them too."""
+    found = set()
+    for optimizer in optimizers_of(model):
+        slots = [v for v in optimizer.variables if tuple(v.shape)]
+        found |= {id(v) for v in [*getattr(optimizer, "_trainable_variables", []), *slots]}
+    return found | {id(v) for v in model.trainable_variables}
+
+
+def _reader(variables: list[Any]) -> Any:
+    """A function of the variables' values, in one call."""
+    inner = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+    return tf.function(lambda: [tf.identity(v) for v in inner], autograph=False)
+
+
+class MetricCountsRow:
+    """Counts of this rank's metrics, as one row of a table over ranks.
+
+    It is no part of the state that all ranks share, and would be lost with a rank; so the ranks
+    exchange their rows after each update, in the message with which they vote.
+
+    Args:
+        model: built, with its metrics.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._variables = list(model.metrics_variables)
+        self._sizes = [int(np.prod(v.shape)) for v in self._variables]
+        self.told = sum(self._sizes) <= _MOST
+
+    def row(self) -> np.ndarray:
+        """All states as one float64 vector; empty where they are too many to be exchanged."""
+        if not self.told or not self._variables:
+            return np.zeros(0)
+        return np.concatenate([np.ravel(v.numpy()).astype(np.float64) for v in self._variables])
+
+    def states(self, row: np.ndarray | None = None) -> list[np.ndarray]:
+        """The states in a `row`, in their shapes and types; None: those of now."""
+        if row is None:
+            return [np.array(v.numpy()) for v in self._variables]
+        parts = np.split(row, np.cumsum(self._sizes)[:-1])
+        pairs = zip(self._variables, parts, strict=True)
+        return [p.reshape(tuple(v.shape)).astype(dtype_named(v.dtype)) for v, p in pairs]
+
+    def add(self, row: np.ndarray) -> None:
+        """Add what another rank had counted."""
+        if not row.size:
+            return
+        ends = np.cumsum(self._sizes)
+        for variable, part in zip(self._variables, np.split(row, ends[:-1]), strict=True):
+            mine = variable.numpy()
+            variable.assign((mine + part.reshape(mine.shape)).astype(mine.dtype))
+
+    def assign(self, row: np.ndarray) -> None:
+        """Replace all counts."""
+        for variable in self._variables:
+            variable.assign(np.zeros(variable.shape, variable.dtype))
+        self.add(row)
+
+
+@contextmanager
+def survivable_section(world: ElasticWorld) -> Iterator[None]:
+    """Inside the block, training survives lost ranks. The launcher is told, as it must end all
+    processes when one is lost elsewhere: the others would wait for it, or not notice.
+
+    A rank that leaves the block reports it for all ranks that it has just agreed with: one that is
+    lost before it can report is missed all the same. A rank that leaves with an error reports
+    nothing: the others may continue without it.
+    """
+    world.parts += 1
+    report_phase(world.parts, [world.stable_rank])
+    try:
+        yield
+    except BaseException:
+        world.parts += 1
+        raise
+    world.parts += 1
+    report_phase(world.parts, {member.stable_rank for member in world.members})

@@ -1,0 +1,64 @@
+"""Temporary folders of a launch, and the removal of those that killed launchers have left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+_SHARED_MEMORY = "/dev/shm"
+_SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+_NAME = re.compile(r"ktrainer-(\d+)-(\d+)-\w+")
+
+
+def private_folder(parent: str | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A new folder in `parent` (default: where temporary files go), removed when it is closed.
+
+    Folders that killed launchers of this user have left are removed first.
+    """
+    parent = parent or tempfile.gettempdir()
+    _remove_leftovers(Path(parent))
+    # Process ids mean something within their namespace only, and containers may share a folder.
+    prefix = f"ktrainer-{_namespace()}-{os.getpid()}-"
+    return tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    for path in parent.glob("ktrainer-*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[1]) != _namespace() or psutil.pid_exists(int(match[2])):
+            continue
+        try:
+            owned = path.lstat().st_uid == os.getuid() and not path.is_symlink()
+        except OSError:
+            continue  # its owner, or another launcher, has removed it
+        if owned:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _namespace() -> int:
+    """A number for the namespace that this process's id belongs to."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """MPI settings for a folder that holds the shared-memory segments of the ranks.
+
+    MPI leaves segments behind when ranks are killed; they are removed with the folder. There is
+    none where the environment `given` already names one.
+    """
+    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
+        with private_folder(_SHARED_MEMORY) as name:
+            yield {_SEGMENTS: name}
+    else:
+        yield {}

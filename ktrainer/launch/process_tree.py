@@ -1,0 +1,56 @@
+"""Find and end the processes under the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterable
+
+import psutil
+
+
+def descendants() -> list[psutil.Process]:
+    """All live processes under this one, adopted ones included."""
+    return [p for p in psutil.Process().children(recursive=True) if is_alive(p)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(processes: Iterable[psutil.Process], number: int) -> None:
+    """Send a signal to each process that still exists."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(number)
+
+
+def end_all(spare: int | None = None, seconds: float = 3.0) -> None:
+    """End every descendant: those under `spare` at once, then `spare` itself, then the rest.
+
+    Args:
+        spare: process id of mpirun, which gets `seconds` to notice and to remove its own files
+            and shared memory before it is killed too.
+    """
+    every = descendants()
+    send((p for p in every if p.pid != spare), signal.SIGKILL)
+    top = [p for p in every if p.pid == spare]
+    _wait(top, seconds)
+    send(top, signal.SIGTERM)
+    _wait(top, seconds)
+    deadline = time.monotonic() + seconds
+    # A process may have forked meanwhile.
+    while (left := descendants()) and time.monotonic() < deadline:
+        send(left, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _wait(processes: list[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(is_alive(p) for p in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)

@@ -1,0 +1,110 @@
+"""Communication between ranks and launcher: three named pipes per rank, in a private folder.
+
+| pipe | carries |
+|---|---|
+| `RANK.out`, `RANK.err` | the rank's standard output and error, as bytes |
+| `RANK.say` | JSON lines, one `Note` each: start, phase, failure or interruption, end |
+
+Unlike mpirun's forwarding, pipes keep the output of ranks and of mpirun apart, and lose nothing
+when mpirun ends the group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+PIPES = ("out", "err", "say")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that the launcher passes to all ranks.
+
+    Attributes:
+        cpus: for each local rank the numbers of the processors that it may use; empty: all.
+        terminal_out, terminal_err: path of the terminal that rank 0 writes to directly, so that
+            live displays work; None: it uses its pipe like the others.
+        words: ktrainer's part of the command line: `key=value`, `--config FILE`.
+        arguments: the script's own.
+        seed: seed of all random numbers of a plain script: the configuration's, else one drawn
+            for several ranks; None: there is one rank.
+        ranks: how many processes are started.
+    """
+
+    cpus: list[list[int]] = field(default_factory=list)
+    terminal_out: str | None = None
+    terminal_err: str | None = None
+    words: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    seed: int | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Note:
+    """One report of a rank to the launcher.
+
+    Attributes:
+        event: the rank has started, failed, been interrupted, or reached the end of the script; or
+            an event of `ktrainer.distributed.launcher_events`.
+        pid: its process id.
+        time: seconds since the epoch, on that rank.
+        code: exit code of a failure or interruption.
+        kind: the exception's class, `"package.module.Name"`.
+        text: the traceback, as Python prints it.
+        follows: the failure is a consequence of the loss of another rank.
+        final: another try would fail in the same way, or the script chose its exit code.
+        number: the phase of the script that begins; see `HealingPhases`.
+        stable_ranks: the processes that are in it.
+        seconds: the time it needs to end when asked to, or waits for all ranks to start.
+    """
+
+    event: Literal["started", "failed", "interrupted", "ended", "part", "grace", "opening"]
+    pid: int = 0
+    time: float = 0.0
+    code: int = 0
+    kind: str = ""
+    text: str = ""
+    follows: bool = False
+    final: bool = False
+    number: int = 0
+    stable_ranks: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def pipe_path(folder: Path, rank: int, pipe: str) -> Path:
+    """Path of a rank's pipe."""
+    return folder / f"{rank}.{pipe}"
+
+
+def fault_path(folder: Path, rank: int) -> Path:
+    """Path of the file to which Python's fault handler writes a rank's stack."""
+    return folder / f"{rank}.fault"
+
+
+def prepare(folder: Path, ranks: int, options: Options) -> None:
+    """Create the pipes of all ranks, and write the options for them."""
+    (folder / "options.json").write_text(json.dumps(asdict(options)))
+    for rank in range(ranks):
+        for pipe in PIPES:
+            os.mkfifo(pipe_path(folder, rank, pipe), mode=0o600)
+
+
+def read_options(folder: Path) -> Options:
+    """Read the options that `prepare` wrote."""
+    values: dict[str, Any] = json.loads((folder / "options.json").read_text())
+    return Options(**values)
+
+
+def encode(note: Note) -> bytes:
+    """Encode a note as one line."""
+    return json.dumps(asdict(note)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Note:
+    """Decode a line that `encode` made."""
+    return Note(**json.loads(line))

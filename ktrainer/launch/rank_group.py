@@ -1,0 +1,294 @@
+"""One group of ranks under mpirun: start it, read its output, wait, and end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ktrainer.launch import orphan_prevention, process_tree
+from ktrainer.launch.group_state import GroupEnd, HealingPhases, StartupWatch
+from ktrainer.launch.launch_folders import private_folder, shared_memory_folder
+from ktrainer.launch.mpirun_network import narrow_to_loopback
+from ktrainer.launch.rank_channel import PIPES, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.rank_output import LineMerger
+
+POLL_SECONDS = 0.1
+HASTE_SECONDS = 0.01
+FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
+MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
+NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
+_CHUNK = 1 << 16
+_MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
+
+
+class RankGroup:
+    """Ranks started by one mpirun, from start to end.
+
+    Args:
+        ranks: the world size.
+        out, err: where the ranks' output goes.
+        grace: seconds that ranks have to end after SIGTERM, unless they report how long they need.
+        fixed: whether `grace` overrides what they report.
+        signals: those that this process has received, to be forwarded; grows while it waits.
+        timeout: seconds after which the group is ended; None: never.
+        spare: how many more processes may join later; with any, ranks may be lost.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        out: LineMerger,
+        err: LineMerger,
+        *,
+        grace: float,
+        fixed: bool = False,
+        signals: list[int],
+        timeout: float | None = None,
+        spare: int = 0,
+    ) -> None:
+        self._ranks, self._timeout = ranks + spare, timeout
+        self._given, self._fixed = grace, fixed
+        self._graces: dict[int, float] = {}
+        self._first = ranks
+        self._phases = HealingPhases(ranks) if spare else None
+        self._startup = StartupWatch(ranks)
+        self._mergers = {"out": out, "err": err}
+        self._selector = selectors.DefaultSelector()
+        self._mpirun_output = b""
+        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + spare), b"")
+        self._started: dict[int, int] = {}
+        self._signals = signals
+        self._kill_at: float | None = None
+        self._loopback = self._narrowed = False
+        self.end = GroupEnd()
+
+    def run(
+        self, command: Sequence[str], env: Mapping[str, str], options: Options, *, loopback: bool
+    ) -> GroupEnd:
+        """Start the group, and return when all of its processes have ended.
+
+        Args:
+            command: the mpirun command line; `{folder}` is replaced by the private folder.
+            loopback: keep mpirun's listening sockets on loopback.
+        """
+        self._loopback = loopback
+        with (
+            private_folder() as name,
+            shared_memory_folder(env) as memory,
+            contextlib.closing(self._selector),
+        ):
+            folder = Path(name)
+            prepare(folder, self._ranks, options)
+            self._open_pipes(folder)
+            words = [word.replace("{folder}", name) for word in command]
+            self._process = self._start(words, {**memory, **env})
+            try:
+                self._watch()
+            finally:
+                process_tree.end_all(spare=self._process.pid)
+                self._process.wait()
+            self._finish(folder)
+        return self.end
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        orphan_prevention.adopt_orphans()
+        # Terminals belong to the launcher; in a session of its own, mpirun gets no Ctrl-C but ours.
+        started = subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL if os.isatty(0) else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=orphan_prevention.end_with_parent,
+        )
+        assert started.stdout is not None
+        os.set_blocking(started.stdout.fileno(), False)
+        self._selector.register(started.stdout, selectors.EVENT_READ, ("mpirun", -1))
+        return started
+
+    def _open_pipes(self, folder: Path) -> None:
+        for rank in range(self._ranks):
+            for pipe in PIPES:
+                opened = os.open(pipe_path(folder, rank, pipe), os.O_RDONLY | os.O_NONBLOCK)
+                self._selector.register(opened, selectors.EVENT_READ, (pipe, rank))
+
+    def _watch(self) -> None:
+        began = time.monotonic()
+        while self._process.poll() is None:
+            # Until mpirun's sockets have been found, look often: that is how long they are open.
+            self._read(POLL_SECONDS if self._narrowed or not self._loopback else HASTE_SECONDS)
+            now = time.monotonic()
+            if self._loopback and now - began < NETWORK_SECONDS:
+                self._keep_on_loopback()
+            if self._timeout is not None and now - began > self._timeout:
+                self.end.stopped_by = "timeout"
+                return
+            if self._signals:
+                self._forward(self._signals.pop(0))
+            self._find_lost()
+            if self._is_late():
+                return
+            if self.end.failures:
+                self._end_by(FAILURE_SECONDS)
+            elif self.end.missed is not None:
+                self._end_by(MISSED_SECONDS)
+            if self._kill_at is not None and now > self._kill_at:
+                return
+        for _ in range(2):  # the last data of each pipe, then its end
+            self._read(0)
+        self._find_lost()
+
+    def _is_late(self) -> bool:
+        """Return whether ranks have waited too long for others at the start."""
+        if (text := self._startup.notice()) is not None:
+            self._mergers["err"].write_line(f"ktrainer run: {text}")
+        text = self._startup.late(self.end.ended)
+        if text is None or self._kill_at is not None:
+            return False
+        self.end.late, self.end.absent = text, self._startup.missing
+        self._startup.dump_stacks(self._started)
+        return True
+
+    def _find_lost(self) -> None:
+        """Find lost ranks of a group that heals: forked children keep the pipes of a rank open."""
+        if self._phases is None:
+            return
+        for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
+            self._read(0)  # one read empties a pipe: how it ended, if it was reported
+            self._record_end(rank)
+        self._check_missed()
+
+    def _record_end(self, rank: int) -> None:
+        if rank not in self._over:
+            self.end.silent.append(rank)
+        out = self._mergers["out"]
+        if self._phases is not None and rank == out.only:  # the next rank is now the first
+            out.only = min(set(self._started) - self._over, default=rank)
+
+    @property
+    def _over(self) -> set[int]:
+        """Ranks that have ended, in whatever way."""
+        return self.end.ended | set(self.end.failures) | set(self.end.silent)
+
+    def _check_missed(self) -> None:
+        """Record the first lost rank that the others need, unless all are being ended."""
+        asked = self.end.stopped_by is not None or self.end.interrupted is not None
+        if self._phases is not None and self.end.missed is None and not asked:
+            self.end.missed = self._phases.missed(self.end.silent)
+
+    def _read(self, seconds: float) -> bool:
+        """Handle data that has arrived; return whether there was any."""
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            pipe, rank = key.data
+            try:
+                data = os.read(key.fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._close(key)
+                if pipe == "say":
+                    self._record_end(rank)
+            elif pipe == "say":
+                self._receive(rank, data)
+            elif pipe == "mpirun":
+                self._mpirun_output = (self._mpirun_output + data)[-_MPIRUN_OUTPUT:]
+            else:
+                self._mergers[pipe].feed(rank, data)
+        return bool(ready)
+
+    def _receive(self, rank: int, data: bytes) -> None:
+        *lines, self._notes[rank] = (self._notes[rank] + data).split(b"\n")
+        for line in lines:
+            note = decode(line)
+            if note.event == "started":
+                self._started[rank] = note.pid
+                self.end.started = True
+            elif note.event == "grace":
+                self._graces[rank] = note.seconds
+            elif note.event == "opening":
+                self._startup.record(rank, note.seconds)
+            elif note.event == "part":
+                if self._phases is not None:
+                    self._phases.record(note)
+            elif note.event == "failed" and self._is_spare(rank):
+                last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
+                text = f"a process that was to join, or had joined, failed: {last[0]}"
+                self._mergers["err"].write_line(f"ktrainer run: {text}")
+            elif note.event == "failed":
+                self.end.failures[rank] = note
+            elif note.event == "interrupted":
+                self.end.interrupted = note
+                self._end_by(self._grace)
+            else:
+                self.end.ended.add(rank)
+
+    def _is_spare(self, rank: int) -> bool:
+        """Return whether the rank joined later, so that the others continue without it."""
+        return rank >= self._first and (self._phases is None or self._phases.may_lose(rank))
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+        else:
+            key.fileobj.close()  # type: ignore[attr-defined]
+
+    def _keep_on_loopback(self) -> None:
+        try:
+            self._narrowed |= narrow_to_loopback(self._process.pid)
+        except psutil.NoSuchProcess:
+            return
+        except OSError as error:
+            self._loopback = False
+            text = f"mpirun listens on all interfaces; cannot keep it on loopback: {error}"
+            self._mergers["err"].write_line(f"ktrainer run: {text}")
+
+    def _forward(self, number: int) -> None:
+        """Forward a signal to the ranks; a second one ends them at once."""
+        if self.end.stopped_by is not None:
+            self._kill_at = 0.0
+            return
+        self.end.stopped_by = number
+        self._end_by(self._grace)
+        ranks = []
+        for pid in self._started.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks.append(psutil.Process(pid))
+        process_tree.send(ranks, number)
+        if not ranks:
+            self._kill_at = 0.0
+
+    @property
+    def _grace(self) -> float:
+        return self._given if self._fixed else max(self._graces.values(), default=self._given)
+
+    def _end_by(self, seconds: float) -> None:
+        """Kill the remaining processes after so many seconds, unless that is due before."""
+        at = time.monotonic() + seconds
+        self._kill_at = at if self._kill_at is None else min(self._kill_at, at)
+
+    def _finish(self, folder: Path) -> None:
+        # All writers have ended: every pipe ends, unless it was never opened.
+        while self._read(0):
+            pass
+        for key in list(self._selector.get_map().values()):
+            self._close(key)
+        for merger in self._mergers.values():
+            merger.finish()
+        if self._process.returncode != 0:
+            self._mergers["out"].release(sorted(self.end.failures) or range(self._ranks))
+        self.end.code = self._process.returncode
+        self.end.mpirun_output = self._mpirun_output.decode(errors="replace")
+        for rank in range(self._ranks):
+            with contextlib.suppress(FileNotFoundError):
+                if text := fault_path(folder, rank).read_text(errors="replace"):
+                    self.end.faults[rank] = text

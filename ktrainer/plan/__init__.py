@@ -1,0 +1,1 @@
+"""Plans: a configuration and hardware facts become a layout of the run, or an error."""

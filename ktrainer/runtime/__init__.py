@@ -1,0 +1,9 @@
+"""The environment of this process: hardware, TensorFlow, Keras, folders.
+
+hardware.py, devices.py  the hardware that is present; TensorFlow's devices
+tensorflow_setup.py      TensorFlow's threads and memory; tensorflow_logging.py: its log lines
+run_folder.py            the folder of a run; folder_lock.py: one job at a time in it
+keras_symbols.py         every private symbol of Keras and TensorFlow that ktrainer relies on
+symbol_check.py          compares them with the installed versions at start
+monkeypatching.py        temporarily replaces attributes of other packages
+"""

@@ -1,0 +1,85 @@
+"""One job at a time in a folder, by a lock file that the kernel releases when the process ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ktrainer.errors import SetupError
+
+NAME = ".lock"
+_RETRY_SECONDS = 0.2  # for a lock file that its last holder removes between our open and our lock
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
+
+
+class FolderLock:
+    """Holds `folder` for this process until `release`; the same process may hold it again.
+
+    A file system without locks is used without one: a marker file instead would outlive a killed
+    process, and keep the run from resuming.
+
+    Args:
+        folder: an existing folder.
+        what: its name in the error message: `"run folder"`.
+
+    Raises:
+        SetupError: another process holds it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self._lock: FileLock | None = None
+        path = Path(os.path.realpath(folder, strict=True)) / NAME
+        lock = FileLock(
+            path,
+            timeout=_RETRY_SECONDS,
+            poll_interval=0.02,
+            mode=0o600,
+            thread_local=False,
+            is_singleton=True,
+            fallback_to_soft=False,
+        )
+        try:
+            lock.acquire()
+        except Timeout:
+            raise SetupError(_refusal(path, what)) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return
+        self._lock = lock
+        path.write_text(_holder())
+
+    def release(self) -> None:
+        """Release the folder. May be called twice."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if lock.lock_counter == 1:
+            with suppress(OSError):  # the folder may be gone
+                os.unlink(lock.lock_file)  # while it is held, so that it is never another job's
+        lock.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _holder() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%F %T')}"
+
+
+def _refusal(path: Path, what: str) -> str:
+    holder = "another process"
+    with suppress(OSError):
+        holder = path.read_text(errors="replace")[:200].strip() or holder
+    return (
+        f"the {what} {path.parent} is in use by another job ({holder}), and two would overwrite "
+        "each other's files. End that one, or give this one a folder of its own: run.dir=PATH, and "
+        "checkpoint.dir where it is set."
+    )

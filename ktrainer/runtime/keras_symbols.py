@@ -1,0 +1,418 @@
+"""The private symbols of Keras and TensorFlow that the package replaces, calls or reads.
+
+Keras 3 has no interface for a distribution that is not its own. To support another version of it:
+widen `SUPPORTED` and the bounds in pyproject.toml, run `make test-keras`, and update the table
+below and the code that it names. At start `symbol_check` compares the table with what is installed.
+
+The table has a module, then one of its symbols with the parameters that we rely on, then the
+packages that use it and why. `Class()._name` is an attribute that an instance gets in code of the
+class; `function()._name` is a name in code of the function. A symbol behind `?` may be missing.
+Public functions are listed where they are replaced.
+"""
+
+from __future__ import annotations
+
+SUPPORTED = {"keras": ">=3.14,<3.16", "tensorflow": "~=2.21.0"}
+
+TABLE = """
+keras.src.losses.loss
+    reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+        steps: replaced; each loss is divided by its denominator over all ranks
+    apply_mask(sample_weight, mask, dtype, reduction)
+        steps: called; the weights of a masked loss
+    squeeze_or_expand_to_same_rank(x1, x2, expand_rank_1)
+        steps: called; the weights of a loss
+    scale_loss_for_distribution(value)
+        tf_distribute: replaced; losses have their denominators already
+    unscale_loss_for_distribution(value)
+        tf_distribute: replaced; losses have their denominators already
+keras.src.trainers.trainer
+    Trainer.compile
+        script: replaced; a compiled model is cut into stages again
+    Trainer.compute_loss(self, x, y, y_pred, sample_weight, training)
+        steps: replaced; trainer.loss_scope=global gathers the rows of all ranks
+    Trainer._compute_loss(self, x, y, y_pred, sample_weight, training)
+        pipeline: called; the loss of the last stage
+    Trainer._assert_compile_called(self, method_name)
+        script: called; Keras' own error for a model that is not compiled
+    Trainer._flatten_metrics_in_order(self, logs)
+        script, trainer: called; the order of the values that `evaluate` returns
+    Trainer()._compile_loss
+        steps, pipeline, verify: read; a model that is compiled again gets a new program
+    Trainer()._compile_config
+        steps: read; a model that is compiled again gets a new program
+    Trainer()._compile_metrics
+        steps, verify: read; a model that is compiled again gets a new program; compiled metrics
+    Trainer()._loss_tracker
+        pipeline: read; the metric that counts the loss
+    Trainer()._initial_epoch
+        training: read; the epoch where BackupAndRestore continues
+keras.src.backend.tensorflow.trainer
+    TensorFlowTrainer._aggregate_additional_loss(self, loss)
+        steps: replaced; a vector given to `add_loss` is summed over all ranks
+    TensorFlowTrainer()._distribute_strategy
+        steps: set; a model leaves its strategy
+    TensorFlowTrainer.fit
+        script: replaced; `ktrainer run` sends it through a Trainer
+    TensorFlowTrainer.evaluate
+        script: replaced; `ktrainer run` sends it through a Trainer
+    TensorFlowTrainer.predict
+        script: replaced; `ktrainer run` sends it through a Trainer
+    TensorFlowTrainer.train_on_batch
+        script: replaced; `ktrainer run` sends it through a Trainer
+    TensorFlowTrainer.test_on_batch
+        script: replaced; `ktrainer run` sends it through a Trainer
+    TensorFlowTrainer.predict_on_batch
+        script: replaced; `ktrainer run` sends it through a Trainer
+keras.src.models.model
+    Model.get_weights
+        script: replaced; reads weights that other stages hold
+    Model.save
+        script: replaced; rank 0 writes
+    Model.save_weights
+        script: replaced; rank 0 writes
+    Model.export
+        script: replaced; rank 0 writes
+    Model.load_weights
+        script: replaced; loads into the variables that this rank holds
+keras.src.metrics.metric
+    Metric.update_state
+        steps, tf_distribute: replaced on objects; the source of logs, outputs of all replicas
+    Metric.result
+        steps: replaced on objects; the source of logs
+    Metric()._metrics, _variables
+        steps: read; metrics inside of metrics
+keras.src.metrics.reduction_metrics
+    Mean.update_state(self, values, sample_weight)
+        steps, pipeline: replaced; a scalar counts with the weight of the local batch
+keras.src.layers.layer
+    Layer.__call__
+        verify: replaced; ends a pass that takes too long
+    Layer.symbolic_call(self, *args, **kwargs)
+        pipeline: replaced; opens layers into the calls inside
+    Layer.losses
+        pipeline: replaced; added losses of all stages
+    Layer.add_loss(self, loss)
+        tf_distribute: replaced; added losses are kept by replica
+    Layer._get_own_losses(self)
+        tf_distribute: replaced; added losses are kept by replica
+    Layer._clear_losses(self)
+        tf_distribute, pipeline, verify: replaced, called; added losses are kept by replica
+    Layer._get_regularization_losses(self)
+        steps: replaced; penalties have no denominator to count
+    Layer._flatten_layers(self, include_self, recursive)
+        steps, pipeline, tf_distribute, verify, callbacks, data: called; all layers inside
+    Layer._open_name_scope(self)
+        pipeline: called; names of operations in a traced model
+    Layer()._layers, _call_has_training_arg, _call_context_args, _loss_ids
+        pipeline, tf_distribute: read; how a layer is called, and what is inside
+    Layer()._called
+        verify: read; changes when a layer is called first, and is not restored
+    Layer().current_call_ctx
+        pipeline: key of the global state; several nodes are one call
+    CallContext.__init__(self, entry_layer)
+        pipeline: called; several nodes are one call
+keras.src.layers.normalization.batch_normalization
+    BatchNormalization._moments(self, inputs, mask)
+        steps: replaced; synchronized statistics under a mask
+    BatchNormalization()._reduction_axes
+        steps: read; synchronized statistics under a mask
+    BatchNormalization.call(self, inputs, training, mask)
+        verify: replaced; frozen statistics
+keras.src.models.sequential
+    Sequential()._functional
+        pipeline: read; the functional graph inside
+keras.src.ops.function
+    Function.__init__(self, inputs, outputs, name)
+        pipeline: called; the graph of a traced model
+    Function()._inputs_struct, _nodes_by_depth
+        pipeline: read; the graph of a functional model
+keras.src.ops.node
+    Node.__init__(self, operation, call_args, call_kwargs, outputs)
+        pipeline: replaced; records calls on symbolic tensors
+    Node()._keras_history
+        pipeline: removed; nodes of the trace are forgotten
+keras.src.ops.operation
+    Operation.__new__(cls, *args, **kwargs)
+        pipeline: replaced; records operations that are created
+    Operation()._inbound_nodes, _outbound_nodes
+        pipeline: changed; nodes of the trace are forgotten
+keras.src.utils.traceback_utils
+    inject_argument_info_in_traceback()._keras_call_info_injected
+        steps: set; an error of ours blames no layer
+keras.src.utils.naming
+    to_snake_case(name)
+        pipeline: called; names of layers
+keras.src.backend
+    get_keras_mask(x)
+        steps, pipeline: called; masks travel with tensors
+    set_keras_mask(x, mask)
+        steps, pipeline: called; masks travel with tensors
+    get_autocast_scope()
+        pipeline: called; precision of operations outside of layers
+    AutocastScope.__init__(self, dtype)
+        pipeline: called; precision of operations outside of layers
+    standardize_dtype(dtype)
+        pipeline: called; names of types
+    compute_output_spec(fn, *args, **kwargs)
+        pipeline: called; shapes of the outputs of a stage
+keras.src.backend.config
+    is_flash_attention_enabled().flash_attention
+        tf_distribute: key of the global state; threads of replicas have the same settings
+keras.src.dtype_policies.dtype_policy
+    set_dtype_policy().dtype_policy
+        tf_distribute: key of the global state; threads of replicas have the same settings
+keras.src.backend.common.global_state
+    get_global_attribute(name, default, set_to_default)
+        steps, pipeline, tf_distribute, checkpoint: called; scopes and seeds of a thread
+    set_global_attribute(name, value)
+        pipeline, tf_distribute: called; scopes and seeds of a thread
+keras.src.backend.common.stateless_scope
+    StatelessScope().stateless_scope
+        pipeline, tf_distribute: key of the global state; leaving the scope for a while
+keras.src.backend.common.symbolic_scope
+    in_symbolic_scope()
+        steps: called; Keras infers shapes
+keras.src.backend.common.variables
+    Variable.__init__
+        pipeline: replaced; variables of other stages get no values
+    Variable()._value, _initializer, _trainable, _dtype
+        steps, pipeline, tf_distribute, verify: changed; variables move, or have no values
+    register_uninitialized_variable().uninitialized_variables
+        steps, pipeline: key of the global state; variables of other stages get no values
+keras.src.backend.tensorflow.core
+    Variable._direct_assign(self, value)
+        steps, verify: replaced, called; the statistics that a step assigns
+    Variable.assign_add(self, value)
+        tf_distribute: replaced; replicas and workers add without a race
+    Variable.assign_sub(self, value)
+        tf_distribute: replaced; replicas and workers subtract without a race
+    Variable._initialize(self, value)
+        steps: called; variables move
+    Variable._deferred_initialize(self)
+        pipeline: called; variables of this stage get values
+keras.src.backend.tensorflow.nn
+    _compute_moments_sync(x, axes, keepdims)
+        steps: replaced; synchronized statistics over all ranks
+keras.src.backend.tensorflow.optimizer
+    TFOptimizer._var_key(self, variable)
+        steps, pipeline: replaced, called; variables without values
+    TFOptimizer.add_variable_from_reference(self, reference_variable, name, initializer)
+        pipeline: replaced; the weight that a slot belongs to
+    TFOptimizer._distributed_tf_update_step(self, distribution, grads_and_vars, learning_rate)
+        tf_distribute: replaced; sharded variables
+    TFOptimizer._apply_weight_decay(self, variables)
+        tf_distribute: replaced; sharded variables
+    TFOptimizer._overwrite_model_variables_with_average_value(self, trainable_variables)
+        tf_distribute: replaced; sharded variables
+    TFOptimizer()._distribution_strategy
+        steps: changed; optimizers follow variables into a strategy
+keras.src.optimizers.base_optimizer
+    global_norm(value_list)
+        pipeline: replaced; over all stages
+    BaseOptimizer.apply(self, grads, trainable_variables)
+        steps, script: replaced; gradients are reduced first of all, then hooked and clipped
+    BaseOptimizer.apply_gradients(self, grads_and_vars)
+        script: replaced; refused in a loop of the script's own
+    BaseOptimizer._backend_apply_gradients(self, grads, trainable_variables)
+        pipeline: replaced; the variables that have gradients
+    BaseOptimizer.add_variable_from_reference(self, reference_variable, name, initializer)
+        pipeline: called; the weight that a slot belongs to
+    BaseOptimizer._get_current_learning_rate(self)
+        callbacks: replaced on objects; a factor for each step
+    BaseOptimizer._use_weight_decay(self, variable)
+        tf_distribute: called; sharded variables
+    BaseOptimizer()._trainable_variables
+        steps, pipeline, script, checkpoint, elastic: read; the slots of each variable
+    BaseOptimizer()._trainable_variables_indices, _exclude_from_weight_decay
+        steps, pipeline, script: changed; variables move, or have no values
+    BaseOptimizer()._exclude_from_weight_decay_cache
+        steps: changed; variables move
+    BaseOptimizer()._learning_rate
+        steps, pipeline, callbacks: read; a schedule, or a variable
+    BaseOptimizer()._iterations, _variables
+        pipeline: read; the variables that are no slots
+    BaseOptimizer()._model_variables_moving_average
+        tf_distribute, pipeline: read; averages of sharded variables, and of stages
+keras.src.optimizers.loss_scale_optimizer
+    LossScaleOptimizer.apply(self, grads, trainable_variables)
+        steps: replaced; gradients are reduced first of all
+    LossScaleOptimizer.check_finite(self, grads)
+        pipeline: replaced; over all stages
+    LossScaleOptimizer._tf_apply(self, grads, trainable_variables)
+        tf_distribute: replaced; one replica updates for all
+    LossScaleOptimizer._common_apply(self, grads, trainable_variables)
+        tf_distribute: called; one replica updates for all
+keras.src.optimizers.rmsprop
+    RMSprop()._momentums
+        callbacks: read; slots that hold past steps times their learning rate
+keras.src.optimizers.multi_optimizer
+    ?MultiOptimizer()._inner_optimizers, _var_to_optimizer_idx
+        steps: changed; optimizers follow variables into a strategy
+keras.src.random.seed_generator
+    SeedGenerator.next(self, ordered)
+        steps: replaced; ranks draw different numbers from equal states
+    global_seed_generator()
+        steps, checkpoint: called; the state of functions without a seed
+    GLOBAL_SEED_GENERATOR
+        pipeline, tf_distribute, checkpoint: read; its key in the global state
+keras.src.backend.tensorflow.random
+    normal(shape, mean, stddev, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    uniform(shape, minval, maxval, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    truncated_normal(shape, mean, stddev, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    categorical(logits, num_samples, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    randint(shape, minval, maxval, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    dropout(inputs, rate, noise_shape, seed)
+        verify: replaced; draws that do not depend on the batch
+    shuffle(x, axis, seed)
+        verify: replaced; draws that do not depend on the batch
+    gamma(shape, alpha, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    binomial(shape, counts, probabilities, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    beta(shape, alpha, beta, dtype, seed)
+        verify: replaced; draws that do not depend on the batch
+    _get_concrete_noise_shape(inputs, noise_shape)
+        verify: called; the shape of dropout's draws
+keras.src.trainers.data_adapters.array_slicing
+    TensorflowSparseWrapper
+        data: read; sparse arrays
+    can_slice_array(x)
+        data: called; the kinds of arrays that Keras takes
+    convert_to_sliceable(arrays, target_backend)
+        data: called; the types that Keras gives to a model
+    slice_tensorflow_sparse_wrapper(sparse_wrapper, indices)
+        data: called; sparse arrays
+    train_validation_split(arrays, validation_split)
+        data: called; the examples of validation_split
+keras.src.trainers.data_adapters.array_data_adapter
+    ArrayDataAdapter.__init__(self, x, y, sample_weight, batch_size, steps, shuffle, class_weight)
+        data: called; the order of shuffled examples
+    ArrayDataAdapter.get_tf_dataset(self)
+        data: called; the order of shuffled examples
+keras.src.trainers.data_adapters.tf_dataset_adapter
+    make_class_weight_map_fn(class_weight)
+        data: called; class weights of a tf.data.Dataset
+keras.src.trainers.data_adapters.data_adapter_utils
+    class_weight_to_sample_weights(y, class_weight)
+        script: called; class weights of train_on_batch
+keras.src.callbacks.callback_list
+    CallbackList()._async_train, _async_test, _async_predict
+        training: set; events stay in the thread of the collectives
+keras.src.callbacks.model_checkpoint
+    ModelCheckpoint._should_save_model(self, epoch, batch, logs, filepath)
+        script, checkpoint: replaced on objects, called; rank 0 decides
+    ModelCheckpoint._get_file_path(self, epoch, batch, logs)
+        checkpoint: called; rank 0 names the file
+    ModelCheckpoint()._batches_seen_since_last_saving, _last_batch_seen
+        checkpoint: read and restored; the state of the callback
+keras.src.callbacks.swap_ema_weights
+    SwapEMAWeights._swap_variables(self)
+        pipeline: replaced; each stage swaps its own averages
+    SwapEMAWeights._finalize_ema_values(self)
+        pipeline: replaced; each stage swaps its own averages
+    SwapEMAWeights()._ema_weights_in_model
+        checkpoint: read and restored; the state of the callback
+keras.src.callbacks.tensorboard
+    TensorBoard()._global_train_batch, _global_test_batch
+        checkpoint: read and restored; the state of the callback
+tensorflow.python.eager.backprop
+    GradientTape.gradient(self, target, sources, output_gradients, unconnected_gradients)
+        steps, tf_distribute: replaced; a vector is summed over all ranks; sharded variables
+tensorflow.python.eager.context
+    context()
+        runtime, data, verify, tf_distribute: called; the generator of seeds, the cluster
+    global_seed()
+        runtime, data: called; whether the script has set a seed
+    Context()._rng
+        runtime, verify: read; the generator of seeds
+    Context.coordination_service
+        tf_distribute: read; whether the cluster is connected
+    Context.configure_coordination_service
+        tf_distribute: called; a lost process is noticed
+tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2
+    CoordinatedJob
+        tf_distribute: called; a lost process is noticed
+tensorflow.python.framework.ops
+    get_default_graph()
+        steps: called; the scope of a strategy in a compiled step
+    Graph._distribution_strategy_stack
+        steps: changed; the scope of a strategy in a compiled step
+    Graph._variable_creator_stack
+        steps: changed; the scope of a strategy in a compiled step
+    Graph._get_function(self, name)
+        pipeline: called; operations inside of functions
+    Operation._add_control_inputs
+        pipeline: called; the order of gradients
+    Operation._is_stateful
+        steps: read; values that a log is computed from
+    get_gradient_function()._gradient_op_type
+        pipeline: read; custom gradients in a graph
+tensorflow.python.framework.func_graph
+    FuncGraph
+        pipeline: called; shapes of losses
+tensorflow.python.distribute.merge_call_interim
+    maybe_merge_call(fn, strategy, *args, **kwargs)
+        tf_distribute: replaced; an update runs once for all replicas
+tensorflow.python.distribute.values
+    DistributedVariable
+        tf_distribute: gets `__float__` and `__int__`, which other variables have
+    DistributedVariable()._distribute_strategy
+        steps, verify: read; the strategy of a variable
+tensorflow.python.distribute.sharded_variable
+    ShardedVariableMixin
+        tf_distribute: read; variables in pieces on parameter servers
+tensorflow.python.distribute.collective_all_reduce_strategy
+    CollectiveAllReduceStrategy._collective_key_base
+        tf_distribute: replaced; other keys for each strategy of a process
+    CollectiveAllReduceExtended._initialize_local_devices(self, cluster_resolver, worker_device)
+        tf_distribute: replaced; the devices of the plan
+tensorflow.python.distribute.coordinator.values
+    RemoteValueImpl()._has_fetched_to_local, _status_available_event
+        tf_distribute: read; the progress of workers
+tensorflow.python.data.ops.iterator_ops
+    OwnedIterator()._iterator_resource
+        data: read; saves the position of a pipeline
+tensorflow.python.ops.script_ops
+    _py_funcs
+        pipeline: read; the Python functions of a graph
+    EagerFunc()._is_grad_func, _support_graph_mode_gradient
+        pipeline: read; Python functions that are differentiated
+tensorflow.python.ops.random_ops
+    random_normal(shape, mean, stddev, dtype, seed, name)
+        verify: replaced; draws that do not depend on the batch
+    random_uniform(shape, minval, maxval, dtype, seed, name)
+        verify: replaced; draws that do not depend on the batch
+    truncated_normal(shape, mean, stddev, dtype, seed, name)
+        verify: replaced; draws that do not depend on the batch
+    categorical(logits, num_samples, dtype, seed, name)
+        verify: replaced; draws that do not depend on the batch
+    random_shuffle(value, seed, name)
+        verify: replaced; draws that do not depend on the batch
+tensorflow.python.ops.stateless_random_ops
+    stateless_random_normal(shape, seed, mean, stddev, dtype, name, alg)
+        verify: replaced; draws that do not depend on the batch
+    stateless_random_uniform(shape, seed, minval, maxval, dtype, name, alg)
+        verify: replaced; draws that do not depend on the batch
+    stateless_truncated_normal(shape, seed, mean, stddev, dtype, name, alg)
+        verify: replaced; draws that do not depend on the batch
+    stateless_categorical(logits, num_samples, seed, dtype, name)
+        verify: replaced; draws that do not depend on the batch
+tensorflow.python.ops.stateful_random_ops
+    Generator.normal(self, shape, mean, stddev, dtype, name)
+        verify: replaced; draws that do not depend on the batch
+    Generator.uniform(self, shape, minval, maxval, dtype, name)
+        verify: replaced; draws that do not depend on the batch
+tensorflow.python.ops.resource_variable_ops
+    BaseResourceVariable
+        verify: its methods that assign are replaced; a pass leaves variables as they were
+    ResourceVariable
+        verify: its methods that assign are replaced; a pass leaves variables as they were
+    BaseResourceVariable._strided_slice_assign
+        verify: replaced; a pass leaves variables as they were
+"""

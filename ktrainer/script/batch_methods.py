@@ -1,0 +1,152 @@
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: one batch through a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import keras
+from keras.src.trainers.data_adapters import data_adapter_utils
+
+from ktrainer.callbacks.broadcast import broadcast_model
+from ktrainer.data.batch_specs import spec_of, widen
+from ktrainer.data.consistency_check import check_consistency, data_facts
+from ktrainer.data.data_digests import array_digest
+from ktrainer.data.feed import Feed
+from ktrainer.data.local_batch import LocalBatch, bounds, count_rows, take_slice
+from ktrainer.steps import Program
+from ktrainer.steps.metric_reduction import global_results
+from ktrainer.training.evaluation import evaluate, predict
+
+if TYPE_CHECKING:
+    from ktrainer.distributed import World
+    from ktrainer.trainer import Trainer
+
+
+class OneBatch(Feed):
+    """One batch, the same on every rank, of which this rank has its local batch.
+
+    Args:
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, of arrays or tensors.
+        world: the ranks.
+        known: the spec of batches before this one, or None.
+    """
+
+    num_batches = 1
+
+    def __init__(self, batch: tuple[Any, ...], world: World, known: Any) -> None:
+        rows = count_rows(batch)
+        start, stop = bounds(rows, world.replica, world.replicas)
+        mine = take_slice(batch, rows, world.replica, world.replicas)
+        self.local = LocalBatch(mine, stop - start, rows)
+        self._batch = batch
+        spec = spec_of(batch)
+        if known is not None:
+            wider = widen(known, spec)
+            spec = known if wider == known else wider
+        self.spec = spec
+
+    def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
+        yield self.local
+
+    def peek(self, rows: int) -> Any:
+        return self.local.batch
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"batch": str([array_digest(leaf) for leaf in keras.tree.flatten(self._batch)])}
+
+
+class BatchMethods:
+    """Keras' methods for single batches.
+
+    Args:
+        trainer: provides the world and the programs.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._specs: WeakKeyDictionary[Program, dict[str, Any]] = WeakKeyDictionary()
+        self._equal: WeakSet[Program] = WeakSet()
+
+    def train_on_batch(
+        self,
+        model: keras.Model,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """`Model.train_on_batch`: one update."""
+        model._assert_compile_called("train_on_batch")
+        if class_weight is not None:
+            sample_weight = _weights_of_classes(y, sample_weight, class_weight)
+        program, batch = self._open("train", model, x, y, sample_weight)
+        with self.trainer.backend.watching():
+            program.build(batch.spec)
+            if program not in self._equal:
+                broadcast_model(model, self.trainer.world)
+                self._equal.add(program)
+            model.reset_metrics()
+            logs = program.train([batch.local])
+            counted = batch.local.examples if program.counts_metrics else 0
+            results = global_results(
+                model.metrics,
+                self.trainer.world,
+                logs=program.finish() or logs,
+                examples=counted,
+                last_examples=counted,
+                sources=program.sources("train"),
+            )
+        return results if return_dict else model._flatten_metrics_in_order(results)
+
+    def test_on_batch(
+        self,
+        model: keras.Model,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """`Model.test_on_batch`."""
+        model._assert_compile_called("test_on_batch")
+        program, batch = self._open("test", model, x, y, sample_weight)
+        with self.trainer.backend.watching():
+            results = evaluate(program, batch, _no_callbacks(model), self.trainer.world)
+        return results if return_dict else model._flatten_metrics_in_order(results)
+
+    def predict_on_batch(self, model: keras.Model, x: Any) -> Any:
+        """`Model.predict_on_batch`, with the result on every rank."""
+        program, batch = self._open("predict", model, x)
+        with self.trainer.backend.watching():
+            return predict(program, batch, _no_callbacks(model), self.trainer.world)
+
+    def _open(
+        self, kind: str, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
+    ) -> tuple[Program, OneBatch]:
+        """The program of `model`, and a batch of which this rank takes its part; ranks compare the
+        first one."""
+        program = self.trainer.program_for(model)
+        specs = self._specs.setdefault(program, {})
+        parts: tuple[Any, ...] = (x,)
+        if y is not None:
+            parts = (x, y) if sample_weight is None else (x, y, sample_weight)
+        batch = OneBatch(parts, self.trainer.world, specs.get(kind))
+        if kind not in specs and self.trainer.world.size > 1:
+            check_consistency(self.trainer.world, data_facts=data_facts(batch, "given"))
+        specs[kind] = batch.spec
+        return program, batch
+
+
+def _weights_of_classes(y: Any, sample_weight: Any, class_weight: Any) -> Any:
+    if sample_weight is not None:
+        raise ValueError(
+            "Arguments `sample_weight` and `class_weight` cannot be specified at the same "
+            f"time. Received: sample_weight={sample_weight}, class_weight={class_weight}"
+        )
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def _no_callbacks(model: keras.Model) -> keras.callbacks.CallbackList:
+    return keras.callbacks.CallbackList([], model=model, add_history=False)

@@ -1,0 +1,197 @@
+"""Write files of Keras once: on rank 0, while the other ranks wait."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.callbacks.base import collectives_off, without_collectives
+from ktrainer.checkpoint.export.keras_file import whole_on_root
+from ktrainer.checkpoint.format.value_encoding import dtype_named
+from ktrainer.errors import CheckpointError
+from ktrainer.script.shared_folders import WRITTEN
+from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.remote_variable import is_remote, make_local, make_remote
+
+if TYPE_CHECKING:
+    from ktrainer.distributed import World
+    from ktrainer.runtime.monkeypatching import Replacements
+    from ktrainer.trainer import Trainer
+
+_METHODS = ("save", "save_weights")
+_OF_A_MODEL = ("save_model", "save_weights")  # of keras.saving
+
+
+def several(world: World) -> bool:
+    """Return whether there are other ranks, or may be later."""
+    return world.size > 1 or world.heals
+
+
+def route_files(
+    trainer: Trainer,
+    replaced: Replacements,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+) -> None:
+    """Write files of Keras once, and download once.
+
+    Args:
+        borrow: a context in which a model that is not cut has all of its variables.
+    """
+    if not several(trainer.world):
+        return
+    once = functools.partial(_write_once, trainer, borrow)
+    for name in _METHODS:
+        replaced.wrap(keras.Model, name, once)
+    # A SavedModel takes the variables themselves. TensorFlow may load `tf.saved_model` again, from
+    # the module that defines its functions.
+    defining = sys.modules[tf.saved_model.save.__module__]
+    for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"), (defining, "save")):
+        replaced.wrap(owner, name, functools.partial(once, local=True))
+    for name in _OF_A_MODEL:
+        function = getattr(keras.saving, name, None)
+        if function is not None:
+            replaced.wrap_function(function, once)
+    for function in (keras.utils.save_img, keras.utils.plot_model):
+        replaced.wrap_function(function, once)
+    replaced.wrap_function(keras.utils.get_file, functools.partial(_root_first, trainer))
+    replaced.wrap(keras.Model, "load_weights", _load_by_all)
+
+
+def _write_once(
+    trainer: Trainer,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+    original: Callable[..., Any],
+    local: bool = False,
+) -> Callable[..., Any]:
+    """`original` on rank 0; the others return when it is done, or raise what rank 0 has raised."""
+
+    @functools.wraps(original)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        paths = [a for a in (*args, *kwargs.values()) if isinstance(a, (str, os.PathLike))]
+        if collectives_off() or (not paths and original.__name__ != "plot_model"):
+            return original(*args, **kwargs)  # into memory, each rank for itself
+        model = args[0] if args and isinstance(args[0], keras.Model) else kwargs.get("model")
+        written = os.path.abspath(paths[0]) if paths else None
+
+        def on_root() -> Any:
+            if missing:
+                raise CheckpointError(f"cannot save the model: no stage has {missing}")
+            with without_collectives():
+                return original(*args, **kwargs)
+
+        with ExitStack() as stack:
+            missing: list[str] = []
+            if model is not None:
+                stack.enter_context(borrow(model))
+                missing = stack.enter_context(whole_on_root(model))
+                if local and trainer.world.is_root:
+                    stack.enter_context(_all_local(model))
+            what = f"{original.__name__} {paths[0] if paths else ''}".strip()
+            result, written_by_root = _by_root(trainer, what, on_root, written)
+        if written is not None:
+            sys.audit(WRITTEN, written)
+        if written is not None and written != written_by_root:
+            _copy(written_by_root, written)
+        return result
+
+    return write
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy what rank 0 has written for a rank that names another path, as in a temporary folder."""
+    if os.path.isdir(source):
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    elif os.path.isfile(source):
+        shutil.copyfile(source, target)
+
+
+def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` on rank 0, then on the others, which find its file."""
+
+    @functools.wraps(original)
+    def get(*args: Any, **kwargs: Any) -> Any:
+        if collectives_off():
+            return original(*args, **kwargs)
+        given = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, str)]
+        what = f"download by rank 0: {' '.join(given)}"
+        result, _ = _by_root(trainer, what, lambda: original(*args, **kwargs))
+        return result if trainer.world.is_root else original(*args, **kwargs)
+
+    return get
+
+
+def _by_root(
+    trainer: Trainer, what: str, call: Callable[[], Any], fact: str | None = None
+) -> tuple[Any, Any]:
+    """Run `call` on rank 0 while the others wait. All ranks raise what it raises: a script may
+    catch it.
+
+    Returns:
+        On rank 0 the result, elsewhere None; and rank 0's `fact`.
+    """
+    world = trainer.world
+    result: Any = None
+    error: Exception | None = None
+    if world.is_root:
+        try:
+            result = call()
+        except Exception as caught:
+            error = caught
+    deadline = world.deadline
+    # Large files take longer than any other wait for a rank.
+    world.deadline = max(deadline, trainer.config.world.start_deadline)
+    try:
+        received, fact = world.broadcast((error and _portable(error), fact), 0, what)
+    finally:
+        world.deadline = deadline
+    if error is not None or received is not None:
+        raise error or received
+    return result, fact
+
+
+def _portable(error: Exception) -> Exception:
+    """An exception that can be sent to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # its constructor may need anything
+        return CheckpointError(f"rank 0 failed with {type(error).__name__}: {error}")
+    return error
+
+
+def _load_by_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Model.load_weights` of a model in stages: each process reads the whole file, since layers
+    may compute constants from it, and keeps what it held."""
+
+    @functools.wraps(original)
+    def load(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        with _all_local(model):
+            return original(model, *args, **kwargs)
+
+    return load
+
+
+@contextmanager
+def _all_local(model: keras.Model) -> Iterator[None]:
+    """Within the block, variables of other stages are true ones, with the values that have been
+    fetched, else zeros."""
+    every = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
+    remote = [(v, place) for v in every if (place := is_remote(v)) is not None]
+    try:
+        for variable, place in remote:
+            zeros = np.zeros(variable.shape, dtype_named(str(variable.dtype)))
+            make_local(variable, zeros if place.fetched is None else place.fetched)
+        yield
+    finally:
+        for variable, place in remote:
+            if is_remote(variable) is None:
+                make_remote(variable, place.partition)

@@ -1,0 +1,104 @@
+"""The state of one run: trainer, loop, evaluation, callbacks and recovery share one object."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.progress import Progress
+
+
+@dataclass(frozen=True)
+class Healed:
+    """One change of the ranks.
+
+    Attributes:
+        step: the last update that counts; the next is done by the new set of ranks.
+        lost: the lost ranks, numbered as before the change.
+        size: number of ranks after it.
+        seconds: from the moment this rank noticed, until it resumed training.
+    """
+
+    step: int
+    lost: tuple[int, ...]
+    size: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class TrainState:
+    """All that one `fit` is, and what its checkpoints are made from.
+
+    A checkpoint holds the variables of `model`, `progress`, `counted`, the position of `feed`, and
+    the states of callbacks. The rest lasts as long as the call.
+
+    Attributes:
+        model: the model of the `fit` that runs, or else of the last call.
+        program: its compiled steps; None before the first `fit`.
+        feed: this rank's batches of the training data; None before the first `fit`.
+        validation: those of the validation data, if there are any.
+        progress: counters, the same on every rank.
+        counted: this rank's weight in the logs of the epoch so far.
+        timers: seconds spent so far, by what: "data", "step", "communication" (where the engine
+            can tell).
+        steps_per_epoch: updates an epoch; None when unknown.
+        epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
+        stop_reason: why a callback has asked for the end of training; None if none has.
+        out_of_time: whether `trainer.max_time` has passed, on any rank.
+        unsound: whether the last update has spoilt the model, as far as `health` can tell: no
+            checkpoint of it is saved.
+        rollback: why the run is to return to the last checkpoint; None if it is not.
+        fits: how often `fit` has begun to train; one that is refused before does not count, nor
+            does one that a callback has called.
+        inside: the number of this `fit` among those that callbacks of another have called; 0 for
+            one that no callback has called.
+        nested: how many calls of `fit` callbacks have made.
+        running: whether `fit` is being executed.
+        joining: whether this process is about to join ranks that train already.
+        healed: changes of the ranks since the Trainer was made.
+    """
+
+    model: Any = None
+    program: Any = None
+    feed: Any = None
+    validation: Any = None
+    progress: Progress = field(default_factory=Progress)
+    counted: MetricCounts = field(default_factory=MetricCounts)
+    timers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps_per_epoch: int | None = None
+    epoch_complete: bool = True
+    stop_reason: str | None = None
+    out_of_time: bool = False
+    unsound: bool = False
+    rollback: str | None = None
+    fits: int = 0
+    inside: int = 0
+    nested: int = 0
+    running: bool = False
+    joining: bool = False
+    healed: list[Healed] = field(default_factory=list)
+
+    def next_fit(self) -> TrainState:
+        """The state of a `fit` that begins now, in a callback if another one is running."""
+        inside = self.nested + 1 if self.running else 0
+        return TrainState(
+            model=self.model,
+            fits=self.fits,
+            inside=inside,
+            nested=inside,
+            running=True,
+            joining=self.joining,
+            healed=self.healed,
+        )
+
+    def request_stop(self, reason: str) -> None:
+        """End training after the current update, on all ranks."""
+        self.stop_reason = reason
+        if self.model is not None:
+            self.model.stop_training = True
+
+    def request_rollback(self, reason: str) -> None:
+        """Return to the last checkpoint after the current update. Call it on all ranks alike."""
+        self.rollback, self.unsound = reason, True

@@ -1,0 +1,282 @@
+"""Patches of Keras under which a traced step computes one part of a larger batch.
+
+Keras 3 has no interface for a distribution that is not its own, so `keras_patches(context)`
+replaces a few functions of Keras for as long as a step is traced, in the threads that trace it, and
+puts them back:
+
+| replaced | because |
+|---|---|
+| `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all shares |
+| `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all shares |
+| `tf.GradientTape.gradient` | so is a vector that is differentiated |
+| `metrics.Mean.update_state` | a scalar counts with the share's weight |
+| `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
+| `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
+| `Variable._direct_assign` | to learn which statistics a step moved |
+| `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
+
+The source of each replacement is the function of that name in Keras 3.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+from keras.src.backend.tensorflow import core as tf_core
+from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.metrics import reduction_metrics
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import SeedGenerator
+
+from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.step_context import StepContext, tracing
+from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
+
+_RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
+
+
+@contextmanager
+def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None]:
+    """Trace a Keras step, called inside, as one share of an update.
+
+    Args:
+        context: the share and its surroundings.
+        optimizers: those that the step may apply; classes that override `apply` are covered.
+    """
+    BatchNormalization = keras.layers.BatchNormalization
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (loss_module, "reduce_weighted_values", _reduce_weighted_values),
+        (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
+        (tf.GradientTape, "gradient", gradient_of_sums),
+        (reduction_metrics.Mean, "update_state", _update_mean),
+        (tf_nn, "_compute_moments_sync", _compute_moments_sync),
+        (BatchNormalization, "_moments", _masked_moments),
+        (SeedGenerator, "next", _next_seed),
+        (tf_core.Variable, "_direct_assign", _direct_assign),
+    ]
+    replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
+    applying = _Applying(context)
+    functions = [
+        (owner, name, replacement(applying if name == "apply" else context, getattr(owner, name)))
+        for owner, name, replacement in replaced
+    ]
+    with tracing(context), replaced_in(context, functions):
+        yield
+
+
+def _classes_that_apply(optimizers: Sequence[Any]) -> list[type]:
+    classes = {cls: None for o in optimizers for cls in type(o).__mro__ if "apply" in vars(cls)}
+    classes[BaseOptimizer] = None
+    classes[keras.optimizers.LossScaleOptimizer] = None
+    return list(classes)
+
+
+def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        values = ops.convert_to_tensor(values, dtype=dtype)
+        if context.in_global_loss or reduction in (None, "none") or values.shape.rank == 0:
+            return original(values, sample_weight, mask, reduction, dtype)
+        if sample_weight is not None:
+            sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
+        elements = tf.cast(tf.size(values), values.dtype)
+        valid = None
+        if mask is not None:
+            mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
+            valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
+            # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
+            sample_weight = loss_module.apply_mask(sample_weight, mask, values.dtype, "sum")
+        if sample_weight is not None:
+            values, sample_weight = loss_module.squeeze_or_expand_to_same_rank(
+                values, ops.cast(sample_weight, values.dtype)
+            )
+            values = values * sample_weight
+        total = ops.sum(values)
+        part: Any = 1
+        if context.gathered:
+            part = tf.cast(context.part(values), values.dtype)
+        if reduction == "sum":
+            return context.as_mean(total * part)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            denominator = ops.sum(sample_weight)
+        elif valid is not None and reduction != "mean_with_sample_weight":
+            denominator = valid
+        elif context.uniform:
+            return ops.divide_no_nan(total, elements)
+        else:
+            denominator = elements
+        counted = context.denominator(denominator * part)
+        return context.as_mean(ops.divide_no_nan(total * part, counted))
+
+    return reduce_weighted_values
+
+
+def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        # Keras counts each part of a loss once a batch, but with its rows where their number is
+        # static, as it is in a pipeline, and in a step that runs eagerly.
+        if isinstance(sample_weight, int):
+            eagerly = tf.executing_eagerly()
+            rows = tf.cast(sample_weight, self.dtype)
+            sample_weight = (
+                rows * tf.cast(context.weight, self.dtype) if context.in_global_loss else rows
+            )
+            sample_weight = sample_weight if eagerly else None
+        if sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank:
+            values, sample_weight = _share_of(context, self.dtype, values, sample_weight)
+        return original(self, values, sample_weight)
+
+    return update_state
+
+
+def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """A mean's values, and what this share weighs them with: ranks count gathered rows once."""
+    tensor = ops.convert_to_tensor(values)
+    if tensor.shape.rank == 0:
+        weight = tf.cast(context.weight, dtype)
+        return tensor, weight if sample_weight is None else sample_weight
+    if not context.gathered or not context.is_over_examples(tensor):
+        return values, sample_weight
+    part = tf.cast(context.part(tensor), dtype)
+    if sample_weight is None:
+        return tf.identity(tensor), tf.fill(tf.shape(tensor)[:1], part)
+    return values, tf.cast(sample_weight, dtype) * part
+
+
+def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:
+    def compute_moments_sync(x: Any, axes: Any, keepdims: bool) -> Any:
+        if context.collectives is None or context.record:
+            return original(x, axes, keepdims)
+        total = tf.reduce_sum(x, axis=axes, keepdims=True)
+        squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
+        count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(total), x.dtype)
+        parts = [tf.reshape(total, [-1]), tf.reshape(squares, [-1]), tf.reshape(count, [1])]
+        summed = context.sum(tf.concat(parts, 0) * context.present(x.dtype))
+        features = tf.size(total)
+        count = summed[-1]
+        mean = tf.reshape(tf.math.divide_no_nan(summed[:features], count), tf.shape(total))
+        second = tf.math.divide_no_nan(summed[features : 2 * features], count)
+        second = tf.reshape(second, tf.shape(total))
+        variance = tf.maximum(second - tf.square(mean), 0.0)
+        mean, variance = (tf.ensure_shape(t, total.shape) for t in (mean, variance))
+        if keepdims:
+            return mean, variance
+        return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+    return compute_moments_sync
+
+
+def _masked_moments(context: StepContext, original: Callable[..., Any]) -> Any:
+    """Keras ignores `synchronized` where there is a mask; a batch in slices must not."""
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if mask is None or not self.synchronized or context.collectives is None or context.record:
+            return original(self, inputs, mask)
+        axes, epsilon = self._reduction_axes, keras.config.epsilon()
+        mask = ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), "bool")
+        present = context.present(inputs.dtype)
+        total = ops.sum(ops.where(mask, inputs, 0), axes) * present
+        count = ops.sum(ops.cast(mask, inputs.dtype), axes) * present
+        total, count = tf.unstack(context.sum(tf.stack([total, count])))
+        mean = total / (count + epsilon)
+        shape = [1] * inputs.shape.rank
+        shape[self.axis] = -1
+        squares = ops.square(ops.where(mask, inputs - ops.reshape(mean, shape), 0))
+        variance = context.sum(ops.sum(squares, axes) * present) / (count + epsilon)
+        return mean, variance
+
+    return moments
+
+
+def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
+    def next_seed(self: Any, ordered: bool = True) -> Any:
+        seed = original(self, ordered)
+        if isinstance(context.rank, int) and context.rank == 0:
+            return seed
+        # int32 products are those modulo 2**32, for a rank that is a tensor too.
+        offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
+        return seed + tf.cast(tf.stack([offset, 0]), seed.dtype)
+
+    return next_seed
+
+
+def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
+    def direct_assign(self: Any, value: Any) -> Any:
+        context.assigned[id(self)] = self
+        return original(self, value)
+
+    return direct_assign
+
+
+class _Applying:
+    """The outermost `apply` reduces; the one that updates weights hooks and clips."""
+
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
+        self.depth = 0
+        self.hooked = False
+
+
+def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
+    context = applying.context
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        gradients = list(grads)
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        if applying.depth == 0:
+            applying.hooked = False
+            context.applies += 1
+            if context.capture:
+                context.captured.append((self, gradients, variables))
+                return None
+            gradients = context.reduce(gradients, variables)
+            if context.guard is not None:
+                return guarded(self, gradients, variables, trainable_variables)
+            if context.merge_replicas is not None:
+                return context.merge_replicas(
+                    lambda reduced: update(self, reduced, variables, trainable_variables), gradients
+                )
+        return update(self, gradients, variables, trainable_variables)
+
+    def guarded(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
+        guard, loss = context.guard, context.loss_of_all
+        assert guard is not None
+        assert loss is not None  # with a guard there is one
+        bad = context.bad = guard.is_bad(loss, gradients, self)
+
+        def once(reduced: list[Any]) -> Any:
+            *reduced, bad, loss = reduced
+            guard.unless_bad(bad, loss, self, lambda: update(self, reduced, variables, given))
+
+        every = [*gradients, bad, loss]
+        return (
+            once(every) if context.merge_replicas is None else context.merge_replicas(once, every)
+        )
+
+    def update(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
+        # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.
+        if not applying.hooked and not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            applying.hooked = True
+            for hook in context.hooks:
+                gradients = list(hook(gradients, variables))
+        applying.depth += 1
+        try:
+            return original(self, gradients, given)
+        finally:
+            applying.depth -= 1
+
+    return apply

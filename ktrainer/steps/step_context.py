@@ -1,0 +1,283 @@
+"""Context of a traced step: the weights and denominators that make ranks equal one process.
+
+The convention that everything here follows: every part of an update (a rank's local batch, or
+one of its microbatches) has a weight w, its number of examples divided by that of the whole update,
+and a loss L that is a *mean*, so that the loss of the whole update is the sum of w * L over all
+parts. Gradients are therefore summed with the weights w. Then
+
+* a loss that a user computes as a mean over examples is right as it is;
+* a Keras loss, normalised by its own denominator (masked tokens, summed weights), is divided by
+  that denominator counted over all parts and then by w, which the sum takes out again;
+* a loss that is a sum over a part's examples, as Keras makes of vectors, is divided by w;
+* a regularisation loss, the same on every part, counts once, since the weights add up to 1;
+* a loss over examples that were gathered is the same on all ranks and counts once, likewise;
+* a metric that adds up parts' results counts each with its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import tensorflow as tf
+
+from ktrainer.distributed.collectives import GradientCollectives, InOrder, weighted
+from ktrainer.errors import ModelError
+from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
+from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.sparse_gradients import mark_common, reduce_gradients
+from ktrainer.steps.step_options import GradientHook
+from ktrainer.steps.update_guard import UpdateGuard
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """Rows that were gathered from all ranks.
+
+    Attributes:
+        own: int64 scalar; how many of them are this rank's.
+        total: int64 scalar; how many there are.
+        weight: float64 scalar; the weights of all ranks' parts together: 1, unless an update has
+            several batches.
+        views: whether a loss may stack several gathered tensors along the first axis (two views of
+            each example).
+    """
+
+    own: tf.Tensor
+    total: tf.Tensor
+    weight: tf.Tensor
+    views: bool = True
+
+
+class TracedContext:
+    """Base class of a `StepContext`, and of the one that delegates to that of each replica."""
+
+
+@dataclass
+class StepContext(TracedContext):
+    """The surroundings of one step while it is traced.
+
+    Attributes:
+        weight: float64 scalar; this part's share of the update's examples, 0 for padding.
+        collectives: sums over ranks; None in one process.
+        rank: this process's number; other ranks than 0 draw other random numbers. An int32 scalar
+            where replicas learn their numbers only when the step runs.
+        uniform: whether all batch dimensions but the first are static, so that every
+            denominator that counts elements is proportional to the number of examples.
+        hooks: functions of (gradients, variables), applied once gradients are reduced.
+        gradient_weight: what gradients are summed with, if it is not `weight`.
+        denominators: this update's denominators, already counted over all parts, in the order
+            of the losses; None to count each with a collective of its own.
+        record: count denominators only: they are added to `denominators` and nothing is summed.
+        capture: keep what `optimizer.apply` is called with in `captured`, and do not apply it.
+        assigned: variables that the step assigned, by id.
+        applies: how many times an optimizer was applied.
+        xla: whether the step is compiled with XLA, in which nothing can be communicated.
+        merge_replicas: `merge_replicas(update, gradients)` runs `update(gradients)` once for all
+            replicas of this process, with reduced gradients; None where a process has one.
+        guard: skips updates; None: none is skipped.
+        loss: gives this part's mean loss, float64, once the loss is computed; with a guard.
+        times: how many times the weights of gradients are those of parts.
+        loss_of_all: float64; that of the whole update, once gradients are reduced.
+        bad: whether the update is skipped, once that is known.
+        rows: rows of this part's batch as its tensors have them (1 for padding): an int where
+            their number is static.
+        gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
+        in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
+            `steps.loss_scope`.
+        split: the batch is split into microbatches, so rows cannot be gathered within a step.
+    """
+
+    weight: tf.Tensor
+    collectives: GradientCollectives | None = None
+    rank: int | tf.Tensor = 0
+    uniform: bool = True
+    hooks: tuple[GradientHook, ...] = ()
+    gradient_weight: tf.Tensor | None = None
+    denominators: list[tf.Tensor] | None = None
+    record: bool = False
+    capture: bool = False
+    captured: list[tuple[Any, list[Any], list[Any]]] = field(default_factory=list)
+    assigned: dict[int, Any] = field(default_factory=dict)
+    applies: int = 0
+    xla: bool = False
+    merge_replicas: Callable[[Callable[[list[Any]], Any], list[Any]], Any] | None = None
+    order: InOrder = field(default_factory=InOrder)
+    guard: UpdateGuard | None = None
+    loss: Callable[[], tf.Tensor] | None = None
+    times: int = 1
+    loss_of_all: tf.Tensor | None = None
+    bad: tf.Tensor | None = None
+    rows: int | tf.Tensor | None = None
+    gathered: list[GatheredRows] = field(default_factory=list)
+    in_global_loss: bool = False
+    split: bool = False
+    _next: int = 0
+
+    def present(self, dtype: tf.DType) -> tf.Tensor:
+        """1 for a part of real examples, 0 for padding."""
+        return tf.cast(self.weight > 0, dtype)
+
+    def as_mean(self, part: tf.Tensor) -> tf.Tensor:
+        """The L of which `part` is w * L; 0 for padding."""
+        return tf.math.divide_no_nan(
+            part * self.present(part.dtype), tf.cast(self.weight, part.dtype)
+        )
+
+    def is_over_examples(self, tensor: Any) -> bool:
+        """Return whether the first axis of a tensor is the examples, gathered ones included.
+
+        While a step is traced the number of examples is unknown, that of features or weights is
+        not. In a step that runs eagerly a vector is over examples if it has as many elements.
+        """
+        shape = tensor.shape
+        if shape.rank == 0:
+            return False
+        if shape.rank is None or shape[0] is None:
+            return True
+        if isinstance(self.rows, int) and shape[0] == self.rows:
+            return True
+        return any(tf.get_static_value(g.total) == shape[0] for g in self.gathered)
+
+    def part(self, tensor: tf.Tensor) -> tf.Tensor:
+        """This part's share, float64, of a tensor over examples: 1, unless they were gathered,
+        which is told by their number."""
+        if not self.gathered:
+            return tf.ones([], tf.float64)
+        rows = tf.shape(tensor, out_type=tf.int64)[0]
+        own = [g.own for g in self.gathered]
+        own += [] if self.rows is None else [tf.cast(self.rows, tf.int64)]
+        ours = tf.reduce_any(rows == tf.stack(own))
+        every = ~ours & tf.reduce_any(rows == tf.stack([g.total for g in self.gathered]))
+        views = [tf.maximum(g.total, 1) for g in self.gathered if g.views]
+        unclear = tf.reduce_any(rows % tf.stack(views) == 0) if views else tf.constant(False)
+        check = assert_in_graph(
+            ours | every | ~unclear,
+            "a loss has a multiple of the rows that ktrainer.all_gather has gathered, so it "
+            "cannot be told whether it is of the examples of all ranks or of one. Reduce it to its "
+            "mean before it is differentiated. Rows:",
+            rows,
+        )
+        with tf.control_dependencies(check):
+            share = tf.math.divide_no_nan(self.weight, self.gathered[0].weight)
+        return tf.where(every, share, tf.ones_like(share))
+
+    def scale_of_sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The factor by which the sum of a tensor over all examples of the update becomes its L;
+        0 for padding."""
+        return self.as_mean(self.part(tensor))
+
+    def denominator(self, local: tf.Tensor) -> tf.Tensor:
+        """A loss's denominator counted over all parts of the update, from this part's."""
+        local = local * self.present(local.dtype)
+        if self.record:
+            assert self.denominators is not None
+            self.denominators.append(tf.cast(local, tf.float64))
+            return local
+        if self.denominators is not None:
+            total = self.denominators[self._next]
+            self._next += 1
+            return tf.cast(total, local.dtype)
+        return self.sum(local)
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor` summed over ranks, in the forward pass; differentiable.
+
+        What ranks differentiate is their own mean loss L, of which only w counts: gradients
+        that cross ranks are weighted on the way out and unweighted on the way in.
+        """
+        if self.collectives is None or self.record:
+            return tensor
+        self.refuse_xla("BatchNormalization with synchronized=True does")
+        return self.across(tensor)
+
+    def across(self, tensor: tf.Tensor, weight_of_all: tf.Tensor | None = None) -> tf.Tensor:
+        """`sum`, also while denominators are counted.
+
+        Args:
+            tensor: what is summed.
+            weight_of_all: the weights of all ranks together, where these differentiate the same
+                function of the sum, so that no rank needs the others' gradients.
+        """
+        collectives = self.collectives
+        assert collectives is not None
+
+        @tf.custom_gradient
+        def sum_over_ranks(value: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                if self.record:
+                    return upstream  # only shapes count
+                if weight_of_all is None:
+                    total = collectives.sum(weighted(upstream, self.weight), self.order)
+                else:
+                    total = upstream * tf.cast(weight_of_all, upstream.dtype)
+                return tf.math.divide_no_nan(total, tf.cast(self.weight, total.dtype))
+
+            return collectives.sum(value, self.order), gradient
+
+        return sum_over_ranks(tensor)
+
+    def refuse_xla(self, what: str) -> None:
+        """Refuse to communicate where that cannot be compiled.
+
+        Raises:
+            ModelError: the step is compiled with XLA.
+        """
+        if self.xla:
+            raise ModelError(
+                f"this model communicates in its forward pass ({what}), which XLA cannot compile; "
+                "set trainer.xla=false, or remove it"
+            )
+
+    def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """The variables' gradients summed over ranks with their weights; None stays None."""
+        loss = [] if self.loss is None else [self.loss()]
+        if self.collectives is None:
+            self.loss_of_all = loss[0] if loss else None
+            return gradients
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        # Some gradients (of loops, of masked layers) have forgotten their static shape.
+        shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
+        shaped = [mark_common(gradient, self.rows) for gradient in shaped]
+        weight = self.weight if self.gradient_weight is None else self.gradient_weight
+        # One number more, of the gradients' type, so that it goes in the same message.
+        wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
+        more = [tf.reshape(tf.cast(value, wire), [1]) for value in loss]
+        reduced = reduce_gradients(self.collectives, [*shaped, *more], weight, self.order)
+        if self.collectives.atomic:
+            reduced = self.order.after_all(reduced)
+        if more:
+            self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
+        for i, gradient in zip(present, reduced, strict=True):
+            gradients[i] = gradient
+        return gradients
+
+
+@contextmanager
+def tracing(context: StepContext) -> Iterator[None]:
+    """Let `current_step()` be `context`, in this thread and in those of its replicas."""
+    with entered_in_this_thread(context):
+        yield
+
+
+def current_step() -> StepContext | None:
+    """The context of the step that this thread traces now; None outside of steps, and in the steps
+    of one process, which need none."""
+    for scope in reversed(entered_here()):
+        if isinstance(scope, TracedContext):
+            return cast(StepContext, scope)
+    return None
+
+
+def single_process_step() -> Any:
+    """Within it a step is one process's, which communicates with no other: to make variables."""
+    return tracing(StepContext(tf.ones([], tf.float64)))
+
+
+def with_shape_of(gradient: Any, variable: Any) -> Any:
+    """A dense gradient with its variable's static shape; an IndexedSlices as it is."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.ensure_shape(gradient, variable.shape)

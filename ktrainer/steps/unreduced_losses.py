@@ -1,0 +1,76 @@
+"""Unreduced losses, which Keras or the gradient tape sums over examples.
+
+Replacements for functions of Keras and TensorFlow; see `steps.keras_patches`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ktrainer.steps.step_context import StepContext
+
+
+def aggregate_added(context: StepContext, original: Callable[..., Any]) -> Any:
+    """Keras sums what is given to `add_loss`."""
+
+    def aggregate_additional_loss(self: Any, loss: Any) -> Any:
+        total = original(self, loss)
+        if not context.is_over_examples(tf.convert_to_tensor(loss)):
+            return total
+        return tf.math.multiply_no_nan(total, tf.cast(context.scale_of_sum(loss), total.dtype))
+
+    return aggregate_additional_loss
+
+
+def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
+    """A tape differentiates the sum of its targets' elements."""
+
+    def gradient(
+        self: Any,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        # An inner gradient, with respect to inputs, is no gradient of the update's loss; nor is
+        # what TensorFlow differentiates itself, as a layer that is recomputed does.
+        if _is_of_weights(sources) and not _called_by_tensorflow():
+            output_gradients = _scaled(context, tf.nest.flatten(target), output_gradients)
+        return original(self, target, sources, output_gradients, unconnected_gradients)
+
+    return gradient
+
+
+def _scaled(context: StepContext, targets: list[Any], given: Any) -> Any:
+    """The upstream gradient of each target: that of a sum over examples, as a mean."""
+    sums = [tf.is_tensor(t) and context.is_over_examples(t) for t in targets]
+    if not any(sums):
+        return given
+    # All have one then: TensorFlow takes None for all of them, or for none.
+    upstream = [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)
+    for i, target in enumerate(targets):
+        if sums[i]:
+            scale = tf.cast(context.scale_of_sum(target), target.dtype)
+            upstream[i] = tf.math.multiply_no_nan(tf.convert_to_tensor(upstream[i]), scale)
+    return upstream
+
+
+def _is_of_weights(sources: Any) -> bool:
+    return any(isinstance(s, (tf.Variable, keras.Variable)) for s in tf.nest.flatten(sources))
+
+
+def _called_by_tensorflow() -> bool:
+    """Whether the caller is TensorFlow's own code, not a user's function that it converted."""
+    frame: Any = sys._getframe(2)
+    while _name(frame).startswith(("ktrainer.", "tensorflow.python.autograph.")):
+        frame = frame.f_back
+    return _name(frame).startswith("tensorflow.")
+
+
+def _name(frame: Any) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,6 @@
+"""One run: its data, callbacks and program, the nested loops, evaluation and resume.
+
+run.py opens, loop.py trains, evaluation.py evaluates and predicts
+call_arguments.py, fit_settings.py, triggers.py, context.py, default_callbacks.py: parts of a call
+resume.py, recovery_protocol.py, preemption.py: checkpoints at the start; lost ranks; signals
+"""

@@ -1,0 +1,122 @@
+"""The callbacks of a run, in their fixed order.
+
+broadcast            equal variables before anything reads them
+learning rate        set before the step
+metrics              logs of all ranks, before any callback reads logs
+the user's own       in the order given, those in code before those in the config
+health               loss guard and weight audit, before a checkpoint could keep a bad state
+checkpoint           after everything that changes state at this point
+throughput, CSV, TensorBoard, progress              read only
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ktrainer.callbacks.broadcast import BroadcastVariables
+from ktrainer.callbacks.learning_rate import LearningRate
+from ktrainer.callbacks.loss_guard import LossGuard
+from ktrainer.callbacks.metric_averaging import AverageMetrics
+from ktrainer.callbacks.throughput import Throughput
+from ktrainer.callbacks.weight_audit import Audit
+from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.config import callback_registry
+
+
+def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
+    """All callbacks of a run, on every rank alike; `on_rank` drops the writers of other ranks.
+
+    Args:
+        cfg: the resolved configuration.
+        user_callbacks: the user's, from code; those in `cfg.callbacks` come after them.
+    """
+    throughput = Throughput(write=cfg.logging.csv)
+    checkpoints = _checkpoints(cfg)
+    rate = LearningRate(
+        scale=cfg.lr.scale,
+        warmup=cfg.lr.warmup,
+        schedule=cfg.lr.schedule,
+        momentum_correction=cfg.lr.momentum_correction,
+    )
+    configured = [callback_registry.build(spec, allow=cfg.allow) for spec in cfg.callbacks.values()]
+    callbacks = [
+        BroadcastVariables(),
+        rate,
+        AverageMetrics(),
+        *user_callbacks,
+        *configured,
+        *_health(cfg),
+        *checkpoints,
+        throughput,
+        *_logs(cfg),
+        *_progress(cfg, throughput),
+    ]
+    for checkpoint in checkpoints:
+        checkpoint.callbacks = callbacks  # it saves the states of all of them
+    return callbacks
+
+
+def _health(cfg: Any) -> list[Any]:
+    health = cfg.health
+    found: list[Any] = []
+    if health.nan != "ignore" or health.spike is not None:
+        limits = (health.spike_window, health.max_skips, health.max_rollbacks)
+        found.append(LossGuard(health.nan, health.spike, health.on_spike, *limits))
+    if health.audit_every:
+        found.append(Audit(every=health.audit_every))
+    return found
+
+
+def _checkpoints(cfg: Any) -> list[Checkpoint]:
+    if cfg.checkpoint.every is None and cfg.checkpoint.best is None:
+        return []
+    return [
+        Checkpoint(
+            cfg.checkpoint.dir,
+            every=cfg.checkpoint.every,
+            keep=cfg.checkpoint.keep,
+            best=cfg.checkpoint.best,
+            mode=cfg.checkpoint.mode,
+            allow_nan=cfg.health.nan == "ignore",
+            asynchronous=cfg.checkpoint.asynchronous,
+            iterators=cfg.checkpoint.iterators,
+        )
+    ]
+
+
+def _logs(cfg: Any) -> list[Any]:
+    found: list[Any] = []
+    if cfg.logging.csv:
+        from ktrainer.callbacks.csv_log import CSVLog
+
+        found.append(CSVLog())
+    if cfg.logging.tensorboard:
+        from ktrainer.callbacks.tensorboard import TensorBoardLog
+
+        found.append(TensorBoardLog())
+    return found
+
+
+def _progress(cfg: Any, throughput: Any) -> list[Any]:
+    kind = cfg.logging.progress
+    if kind == "none":
+        return []
+    from ktrainer.callbacks.console import PlainProgress, RichProgress
+
+    rich = kind == "rich" or (kind == "auto" and on_terminal())
+    display = RichProgress() if rich else PlainProgress()
+    display.throughput = throughput  # for the summary
+    return [display]
+
+
+def on_terminal(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the output is a terminal: this process's, or the launcher's, which sets
+    KTRAINER_TERMINAL to `1` or `0`."""
+    launcher = environ.get("KTRAINER_TERMINAL")
+    if launcher in ("0", "1"):
+        return launcher == "1"
+    # mpirun gives rank 0 a pseudo-terminal, whatever its own output is.
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in environ

@@ -1,0 +1,181 @@
+"""Evaluation and prediction: one pass over a feed with the weights left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import keras
+import numpy as np
+
+from ktrainer.data import make_feed, require_end
+from ktrainer.data.consistency_check import check_consistency, data_facts
+from ktrainer.errors import DataError
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.steps import Program
+from ktrainer.steps.metric_reduction import global_results
+
+if TYPE_CHECKING:
+    from ktrainer.data import Feed
+    from ktrainer.distributed import World
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.training.call_arguments import CallArguments
+    from ktrainer.training.context import RunContext
+
+
+def evaluate(
+    program: Program,
+    feed: Feed,
+    callbacks: keras.callbacks.CallbackList,
+    world: Any,
+    agree: Callable[[bool], bool] | None = None,
+    common_logs: bool = False,
+) -> dict[str, Any]:
+    """Loss and metrics over all of `feed`, over all ranks.
+
+    Args:
+        agree: whether any rank wants to stop; all of them call it after each batch.
+        common_logs: give callbacks the logs of all ranks after each batch.
+    """
+    agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
+    program.build(feed.spec, training=False)
+    program.model.stop_evaluating = False
+    callbacks.on_test_begin()
+    program.finish()  # updates that a failed `fit` may have scheduled
+    program.model.reset_metrics()
+    counts = MetricCounts()
+    local_batches = feed.epoch(0)
+    with closing(local_batches):  # type: ignore[type-var]
+        for batch, local in enumerate(local_batches):
+            program.build(feed.spec, training=False)
+            callbacks.on_test_batch_begin(batch)
+            counts.logs = program.test(local)
+            counts.last = local.examples if program.counts_metrics else 0
+            counts.examples += counts.last
+            logs = _global_logs(program, world, counts, "test") if common_logs else counts.logs
+            callbacks.on_test_batch_end(batch, logs)
+            if agree(bool(program.model.stop_evaluating)):
+                break
+    if not counts.logs:
+        raise DataError(
+            "the data to evaluate on has no batches: give arrays with rows, or a dataset that "
+            "yields batches"
+        )
+    counts.logs = program.finish() or counts.logs
+    found = _global_logs(program, world, counts, "test")
+    callbacks.on_test_end(found)
+    return found
+
+
+def _global_logs(
+    program: Program, world: World, counts: MetricCounts, kind: Literal["train", "test"]
+) -> dict[str, Any]:
+    """Logs of all ranks, which call this together."""
+    return global_results(
+        program.model.metrics,
+        world,
+        logs=counts.logs,
+        sources=program.sources(kind),
+        examples=counts.examples,
+        last_examples=counts.last,
+    )
+
+
+def validate(
+    program: Program,
+    feed: Feed,
+    callbacks: keras.callbacks.CallbackList,
+    world: Any,
+    agree: Callable[[bool], bool],
+    keep: bool,
+    common_logs: bool = False,
+) -> dict[str, Any]:
+    """As `evaluate`, in the middle of training: the names begin with `val_`.
+
+    Args:
+        agree, common_logs: as for `evaluate`.
+        keep: restore the metrics of the epoch so far; done anyway if it ends with an error.
+    """
+    kept = [(v, v.numpy()) for v in program.model.metrics_variables]
+    try:
+        logs = evaluate(program, feed, callbacks, world, agree, common_logs)
+    except BaseException:
+        keep = True
+        with suppress(Exception):  # what has been scheduled counts before they are restored
+            program.finish()
+        raise
+    finally:
+        for variable, value in kept if keep else ():
+            variable.assign(value)
+    return {f"val_{name}": value for name, value in logs.items()}
+
+
+def predict(
+    program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
+) -> Any:
+    """The model's outputs for all of `feed`, in order, on every rank."""
+    callbacks.on_predict_begin()
+    batches = []
+    local_batches = feed.epoch(0)
+    with closing(local_batches):  # type: ignore[type-var]
+        for batch, local in enumerate(local_batches):
+            callbacks.on_predict_batch_begin(batch)
+            batches.append(program.predict(local))
+            callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
+    callbacks.on_predict_end()
+    mine = batches if program.counts_metrics else None
+    ranks = [each for each in world.allgather(mine, "outputs of predict") if each is not None]
+    in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
+    if not in_order:
+        raise DataError("predict was given no data: x has no rows")
+    return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
+
+
+def _concatenate(parts: Any) -> Any:
+    return np.concatenate(parts, axis=0)
+
+
+def logs_so_far(state: TrainState, world: World) -> dict[str, Any]:
+    """Logs of the epoch up to now, of all ranks, which call this together."""
+    counted, program = state.counted, state.program
+    counted.logs = program.finish() or counted.logs
+    if state.progress.counted <= 0:
+        return {}  # all updates were skipped or undone: that is no loss of 0
+    return _global_logs(program, world, counted, "train")
+
+
+def run_over_data(
+    context: RunContext,
+    model: keras.Model,
+    call: CallArguments,
+    run: Callable[[Program, Feed, keras.callbacks.CallbackList, World], Any],
+) -> Any:
+    """Evaluate or predict over a call's data, with the program of the last call if it fits.
+
+    Args:
+        run: `evaluate` or `predict`.
+    """
+    world, check = context.world, context.config.health.check_data
+    config = call.config.data
+    if run is predict:  # dealt out, the rows would come back in another order
+        config = replace(config, shard="batch", batch="global")
+    program = context.program_for(model)
+    feed = make_feed(
+        call.data,
+        world=world,
+        config=config,
+        training=False,
+        check=check,
+        limit=call.batches_per_epoch,
+    )
+    require_end(feed, "steps=...")
+    callbacks = keras.callbacks.CallbackList(list(call.callbacks), model=model, add_history=False)
+    try:
+        if check and world.size > 1:
+            check_consistency(world, data_facts=data_facts(feed, "given"))
+        with context.backend.watching():
+            return run(program, feed, callbacks, world)
+    finally:
+        feed.close()

@@ -1,0 +1,100 @@
+"""Settings of one call of `fit` from its configuration: steps, data and callbacks; model checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ktrainer.callbacks import LossGuard
+from ktrainer.errors import ModelError
+from ktrainer.steps import Clip, StepOptions
+from ktrainer.steps.update_guard import UpdateGuard, has_keras_step, loss_metric
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config, DataConfig
+
+
+def guard_of(callbacks: list[Any], model: keras.Model) -> UpdateGuard | None:
+    """The guard that skips bad updates, if one of the callbacks asks for it.
+
+    Raises:
+        ModelError: it cannot be told of this model's steps what their loss is.
+    """
+    found = next((c for c in callbacks if isinstance(c, LossGuard)), None)
+    if found is None or found.spike is None:
+        return None if found is None else found.guard
+    if loss_metric(model) is None and not has_keras_step(model):
+        raise ModelError(
+            f"health.spike needs to know the loss of a step, but model {model.name!r} has no "
+            "metric keras.metrics.Mean(name='loss') that its train_step updates: add one to its "
+            "`metrics`."
+        )
+    if found.on_spike == "skip" and not has_keras_step(model):
+        raise ModelError(
+            "health.on_spike=skip must know the loss before gradients are applied, which it can in "
+            f"Keras' own train_step only, and {type(model).__name__} has its own. Set "
+            "health.on_spike to stop or rollback."
+        )
+    return found.guard
+
+
+def step_options(
+    config: Config, hooks: tuple[Any, ...] = (), guard: UpdateGuard | None = None
+) -> StepOptions:
+    """How steps run, from the configuration."""
+    clip = config.trainer.clip
+    return StepOptions(
+        accumulate=config.trainer.accumulate,
+        xla=config.trainer.xla,
+        clip=Clip(clip.global_norm, clip.norm, clip.value),
+        average=getattr(config.backend, "op", "average") == "average",
+        hooks=hooks,
+        guard=guard,
+        loss_scope=config.trainer.loss_scope,
+    )
+
+
+def data_config(config: Config) -> DataConfig:
+    """The `data` section; unshuffled with `trainer.overfit_batches`."""
+    if config.trainer.overfit_batches:
+        return replace(config.data, shuffle=False)
+    return config.data
+
+
+def callbacks_config(config: Config) -> Config:
+    """The configuration of callbacks: the trainer says where a `fit` saves, once it is known which
+    one it is; a `fast_dev_run` leaves no files."""
+    if not config.trainer.fast_dev_run:
+        return config.with_changes(checkpoint=replace(config.checkpoint, dir=None))
+    return config.with_changes(
+        checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),
+        logging=replace(config.logging, csv=False, tensorboard=False),
+    )
+
+
+def versions_that_compute() -> dict[str, str]:
+    """The versions that ranks must share to compute the same."""
+    names = ("ktrainer", "keras", "numpy", "tensorflow")
+    return {name: str(getattr(import_module(name), "__version__", "?")) for name in names}
+
+
+def check_model(model: keras.Model, config: Config) -> None:
+    """Refuse a model that `fit` could not train as configured.
+
+    Raises:
+        ModelError: it is not compiled, or its layers have another precision than asked for.
+    """
+    if not model.compiled:
+        raise ModelError(
+            f"model {model.name!r} is not compiled; call model.compile(optimizer, loss, ...) first"
+        )
+    wanted = config.trainer.precision
+    if wanted is not None and model.dtype_policy.name != wanted:
+        raise ModelError(
+            f"trainer.precision={wanted}, but model {model.name!r} was made with "
+            f"{model.dtype_policy.name}: layers fix their precision when they are made. Make the "
+            "Trainer before the model, or pass fit a function that makes it."
+        )

@@ -1,0 +1,363 @@
+"""The nested loops of a run: epochs, updates, validation and stopping, the same on every rank.
+
+    set_params, set_model, set_trainer
+    on_train_begin                                                                  begin
+    resume a checkpoint (load_state_dict, on_restore), or skip to initial_epoch
+    until epochs, max_steps, max_time or a callback end it:                         train, _epoch
+        on_epoch_begin (once: weights are broadcast)
+        for the local batches of each update:                                       _batches
+            on_train_batch_begin                                                    _update
+            on_step_begin (the learning rate is set)
+            program.train: forward, backward, all-reduce, on_gradients, clip, apply
+            on_step_end (the check for NaN)                                         _after_update
+            return to the last checkpoint, if a callback asked for it
+            on_train_batch_end
+            every logging.every: gather the logs of all ranks, on_log
+            every trainer.validate_every, inside the epoch: validate, on_validation_end
+            on_step_checkpoint (checkpoints are saved)
+            vote on whether to stop
+        on_epoch_cut, if a stop left some updates
+        validate at the epoch's end: on_test_begin, on_test_batch_*, on_test_end
+        on_epoch_end
+        vote on whether to stop
+    on_train_end
+    close, also after an error
+
+When ranks were lost or have joined, at any time: load_state_dict, on_heal.
+
+An epoch that a stop cuts short is validated and reported like any other, as in Keras, but does
+not count as finished: a checkpoint of it resumes inside it, with the state from before its
+`on_epoch_end`, which will be called once more.
+
+Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
+them together; no rank leaves the loop alone. The `Recovery` learns where an update begins and what
+ranks can return to (`begin_step`, `commit`), and carries the votes.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from ktrainer.callbacks.base import emit
+from ktrainer.errors import DataError
+from ktrainer.state.durations import Every
+from ktrainer.state.metric_counts import MetricCounts
+from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
+from ktrainer.state.progress import Phase, Progress
+from ktrainer.training.evaluation import logs_so_far, validate
+from ktrainer.training.preemption import (
+    PreemptionRequested,
+    SignalHandlers,
+    checkpoint_and_exit,
+)
+from ktrainer.training.resume import resume_run, roll_back, skip_to_initial_epoch
+from ktrainer.training.triggers import Triggers
+
+if TYPE_CHECKING:
+    from ktrainer.data import LocalBatch
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.steps import Program
+    from ktrainer.training.context import RunContext
+    from ktrainer.training.recovery_protocol import Recovery
+
+
+class Loop:
+    """The loops of one `fit`.
+
+    Args:
+        context: configuration, ranks and backend of the call.
+        state: of the run, with its feeds and program.
+        callbacks: Keras' list of this rank's callbacks.
+        triggers: how long to train, and what is due when.
+        signals: what asks the process to end.
+        recovery: what happens when ranks are lost.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        state: TrainState,
+        callbacks: keras.callbacks.CallbackList,
+        triggers: Triggers,
+        signals: SignalHandlers,
+        recovery: Recovery,
+    ) -> None:
+        self.context, self.state, self.world = context, state, context.world
+        self.callbacks, self.triggers = callbacks, triggers
+        self.signals, self.recovery = signals, recovery
+        self.program: Program = state.program
+        self.model: keras.Model = state.model
+        validate = triggers.validate if state.validation is not None else None
+        self._validate_every = Every(validate, state.steps_per_epoch)
+        self._log_every = Every(triggers.log, state.steps_per_epoch)
+        self._started = 0.0
+        self._end_due = False  # an epoch's end, though there is nothing left to train on
+        self._pending_logs: Any = None  # of an update that callbacks have not heard of
+        self._waited_before = context.backend.communication_seconds or 0.0  # in earlier fits
+
+    # -- beginning and resuming
+
+    def begin(self) -> None:
+        """Do everything before the first update."""
+        state = self.state
+        self.model.stop_training = False
+        self.callbacks.on_train_begin()
+        resume_run(self.context, state, self.callbacks)
+        self._start_clock()
+        skip_to_initial_epoch(state, self.world, self.triggers.initial_epoch)
+        progress = state.progress
+        ended = self.steps_left == 0 or not self._is_cut()
+        self._end_due = progress.validation_due or (ended and progress.batch > 0)
+        if self.triggers.max_seconds is None:
+            return
+        try:  # time counts over restarts, so it may have been used up
+            self._vote_to_stop()
+        except PreemptionRequested as request:
+            checkpoint_and_exit(self.context, state, self.callbacks, request)
+        if state.out_of_time and self.world.is_root:
+            warnings.warn(
+                f"training had taken {progress.elapsed:.0f} s when the checkpoint was made, which "
+                "is all of trainer.max_time, so there is nothing to do",
+                stacklevel=3,
+            )
+
+    def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
+        """Continue from `state.progress`, to which a Recovery has returned.
+
+        Args:
+            phase, logs: of the last update.
+            told: step and batch up to which callbacks have heard.
+
+        Returns:
+            The progress that callbacks know of.
+        """
+        known = {p: value for p, value in flatten_paths(logs).items() if value is not None}
+        self._pending_logs = unflatten_paths(logs, known) if phase == Phase.UPDATED else None
+        progress, self.state.counted.logs = self.state.progress, logs
+        # What follows an update, or the last one of an epoch, is due even if nothing else is.
+        self._end_due = phase == Phase.UPDATED or (phase == Phase.TOLD and progress.batch > 0)
+        self._started = time.monotonic() - progress.elapsed
+        before = replace(progress, step=told[0], batch=told[1])
+        for every in (self._validate_every, self._log_every):
+            every.heal(before)
+        return before
+
+    def _start_clock(self) -> None:
+        """Count time and intervals from where a restore left them."""
+        self._started = time.monotonic() - self.state.progress.elapsed
+        for every in (self._validate_every, self._log_every):
+            every.start(self.state.progress)
+
+    # -- the loops
+
+    def train(self) -> keras.callbacks.History:
+        """Train from the present progress to the end."""
+        logs: dict[str, Any] | None = None
+        try:
+            while self._end_due or not self._finished():
+                self._end_due = False
+                logs = self._epoch()
+        except PreemptionRequested as request:
+            checkpoint_and_exit(self.context, self.state, self.callbacks, request)
+        self.program.finalize_weights()
+        self.callbacks.on_train_end(logs=logs)
+        return self.model.history
+
+    def _epoch(self) -> dict[str, Any]:
+        """Train the rest of an epoch, and end it; returns its logs."""
+        state, progress, epoch = self.state, self.state.progress, self.state.progress.epoch
+        first = progress.batch
+        if first == 0:
+            self.model.reset_metrics()
+            state.counted = MetricCounts()
+        self.callbacks.on_epoch_begin(epoch)
+        cut = self._batches(epoch, skip=first * self.triggers.accumulate)
+        if progress.batch == 0:
+            self._end_of_data(epoch)
+        state.epoch_complete = not cut
+        if cut:
+            emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
+        logs = logs_so_far(state, self.world)
+        if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
+            logs |= self._validate(keep=cut)
+        else:
+            logs |= progress.validated  # after the epoch's last update
+        self.callbacks.on_epoch_end(epoch, logs)
+        if not cut:
+            progress.finish_epoch()
+        self._vote_to_stop("stop after epoch")
+        self.recovery.commit(Phase.EPOCH_ENDED)
+        return logs
+
+    def _batches(self, epoch: int, skip: int) -> bool:
+        """Train on an epoch's local batches but the first `skip`; whether a stop left some."""
+        if self._finish_interrupted_update() or self._finished():
+            return self._is_cut()
+        batches = self.state.feed.epoch(epoch, skip=skip)
+        with closing(batches):
+            for updates in self._updates(batches):
+                if self._after_update(self._update(updates)):
+                    return self._is_cut()
+        return False
+
+    def _finish_interrupted_update(self) -> bool:
+        """Do what an interruption left of the last update; whether to stop, on all ranks."""
+        if self._pending_logs is not None:
+            logs, self._pending_logs = self._pending_logs, None
+            if self._after_update(logs):
+                return True
+        progress = self.state.progress
+        if not progress.validation_due:
+            return False
+        self._validate_inside_epoch()
+        logs, step = self.state.counted.logs, progress.step
+        emit(self.callbacks.callbacks, "on_step_checkpoint", step, logs)
+        return self._vote_to_stop()
+
+    def _updates(self, batches: Iterator[LocalBatch]) -> Iterator[list[list[LocalBatch]]]:
+        """The updates of each compiled call, an update being a list of local batches."""
+        timers, feed = self.state.timers, self.state.feed
+        while True:
+            start = time.perf_counter()
+            take = partial(self.triggers.take, batches, self.steps_left)
+            updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
+            timers["data"] += time.perf_counter() - start
+            if not updates:
+                return
+            if feed.spec is not None:
+                self.program.build(feed.spec)  # wider, should a new shape have appeared
+            yield updates
+
+    def _update(self, updates: list[list[LocalBatch]]) -> Any:
+        """Run one compiled call; returns its logs, unread."""
+        progress, timers = self.state.progress, self.state.timers
+        self.world.step = progress.step + 1
+        self.callbacks.on_train_batch_begin(progress.batch)
+        emit(self.callbacks.callbacks, "on_step_begin", progress.step)
+        start = time.perf_counter()
+        self.recovery.begin_step()
+        if len(updates) == 1:
+            logs = self.program.train(updates[0])
+        else:
+            logs = self.program.train_many([batches[0] for batches in updates])
+        timers["step"] += time.perf_counter() - start
+        self._count(updates, logs)
+        if (waited := self.context.backend.communication_seconds) is not None:
+            timers["communication"] = waited - self._waited_before
+        self.recovery.commit(Phase.UPDATED, logs)
+        return logs
+
+    def _count(self, updates: list[list[LocalBatch]], logs: Any) -> None:
+        progress, counted = self.state.progress, self.state.counted
+        for batches in updates:
+            progress.advance(sum(batch.global_examples for batch in batches))
+            if self.program.counts_metrics:
+                counted.examples += sum(batch.examples for batch in batches)
+                counted.last = batches[-1].examples
+        counted.logs = logs
+        progress.elapsed = time.monotonic() - self._started
+
+    def _after_update(self, logs: Any) -> bool:
+        """Run post-step callbacks, validation and checkpoints; return whether any rank asked to
+        stop."""
+        state, progress, ours = self.state, self.state.progress, self.callbacks.callbacks
+        emit(ours, "on_step_end", progress.step, logs)
+        if state.rollback is not None:
+            roll_back(state, self.world, self.callbacks)
+            for every in (self._validate_every, self._log_every):
+                every.start(progress)
+        common = self.context.has_common_logs
+        batch_logs = logs_so_far(state, self.world) if common else logs
+        self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
+        if self._due(self._log_every):
+            emit(ours, "on_log", progress.step, logs_so_far(state, self.world))
+        if self._due(self._validate_every):
+            self._validate_inside_epoch()
+        emit(ours, "on_step_checkpoint", progress.step, logs)
+        stop = self._vote_to_stop()
+        self.recovery.commit(Phase.TOLD)
+        return stop
+
+    # -- the end
+
+    @property
+    def steps_left(self) -> int | None:
+        """Updates until `trainer.max_steps`; None without that limit."""
+        most = self.triggers.max_steps
+        return None if most is None else max(0, most - self.state.progress.step)
+
+    def _finished(self) -> bool:
+        return (
+            self.model.stop_training
+            or self.state.out_of_time
+            or self.state.progress.epoch >= self.triggers.epochs
+            or self.steps_left == 0
+            or self.state.feed.exhausted
+        )
+
+    def _is_cut(self) -> bool:
+        """Whether a stop now leaves some of the epoch."""
+        progress = self.state.progress
+        taken = progress.batch * self.triggers.accumulate
+        return not self.state.feed.is_complete(progress.epoch, taken)
+
+    def _end_of_data(self, epoch: int) -> None:
+        """End training at an epoch without batches.
+
+        Raises:
+            DataError: it is the first one.
+        """
+        feed = self.state.feed
+        if not (feed.exhausted and epoch > feed.first_epoch):
+            raise DataError(
+                "the training data has no batches: give more rows, or check data.batch_size and "
+                "data.drop_remainder"
+            )
+        self.model.stop_training = True  # a generator that has nothing more to give
+
+    def _vote_to_stop(self, what: str = "stop") -> bool:
+        limit = self.triggers.max_seconds
+        late = limit is not None and self.state.progress.elapsed >= limit
+        # Not a stop that a checkpoint should remember: a later run may have more time.
+        flags = (bool(self.model.stop_training), late)
+        stopped, self.state.out_of_time = self.signals.agree(self.recovery.vote, flags, what)
+        self.model.stop_training = stopped
+        return stopped or self.state.out_of_time or self.steps_left == 0
+
+    def _due(self, every: Every, epoch_end: bool = False) -> bool:
+        due = every.due(self.state.progress, epoch_end=epoch_end)
+        if every.needs_agreement:  # clocks differ: rank 0's decides
+            due = bool(self.world.broadcast(due, what="is it time"))
+        return due
+
+    # -- validation
+
+    def _validate_inside_epoch(self) -> None:
+        progress = self.state.progress
+        progress.validation_due = True  # should it be interrupted
+        progress.validated = self._validate(keep=True)
+        progress.validation_due = False
+        logs = dict(progress.validated)  # theirs, as that is what checkpoints keep
+        emit(self.callbacks.callbacks, "on_validation_end", progress.step, logs)
+
+    def _validate(self, keep: bool) -> dict[str, Any]:
+        """Validate; to `keep` is to restore the metrics of the epoch so far."""
+        self.program.finish()
+
+        def maximum(values: np.ndarray, what: str) -> np.ndarray:
+            return self.world.oob_allreduce(values, "max", what)
+
+        def agree(stop: bool) -> bool:
+            return self.signals.agree(maximum, (stop,), "stop evaluating")[0]
+
+        feed, common = self.state.validation, self.context.has_common_logs
+        return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)

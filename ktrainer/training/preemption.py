@@ -1,0 +1,190 @@
+"""Preemption by a person, Slurm or Kubernetes: finish the step, save a checkpoint, exit.
+
+    a signal, on any rank       a handler in the main thread notes it, and does nothing else
+    the end of the step         the ranks vote on it, with what they vote on anyway
+    all ranks                   save, if enough of the grace period remains; on_train_end
+    `Interrupted`               ends the program with exit code 75, and says how to resume
+
+A second signal does what the first would have done without ktrainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.errors import Interrupted
+from ktrainer.training.resume import words_to_resume
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.config import InterruptConfig
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.training.context import RunContext
+
+# One request may come twice: from the job manager, and passed on by what it has started.
+_SAME_SECONDS = 1.0
+_TO_END_SECONDS = 3.0  # at most: for callbacks and the interpreter, after a last checkpoint
+LAUNCHED = "KTRAINER_LAUNCHED"  # set where the launcher says it
+
+
+class PreemptionRequested(Exception):
+    """One of the ranks was asked to end, and all of them know it.
+
+    Args:
+        number: of the signal.
+        seconds: how long ago the first of them was asked.
+    """
+
+    def __init__(self, number: int, seconds: float) -> None:
+        self.number, self._at = number, time.monotonic() - seconds
+        super().__init__(number, seconds)
+
+    @property
+    def seconds(self) -> float:
+        """How long ago the first of them was asked, by now."""
+        return time.monotonic() - self._at
+
+
+class _Woken(BaseException):
+    """Interrupts a wait for data; no `Exception`, so that `except Exception` does not catch it."""
+
+
+class SignalHandlers:
+    """Note the signals that ask this process to end.
+
+    Args:
+        config: which signals, and how long there is until the process is killed.
+    """
+
+    def __init__(self, config: InterruptConfig) -> None:
+        self.config = config
+        self._number = 0
+        self._at = 0.0
+        self._before: dict[int, Any] = {}
+        self._may_wake = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Note signals inside the block. Those that were not handled are re-raised on exit.
+
+        Handlers belong to the main thread; elsewhere, and for signals that are ignored or
+        handled outside of Python, nothing changes.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.Signals[name] for name in self.config.signals):
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._note)
+        try:
+            yield
+        except BaseException:
+            self._restore()
+            raise
+        self._restore()
+        if self._number:
+            os.kill(os.getpid(), self._number)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._number:
+            self._number, self._at = number, now
+            if self._may_wake:
+                raise _Woken
+        elif now - self._at > _SAME_SECONDS:
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def flags(self) -> tuple[int, int]:
+        """For the ranks to take the maximum of: the signal, and milliseconds since it came."""
+        return self._number, int(1000 * (time.monotonic() - self._at)) if self._number else 0
+
+    def agree(
+        self,
+        vote: Callable[[np.ndarray, str], np.ndarray],
+        flags: tuple[bool, ...],
+        what: str,
+    ) -> tuple[bool, ...]:
+        """Whether each of `flags` is true on any rank. One message.
+
+        Args:
+            vote: the maximum over ranks of each of some int32 numbers.
+            flags: this rank's.
+            what: names the operation, should its deadline pass.
+
+        Raises:
+            PreemptionRequested: on every rank, if any was asked to end.
+        """
+        mine = np.array([*flags, *self.flags()], np.int32)
+        *agreed, number, milliseconds = map(int, vote(mine, what))
+        if number:
+            raise PreemptionRequested(number, milliseconds / 1000)
+        return tuple(map(bool, agreed))
+
+    def wait_for_data(self, take: Callable[[], Any], alone: bool) -> Any:
+        """`take()`, which waits for data.
+
+        Args:
+            alone: no other rank waits for this process, so a signal may end the wait.
+
+        Raises:
+            PreemptionRequested: this process was asked to end meanwhile.
+        """
+        if not alone:
+            return take()
+        try:
+            self._may_wake = True
+            if self._number:
+                raise _Woken
+            return take()
+        except _Woken:
+            raise PreemptionRequested(self._number, time.monotonic() - self._at) from None
+        finally:
+            self._may_wake = False
+
+
+def checkpoint_and_exit(
+    context: RunContext,
+    state: TrainState,
+    callbacks: keras.callbacks.CallbackList,
+    request: PreemptionRequested,
+) -> NoReturn:
+    """Save, end training, and end the program. All ranks call it at the same step.
+
+    Raises:
+        Interrupted: on every rank.
+        CheckpointError: on every rank, if the state could not be saved.
+    """
+    world, step = context.world, state.progress.step
+    grace = context.config.trainer.interrupt.grace
+    left = grace - request.seconds - min(grace / 10, _TO_END_SECONDS)
+    savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
+    for saver in savers:
+        saver.save_in_time(left)
+    callbacks.on_train_end(logs={})
+    saved = None
+    if world.is_root:
+        found = [latest for saver in savers if (latest := saver.latest()) is not None]
+        saved = (str(found[0].path), found[0].step) if found else None
+    saved = world.broadcast(saved, 0, "last checkpoint before the end")
+    path, saved_at = saved or (None, None)
+    add = words_to_resume(context, state, path) if path is not None else ""
+    ended = Interrupted(request.number, step, path, saved_at, add)
+    if world.is_root and LAUNCHED not in os.environ:
+        print(f"ktrainer: {ended}", file=sys.stderr, flush=True)
+    raise ended

@@ -1,0 +1,175 @@
+"""Resume a run or roll it back; the `key=value` words with which to resume it.
+
+resume_run              at the start, what `checkpoint.resume` asks for
+skip_to_initial_epoch   at the start, `initial_epoch`
+roll_back               in the middle of a run, to its last checkpoint
+words_to_resume         at the end, what to add to the command
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.callbacks.base import emit
+from ktrainer.checkpoint import resume
+from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.data import restore_position
+from ktrainer.distributed.restart_records import run_before
+
+if TYPE_CHECKING:
+    import keras
+
+    from ktrainer.distributed import World
+    from ktrainer.state.progress import Progress
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.training.context import RunContext
+
+
+def resume_run(
+    context: RunContext, state: TrainState, callbacks: keras.callbacks.CallbackList
+) -> None:
+    """Restore what `checkpoint.resume` asks for; all ranks together, after `on_train_begin`."""
+    config, world = context.config, context.world
+    # A `fit` inside another is run again, whole, if the outer one resumes from before it.
+    if config.trainer.fast_dev_run or state.inside:
+        return
+    mode, run = _resume_mode(context, state)
+    progress = resume(
+        mode,
+        context.checkpoint_dir(state),
+        model=state.model,
+        world=world,
+        callbacks=callbacks.callbacks,
+        history=state.model.history,
+        feed=state.feed if config.checkpoint.iterators else None,
+        counted=state.counted,
+        run=run,
+        check=partial(restore_position, state.feed, config),
+    )
+    if progress is None:
+        return
+    state.progress = progress
+    if state.model.stop_training and world.is_root:
+        warnings.warn(
+            "training had been stopped when the checkpoint was made, so there is nothing to "
+            "do; checkpoint.resume=never starts afresh",
+            stacklevel=3,
+        )
+
+
+def _resume_mode(context: RunContext, state: TrainState) -> tuple[str, str | None]:
+    """`checkpoint.resume` as it is for this `fit`, and the run whose checkpoints count, if only
+    one's do."""
+    mode, world = context.config.checkpoint.resume, context.world
+    # An earlier start of the same launch is further than what `resume` names.
+    run = world.broadcast(run_before(context.checkpoint_dir(state)), 0, "restart")
+    if run is not None:
+        return "auto", run
+    if state.fits > 1 and mode not in ("auto", "never"):
+        if world.is_root:
+            warnings.warn(
+                f"checkpoint.resume={mode} is where the first call of fit begins; this is "
+                f"number {state.fits}, which begins with the model as it is",
+                stacklevel=5,
+            )
+        return "never", None
+    return mode, None
+
+
+def skip_to_initial_epoch(state: TrainState, world: World, initial_epoch: int) -> None:
+    """Begin with `initial_epoch`, or where Keras' BackupAndRestore, which runs on rank 0, says."""
+    said = int(state.model._initial_epoch or initial_epoch)
+    epoch = world.broadcast(said, what="initial epoch")
+    progress = state.progress
+    if epoch > progress.epoch:
+        progress.epoch = epoch
+        # The learning rate and `max_steps` go by the step.
+        progress.step = epoch * (state.steps_per_epoch or 0)
+
+
+def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.CallbackList) -> None:
+    """Restore the run's last checkpoint, as `request_rollback` asked for. All ranks together,
+    after the same step.
+
+    Weights, optimizers and callbacks, and with them the step, are those of the checkpoint; the
+    position in the data, the epoch, and the time spent, are those of now: the batches since are
+    not trained on again. The epoch's metrics start over. Without a checkpoint of this run, training
+    stops.
+    """
+    reason, state.rollback = state.rollback, None
+    model, now = state.model, state.progress
+    then = _restore_last(model, world, callbacks)
+    if then is None:
+        text = f"{reason}, and there is no checkpoint to go back to: training stops"
+        state.request_stop(text)
+    else:
+        text = f"{reason}: back to the checkpoint of step {then.step}, on with the next batch"
+        now.step, now.counted, model.stop_training = then.step, 0, False
+        model.reset_metrics()
+        emit(callbacks.callbacks, "on_restore", now)
+        state.unsound = False
+    state.counted.examples = 0  # as the metrics, which start over
+    if world.is_root:
+        warnings.warn(text, stacklevel=4)
+
+
+def _restore_last(
+    model: Any, world: World, callbacks: keras.callbacks.CallbackList
+) -> Progress | None:
+    """Restore the newest checkpoint of this run; None if there is none."""
+    savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
+    for saver in savers:
+        saver.wait()
+    saved = [saver.latest() if world.is_root else None for saver in savers]
+    found = [(i, entry.run) for i, entry in enumerate(saved) if entry is not None]
+    which, run = world.broadcast(found[0] if found else (None, ""), 0, "rollback")
+    if which is None:
+        return None
+    return resume(
+        "auto",
+        str(savers[which].directory),
+        model=model,
+        world=world,
+        callbacks=callbacks.callbacks,
+        history=object(),  # History keeps its epochs
+        run=run,
+        tell=False,  # the caller does, of the present epoch
+    )
+
+
+def words_to_resume(context: RunContext, state: TrainState, checkpoint: str | Path) -> str:
+    """The `key=value` with which the command of this run resumes from `checkpoint`; empty where
+    the same command does, because it names its folder and looks there.
+
+    Args:
+        checkpoint: the folder of a checkpoint that this run has saved.
+    """
+    if context.config.trainer.fast_dev_run:  # it has no folder
+        return f"checkpoint.resume={checkpoint}"
+    folder = context.checkpoint_dir(state).absolute()
+    if Path(checkpoint).absolute().parent == folder:
+        begins_there, is_named = _begins_in(folder, context, state), _is_named(context)
+        if begins_there and is_named:
+            return ""
+        if state.fits > 1:  # a path is where the first call of `fit` begins
+            words = [] if is_named else [f"run.dir={context.run_dir}"]
+            return " ".join([*words, *([] if begins_there else ["checkpoint.resume=auto"])])
+    return f"checkpoint.resume={checkpoint}"
+
+
+def _begins_in(folder: Path, context: RunContext, state: TrainState) -> bool:
+    """Whether the run begins with the newest checkpoint of its own folder."""
+    mode = context.config.checkpoint.resume
+    if mode in ("auto", "never") or state.fits > 1:
+        return mode == "auto"
+    named = Path(mode).absolute()
+    return folder in (named, named / "checkpoints")
+
+
+def _is_named(context: RunContext) -> bool:
+    """Whether another start has the same folder of checkpoints."""
+    run_dir = context.config.run.dir
+    return bool(context.config.checkpoint.dir) or (run_dir is not None and "{time}" not in run_dir)

@@ -1,0 +1,294 @@
+"""One call of `fit`: its feeds, callbacks and program are opened, trained with, and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
+from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
+from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
+from ktrainer.data.consistency_check import check_consistency, data_facts, model_facts
+from ktrainer.runtime.folder_lock import FolderLock
+from ktrainer.runtime.run_folder import hold_run_folder
+from ktrainer.training.call_arguments import CallArguments
+from ktrainer.training.context import RunContext
+from ktrainer.training.default_callbacks import make_callbacks
+from ktrainer.training.fit_settings import (
+    callbacks_config,
+    check_model,
+    data_config,
+    guard_of,
+    step_options,
+    versions_that_compute,
+)
+from ktrainer.training.loop import Loop
+from ktrainer.training.preemption import SignalHandlers
+from ktrainer.training.triggers import make_triggers
+from ktrainer.verify.first_update_check import check_first_update
+from ktrainer.verify.update_recorder import UnsplitUpdates, recorded_callbacks, recorded_run
+from ktrainer.verify.verify_mode import current_verify_run
+
+if TYPE_CHECKING:
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.steps import Program
+    from ktrainer.training.recovery_protocol import Recovery
+
+
+class Run:
+    """Everything that one `fit` needs, opened in order and closed together.
+
+    Args:
+        context: configuration, ranks and backend of the call.
+        state: of the run; the feeds and the program are put there.
+        call: the arguments of `fit`.
+        callbacks: those of every call; left out where a callback has called this `fit`.
+        trainer: what callbacks see as their `trainer`.
+
+    Attributes:
+        every: the callbacks of all ranks, as the first rank may be another one later.
+        callbacks: Keras' list of those of this rank.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        state: TrainState,
+        call: CallArguments,
+        callbacks: Iterable[keras.callbacks.Callback],
+        trainer: object,
+    ) -> None:
+        self.context, self.state, self.call, self._trainer = context, state, call, trainer
+        self.model: keras.Model = state.model
+        self._feeds: list[Feed] = []
+        self._lock: FolderLock | None = None
+        self.callbacks = keras.callbacks.CallbackList()
+        check_model(self.model, context.config)
+        # Before the feeds: which collectives follow depends on these.
+        given = {"validation data": "none" if call.validation_data is None else "given"}
+        check_consistency(context.world, config=call.facts(), data_facts=given)
+        try:
+            self._open_feeds(None)
+            self._open_callbacks([*([] if state.inside else callbacks), *call.callbacks])
+            self._open_program()
+        except BaseException:
+            self.close()
+            raise
+        if not state.inside:
+            state.fits += 1
+
+    def train(self, recovery: Recovery) -> keras.callbacks.History:
+        """Train to the end; see `ktrainer.training.loop`."""
+        context, state = self.context, self.state
+        if not (context.config.trainer.fast_dev_run or state.joining):
+            # Made now: it says what runs, even if nothing else is written.
+            self._lock = hold_run_folder(context.run_dir, context.world)
+        triggers = replace(
+            make_triggers(context.config),
+            initial_epoch=self.call.initial_epoch,
+            validation_epochs=self.call.validation_epochs,
+        )
+        signals = SignalHandlers(context.config.trainer.interrupt)
+        loop = Loop(context, state, self.callbacks, triggers, signals, recovery)
+        with ExitStack() as stack:
+            if not state.inside:  # the outer `fit` handles signals, and ends as it can
+                stack.enter_context(signals.installed())
+                stack.enter_context(recorded_run(self.verify_run))
+            stack.enter_context(closing(recovery))
+            return recovery.train(loop)
+
+    def ranks_changed(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
+        """Reopen the feeds and reassign the callbacks for a new set of ranks.
+
+        Args:
+            run_dir: the run's folder, which joining ranks do not know.
+            order: of the data, as it was drawn at the start.
+        """
+        state = self.state
+        lengths = [feed.source_batches for feed in self._feeds]
+        known = [feed.spec for feed in self._feeds]
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
+        self._open_feeds(order)
+        for feed, length, spec in zip(self._feeds, lengths, known, strict=True):
+            feed.source_batches = feed.source_batches or length  # which reading has shown
+            if feed.spec == spec:
+                feed.spec = spec  # the very one that the steps were compiled for
+        if run_dir is not None:
+            self.context.folder.path = Path(run_dir)
+            if self.context.world.is_root and self._lock is None:
+                self._lock = FolderLock(Path(run_dir), "run folder")
+        self._reassign_callbacks(state.joining)
+
+    def close(self) -> None:
+        """Stop the feeds' background work, and let callbacks go of files and the screen; all of
+        them, also if one of a user's fails."""
+        with ExitStack() as all_of_it:  # the last one that is pushed comes first
+            for callback in reversed(self.callbacks.callbacks):
+                if isinstance(callback, Callback):
+                    all_of_it.callback(callback.close)
+            if self._lock is not None:
+                all_of_it.callback(self._lock.release)
+            for feed in reversed(self._feeds):
+                all_of_it.callback(feed.close)
+
+    # -- feeds
+
+    def _open_feeds(self, order: ShuffleOrder | None) -> None:
+        """Open the data of the call, for the ranks of now.
+
+        Args:
+            order: that was drawn before; None draws one where data are shuffled.
+        """
+        config, world = self.context.config, self.context.world
+        if order is None and data_config(config).shuffle:
+            order = order_of(world, config)
+        self.state.feed = self._open_training_data(order)
+        self.state.validation = None
+        limit = config.trainer.fast_dev_run or config.trainer.limit_val_batches
+        if self.call.validation_data is not None and limit != 0:
+            self.state.validation = self._open_feed(
+                self.call.validation_data,
+                "validation_steps=... or trainer.limit_val_batches=...",
+                training=False,
+                limit=limit,
+                batch_size=self.call.validation_batch_size,
+            )
+
+    def _open_training_data(self, order: ShuffleOrder | None) -> Feed:
+        call, limits = self.call, self.context.config.trainer
+        fewer = limits.fast_dev_run or limits.overfit_batches
+        ends = limits.max_steps is not None or limits.max_time is not None
+        feed = self._open_feed(
+            call.data,
+            None
+            if ends
+            else "steps_per_epoch=..., trainer.limit_train_batches=... or trainer.max_steps=...",
+            training=True,
+            order=order,
+            limit=fewer or (None if call.batches_per_epoch else limits.limit_train_batches),
+            batches_per_epoch=None if fewer else call.batches_per_epoch,
+            class_weight=call.class_weight,
+        )
+        feed.first_epoch = call.initial_epoch
+        return feed
+
+    def _open_feed(self, data: Any, ended_by: str | None, **settings: Any) -> Feed:
+        """A feed of `data`, refused where it has no end and nothing ends it.
+
+        Args:
+            ended_by: the settings that end it, for the message; None: something does.
+        """
+        config = self.context.config
+        feed = make_feed(
+            data,
+            world=self.context.world,
+            config=data_config(config),
+            check=config.health.check_data,
+            **settings,
+        )
+        self._feeds.append(feed)
+        if ended_by is not None:
+            require_end(feed, ended_by)
+        return feed
+
+    # -- callbacks
+
+    def _open_callbacks(self, users: list[Any]) -> None:
+        context, config = self.context, self.context.config
+        batches, accumulate = self.state.feed.num_batches, config.trainer.accumulate
+        self.state.steps_per_epoch = None if batches is None else -(-batches // accumulate)
+        self.every = make_callbacks(callbacks_config(config), users)
+        self.verify_run = current_verify_run()
+        if self.verify_run is not None:
+            remote = getattr(config.backend, "strategy", None) == "parameter_server"
+            self.every = recorded_callbacks(self.every, self.verify_run, remote)
+        context.backend.check_callbacks(self.every)
+        if config.backend.name == "pipeline":
+            save_checkpoints_on_all_ranks(self.every)
+        # The list calls set_model, where schedules of the learning rate are put in: the step
+        # must be traced after that.
+        self.callbacks = keras.callbacks.CallbackList(
+            on_rank(self.every, context.world.rank),
+            add_history=True,
+            model=self.model,
+            epochs=make_triggers(config).epochs,
+            steps=self.state.steps_per_epoch,
+            verbose=self.call.verbose,
+        )
+        # Keras may hand events to a thread, where collectives of callbacks would lose their order.
+        self.callbacks._async_train = self.callbacks._async_test = False
+        self.callbacks._async_predict = False
+        for callback in self.callbacks.callbacks:
+            if isinstance(callback, Callback):
+                callback.set_trainer(self._trainer)
+
+    def _reassign_callbacks(self, joining: bool) -> None:
+        """Run the callbacks that belong to this rank after the set of ranks changed: rank 0 has
+        those that write.
+
+        Args:
+            joining: whether this rank has run no callbacks yet.
+        """
+        present = self.callbacks.callbacks
+        others = [c for c in present if c not in self.every]  # Keras' History
+        mine = on_rank(self.every, self.context.world.rank)
+        self.callbacks.callbacks = [*mine, *others]
+        new = [c for c in self.callbacks.callbacks if c not in present or joining]
+        for callback in new:
+            callback.set_params(self.callbacks.params)
+            callback.set_model(self.model)
+            if isinstance(callback, Callback):
+                callback.set_trainer(self._trainer)
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # to what the first rank before this one has written
+        if joining:
+            self.callbacks.on_train_begin()
+        else:
+            for callback in new:
+                callback.on_train_begin()
+
+    # -- program
+
+    def _open_program(self) -> None:
+        context, config = self.context, self.context.config
+        program = self.state.program = self._program()
+        cut = config.backend.name == "pipeline"
+        if cut:
+            self._check_first_update()  # while each process has all of the model
+        program.build(self.state.feed.spec)
+        if context.world.size > 1:
+            check_consistency(
+                context.world,
+                model_facts=model_facts(self.model),
+                data_facts=self._data_facts() if config.health.check_data else {},
+                versions=versions_that_compute(),
+            )
+        if not cut:
+            self._check_first_update()
+
+    def _program(self) -> Program:
+        # Hooks are traced into the step, so all ranks need them, those of writers too.
+        guard = guard_of(self.every, self.model)
+        options = step_options(self.context.config, tuple(gradient_hooks(self.every)), guard)
+        if self.verify_run is not None and self.verify_run.role == "unsplit":
+            return UnsplitUpdates(self.model, replace(options, accumulate=1))
+        return self.context.program_for(self.model, options)
+
+    def _check_first_update(self) -> None:
+        context = self.context
+        if not self.state.joining:
+            check_first_update(self.model, self._feeds, context.config, context.plan, context.world)
+
+    def _data_facts(self) -> dict[str, str]:
+        """Facts of both kinds of data that must be the same on all ranks."""
+        facts = data_facts(self.state.feed)
+        if self.state.validation is not None:
+            facts |= data_facts(self.state.validation, "validation")
+        return facts

@@ -1,0 +1,76 @@
+"""Triggers of a `fit`: how long it trains, and what is due every so often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ktrainer.state.durations import Duration
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config
+    from ktrainer.data import LocalBatch
+
+
+@dataclass(frozen=True)
+class Triggers:
+    """When things happen.
+
+    Attributes:
+        epochs: passes over the data, in all.
+        max_steps: updates in all; None for no limit.
+        max_seconds: seconds of training in all, over restarts; None for no limit.
+        validate: how often to validate; None for never.
+        log: how often to gather the logs of all ranks.
+        accumulate: local batches an update.
+        steps_per_call: updates in one compiled call.
+        initial_epoch: number of the first epoch.
+        validation_epochs: those, counted from 1, that are validated after; None for all that
+            `validate` says.
+    """
+
+    epochs: int = 1
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    validate: Duration | None = None
+    log: Duration | None = None
+    accumulate: int = 1
+    steps_per_call: int = 1
+    initial_epoch: int = 0
+    validation_epochs: frozenset[int] | None = None
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether an epoch, counted from 0, is one that may be validated after."""
+        return self.validation_epochs is None or epoch + 1 in self.validation_epochs
+
+    def take(self, batches: Iterator[LocalBatch], left: int | None) -> list[list[LocalBatch]]:
+        """The updates of the next call, each a list of local batches; empty at the end of these.
+
+        Args:
+            left: updates until training ends; None for no limit.
+        """
+        count = self.steps_per_call if left is None else min(self.steps_per_call, left)
+        updates = (list(islice(batches, self.accumulate)) for _ in range(count))
+        return [update for update in updates if update]
+
+
+def make_triggers(config: Config) -> Triggers:
+    """When things happen, from the configuration; durations parsed."""
+    trainer = config.trainer
+    dev = bool(trainer.fast_dev_run)
+    seconds = Duration.parse(trainer.max_time) if trainer.max_time else None
+    return Triggers(
+        epochs=1 if dev else trainer.epochs,
+        max_steps=None if dev else trainer.max_steps,
+        max_seconds=seconds.seconds if seconds else None,
+        validate=_duration("1ep" if dev else trainer.validate_every),
+        log=_duration(config.logging.every),
+        accumulate=trainer.accumulate,
+        steps_per_call=trainer.steps_per_call,
+    )
+
+
+def _duration(text: str | None) -> Duration | None:
+    return None if text is None else Duration.parse(text)

@@ -1,0 +1,313 @@
+"""One pass of a model's `train_step` without side effects: its loss and gradients.
+
+A pass runs eagerly, so that nothing is compiled for it and no `tf.function` of the user's keeps
+what was traced meanwhile. What it assigns goes to copies: the variables themselves, with their
+values in whatever strategy they are, are not touched.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow import core as tf_core
+from tensorflow.python.eager import context as eager_context
+
+from ktrainer.distributed.collectives import densified
+from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
+from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.model_step import python_step, rows_of
+from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.sparse_gradients import CommonSlices, mark_common
+from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.update_guard import LossOfStep
+from ktrainer.verify.batch_invariant_random import (
+    RandomDraws,
+    batch_invariant_random,
+    frozen_batch_norm,
+)
+from ktrainer.verify.side_effects import CheckSkipped, KeptState, variables_kept
+
+
+@dataclass
+class GradientPass:
+    """What one pass gave.
+
+    Attributes:
+        gradients: one list for each time that an optimizer was applied; None where a variable has
+            no gradient.
+        variables: what they are of.
+        loss: the mean loss; None where the model keeps none.
+        denominators: those that losses were divided by.
+        changed: Python attributes that the step changed, by name.
+        squared_slices: how many rows of each variable were looked up, by path, where the optimizer
+            squares the gradient of each lookup by itself, as all but SGD do.
+    """
+
+    gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
+    variables: list[list[Any]] = field(default_factory=list)
+    loss: float | None = None
+    denominators: list[tf.Tensor] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    squared_slices: Counter[str] = field(default_factory=Counter)
+
+
+class GradientPasses:
+    """Runs passes of one model; use it inside of `eager_passes`.
+
+    Args:
+        model: compiled, and all of it in this process.
+        uniform: whether all examples have the same shape; see `StepContext`.
+        draws: what random functions give.
+        seconds: no layer is called once so many have gone by.
+    """
+
+    def __init__(
+        self, model: keras.Model, uniform: bool, draws: RandomDraws, seconds: float = float("inf")
+    ) -> None:
+        self.model, self.uniform, self._draws = model, uniform, draws
+        self._until = time.monotonic() + seconds
+
+    def whole(self, batch: Any) -> GradientPass:
+        """Loss and gradients of all examples at once."""
+        context = StepContext(_float(1.0), uniform=self.uniform, capture=True, rows=rows_of(batch))
+        return self._run(batch, context)
+
+    def split(self, batches: Sequence[Any], weights: Sequence[float]) -> GradientPass:
+        """The same from several parts, combined as ranks, replicas and microbatches are."""
+        counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
+        if not any(part.denominators for part in counted):
+            return combined(counted, weights)
+        # As the very step does: what losses are divided by is counted over all parts first.
+        columns = zip(*(part.denominators for part in counted), strict=True)
+        totals = [tf.add_n(list(column)) for column in columns]
+        parts = [self._part(b, w, totals) for b, w in zip(batches, weights, strict=True)]
+        return combined(parts, weights)
+
+    def outputs(self, batch: Any) -> list[np.ndarray]:
+        """The model's outputs for a batch, flat and as float64, as in inference."""
+        self._draws.restart()
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        context = StepContext(_float(1.0), cast(Any, _NoRanks()), uniform=self.uniform)
+        with (
+            Untouched(self.model),
+            keras_patches(context, optimizers_of(self.model)),
+            _until(self._until),
+        ):
+            found = keras.tree.flatten(self.model(inputs, training=False))
+            return [tf.cast(each, tf.float64).numpy() for each in found]
+
+    def _part(
+        self, batch: Any, weight: float, denominators: list[tf.Tensor] | None
+    ) -> GradientPass:
+        record = denominators is None
+        context = StepContext(
+            _float(weight),
+            cast(Any, _NoRanks()),
+            uniform=self.uniform,
+            denominators=[] if denominators is None else denominators,
+            record=record,
+            capture=True,
+            rows=rows_of(batch),
+        )
+        done = self._run(batch, context)
+        done.denominators = list(context.denominators or []) if record else []
+        return done
+
+    def _run(self, batch: Any, context: StepContext) -> GradientPass:
+        self._draws.restart()
+        with (
+            Untouched(self.model) as untouched,
+            keras_patches(context, optimizers_of(self.model)),
+            _until(self._until),
+        ):
+            for metric_variable in self.model.metrics_variables:
+                metric_variable.assign(tf.zeros_like(metric_variable.value))
+            loss = LossOfStep(self.model)
+            python_step(self.model.train_step)(batch)
+            total, count = loss.sums()
+            done = GradientPass(loss=float(total / count) if count > 0 else None)
+        for optimizer, gradients, variables in context.captured:
+            done.squared_slices += _squared_slices(optimizer, gradients, variables)
+            done.gradients.append([None if g is None else densified(g) for g in gradients])
+            done.variables.append(list(variables))
+        done.changed = untouched.changed
+        return done
+
+
+def combined(parts: Sequence[GradientPass], weights: Sequence[float]) -> GradientPass:
+    """The sum of w * gradient over the parts.
+
+    Raises:
+        CheckSkipped: the parts applied their optimizers differently.
+    """
+    first = parts[0]
+    ids = [[[id(v) for v in each] for each in part.variables] for part in parts]
+    if any(each != ids[0] for each in ids):
+        raise CheckSkipped("train_step applies its optimizers differently to other examples")
+    losses = [part.loss for part in parts]
+    loss = None
+    if None not in losses:
+        loss = sum(w * x for w, x in zip(weights, losses, strict=True) if x is not None)
+    gradients = [
+        [_sum(column, weights) for column in zip(*apply, strict=True)]
+        for apply in zip(*(part.gradients for part in parts), strict=True)
+    ]
+    slices = sum((part.squared_slices for part in parts), Counter[str]())
+    return GradientPass(
+        gradients, first.variables, loss, changed=first.changed, squared_slices=slices
+    )
+
+
+def _squared_slices(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.SGD):
+        return Counter()
+    pairs = zip(gradients, variables, strict=True)
+    return Counter(
+        {v.path: int(g.indices.shape[0]) for g, v in pairs if isinstance(g, tf.IndexedSlices)}
+    )
+
+
+def summed_tables(model: keras.Model, spec: Any) -> set[str]:
+    """The paths of the variables of which a step sums the slices of parts, rather than put them one
+    after another. The step is traced once, and not run.
+
+    Args:
+        spec: nested, of batches.
+    """
+    found = set()
+
+    def step(batch: Any) -> None:
+        context = StepContext(_float(1.0), capture=True, rows=rows_of(batch))
+        with keras_patches(context, optimizers_of(model)):
+            python_step(model.train_step)(batch)
+        for _, gradients, variables in context.captured:
+            for gradient, variable in zip(gradients, variables, strict=True):
+                if isinstance(mark_common(gradient, context.rows), CommonSlices):
+                    found.add(variable.path)
+
+    with Untouched(model):
+        tf.function(step, autograph=False).get_concrete_function(spec)
+    return found
+
+
+def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Tensor | None:
+    present = [
+        g * tf.cast(w, g.dtype) for g, w in zip(column, weights, strict=True) if g is not None
+    ]
+    return tf.add_n(present) if present else None
+
+
+@contextmanager
+def eager_passes(draws: RandomDraws) -> Iterator[None]:
+    """Context of passes: functions are not compiled, random numbers do not depend on the batch,
+    batch normalization is frozen, and random generators keep their state."""
+    eagerly = tf.config.functions_run_eagerly()
+    # Private, like everything that tells the state of the eager generator of seeds.
+    generator = getattr(eager_context.context(), "_rng", None)
+    states = random.getstate(), np.random.get_state(), generator and generator.getstate()
+    with ExitStack() as stack:
+        stack.enter_context(batch_invariant_random(draws))
+        stack.enter_context(frozen_batch_norm())
+        stack.callback(tf.config.run_functions_eagerly, eagerly)
+        tf.config.run_functions_eagerly(True)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            if generator is not None:
+                generator.setstate(states[2])
+
+
+@contextmanager
+def _until(end: float) -> Iterator[None]:
+    """Let calls of layers fail once it is later than `end`: eagerly, a long sequence takes long."""
+    layer, scope = keras.layers.Layer, object()
+    original = layer.__call__
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if time.monotonic() > end:
+            raise CheckSkipped("it would take too long")
+        return original(self, *args, **named)
+
+    with entered_in_this_thread(scope), replaced_in(scope, [(layer, "__call__", call)]):
+        yield
+
+
+class _NoRanks:
+    """Collectives of a pass: using them skips the check, as the parts are computed one by one."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CheckSkipped("its step gathers the examples of all ranks (ktrainer.all_gather)")
+
+
+class Untouched:
+    """Sends what is assigned to Keras variables inside the block to copies, and restores what else
+    the model changes; see `side_effects`.
+
+    Raises:
+        CheckSkipped: on leaving, if a list or the like has changed, which may be more than that.
+
+    Attributes:
+        changed: names of the attributes that had to be restored.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.changed: list[str] = []
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._replaced = ExitStack()
+
+    def __enter__(self) -> Untouched:
+        self._states = random.getstate(), np.random.get_state()
+        self._state = KeptState(list(self.model._flatten_layers(include_self=True)))
+        for variable in self.model.variables:
+            # Outside of its strategy's replicas, such a variable cannot be differentiated by.
+            if getattr(variable._value, "_distribute_strategy", None) is not None:
+                self._copy(variable)
+        original, copy = tf_core.Variable._direct_assign, self._copy
+
+        def direct_assign(variable: Any, value: Any) -> Any:
+            copy(variable)
+            return original(variable, value)
+
+        self._replaced.enter_context(variables_kept(self.changed))
+        self._replaced.enter_context(entered_in_this_thread(self))
+        replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
+        self._replaced.enter_context(replaced_in(self, replaced))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._replaced.close()
+        for variable, value in self._kept.values():
+            variable._value = value
+        attributes, containers = self._state.restore()
+        self.changed += attributes
+        self.model._clear_losses()
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        if containers:
+            raise CheckSkipped(f"its step changes {', '.join(containers[:3])}")
+
+    def _copy(self, variable: Any) -> None:
+        if id(variable) in self._kept or variable._value is None:
+            return
+        value = variable._value
+        self._kept[id(variable)] = variable, value
+        with tf.init_scope():  # where a step is traced, too
+            variable._value = tf.Variable(
+                value.numpy(), dtype=value.dtype, trainable=variable.trainable
+            )
+
+
+def _float(value: float) -> tf.Tensor:
+    return tf.constant(value, tf.float64)

@@ -1,0 +1,267 @@
+"""`health.verify`: before the first update, compare gradients at once with those in parts.
+
+Rank 0 alone computes the loss and gradients of a few of its examples twice, without any
+communication: at once, and in as many parts as there are ranks, replicas and microbatches,
+combined as those are. The weights are those that the model has by then. Nothing that trains is
+touched, and an error in here is no error of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.config import Config
+from ktrainer.data import Feed
+from ktrainer.data.local_batch import count_rows, take_slice
+from ktrainer.distributed import World
+from ktrainer.plan.run_plan import Plan
+from ktrainer.steps.loss_scope import explain_coupled_call
+from ktrainer.steps.strategy_scope import outside_strategy_scope
+from ktrainer.steps.variable_placement import placement_of
+from ktrainer.verify.batch_invariant_random import RandomDraws
+from ktrainer.verify.eager_pass import GradientPass, GradientPasses, eager_passes, summed_tables
+from ktrainer.verify.gradient_compare import (
+    call_couples_examples,
+    difference,
+    explain,
+    explain_lookup,
+    repeated_lookups,
+)
+from ktrainer.verify.metric_compare import coupled_metric, recorded_updates
+from ktrainer.verify.side_effects import CheckSkipped, no_communication
+from ktrainer.verify.update_split import Split, split_of
+
+SECONDS = 5.0  # after which the check ends
+_PARTS, _ROWS_A_PART = 4, 3
+_MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
+_MOST_ROW_BYTES = 16 * 2**20
+_FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
+
+# What each model was compiled with when it was checked.
+_checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def check_first_update(
+    model: keras.Model, feeds: Sequence[Feed], config: Config, plan: Plan, world: World
+) -> None:
+    """Warn if the loss of `model` is another one in parts than at once; all ranks call it.
+
+    Call it where this process has all of the model: under a pipeline before it is cut.
+
+    Args:
+        feeds: all that are open; the first one's examples are used.
+    """
+    split = split_of(config, plan)
+    if config.health.verify == "off" or split.parts == 1:
+        return
+    exact = config.trainer.loss_scope == "global"  # whatever the loss is
+    if _is_checked(model, (split, exact)):
+        return
+    batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
+    if not world.is_root:
+        return
+    try:
+        if failed is not None:
+            raise CheckSkipped(failed)
+        # In a strategy's scope, copies would be variables of the strategy.
+        with _paused(feeds), outside_strategy_scope(), no_communication(world):
+            problem = _check(model, batch, feeds[0], plan, split, exact)
+    except Exception as error:
+        _say_skipped(error, config)
+        return
+    if problem is not None:
+        warnings.warn(problem, stacklevel=2)
+
+
+@contextmanager
+def _paused(feeds: Sequence[Feed]) -> Iterator[None]:
+    """Let data sources wait: random generators are rewound, and functions run eagerly, for the
+    whole process.
+
+    Raises:
+        CheckSkipped: one cannot wait.
+    """
+    with ExitStack() as stack:
+        for feed in feeds:
+            if problem := stack.enter_context(feed.paused(SECONDS)):
+                raise CheckSkipped(problem)
+        yield
+
+
+def _is_checked(model: keras.Model, how: tuple[Split, bool]) -> bool:
+    """Whether the model was checked as it is compiled now; from now on it is."""
+    now = [getattr(model, name, None) for name in ("_compile_loss", "optimizer")]
+    before = _checked.get(model)
+    # Weakly, as they may know the model, which would then never go.
+    _checked[model] = how, [_reference(each) for each in now]
+    return (
+        before is not None
+        and before[0] == how
+        and all(old() is new for old, new in zip(before[1], now, strict=True))
+    )
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    return (lambda: None) if thing is None else ref(thing)
+
+
+def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
+    """A few examples of this rank's, or why there are none."""
+    try:
+        batch = feed.peek(rows)
+    except Exception as error:
+        return None, f"its data cannot be looked at before training ({_first_line(error)})"
+    return (batch, None) if batch is not None else (None, "there is no batch")
+
+
+def _check(
+    model: keras.Model, batch: Any, feed: Feed, plan: Plan, into: Split, exact: bool
+) -> str | None:
+    """Describe what will not train as in one process, if anything. Of an `exact` loss only the
+    model's call is checked."""
+    _refuse(model, plan)
+    batch, rows = _few_rows(batch)
+    parts = min(into.parts, _PARTS, rows)
+    if parts < 2:
+        raise CheckSkipped("a batch has fewer than two examples")
+    draws = RandomDraws()
+    with eager_passes(draws):
+        passes = GradientPasses(model, feed.uniform, draws, SECONDS)
+        if exact:
+            coupled = call_couples_examples(passes, batch, rows, parts)
+            return f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None
+        with recorded_updates(model) as updates:
+            whole = passes.whole(batch)
+        split = _in_parts(passes, batch, rows, parts)
+        found = difference(whole, split, model, parts, rows)
+        if found is None:
+            lookups = repeated_lookups(whole, split)
+            metric = coupled_metric(model, updates, rows, parts)
+        else:
+            _refuse_what_does_not_repeat(passes, whole, batch, model, parts, rows)
+            if not _differs_in_fewer_rows(passes, batch, model, parts, rows):
+                return None
+            if found.factor is None and call_couples_examples(passes, batch, rows, parts):
+                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}"
+    if found is None:
+        if (path := _concatenated(model, feed.spec, lookups, into)) is not None:
+            return explain_lookup(path, str(into))
+        return metric.explain(str(into)) if metric else None
+    return explain(found, str(into), _FULL_CHECK)
+
+
+def _refuse_what_does_not_repeat(
+    passes: GradientPasses,
+    whole: GradientPass,
+    batch: Any,
+    model: keras.Model,
+    parts: int,
+    rows: int,
+) -> None:
+    try:
+        same = difference(whole, passes.whole(batch), model, parts, rows) is None
+    except CheckSkipped:
+        same = False
+    if not same:
+        raise CheckSkipped(
+            "two passes over the same examples differ: it draws random numbers outside of "
+            "Keras and tf.random, or changes a state in Python"
+        )
+
+
+def _differs_in_fewer_rows(
+    passes: GradientPasses, batch: Any, model: keras.Model, parts: int, rows: int
+) -> bool:
+    """Whether there is a difference for another number of rows, too. Eagerly, a loss with as many
+    elements as there are rows counts as one of examples, whatever it is."""
+    fewer = rows - parts
+    if fewer < parts:
+        return True
+    head = _head(batch, rows, fewer)
+    whole, split = passes.whole(head), _in_parts(passes, head, fewer, parts)
+    return difference(whole, split, model, parts, fewer) is not None
+
+
+def _concatenated(model: keras.Model, spec: Any, lookups: Sequence[str], into: Split) -> str | None:
+    """The first of these variables of which the slices of parts are put one after another."""
+    if not lookups:
+        return None
+    unknown = model.run_eagerly or into.microbatches > 1  # a pipeline always concatenates
+    summed = set() if unknown else summed_tables(model, spec)
+    return next((path for path in lookups if path not in summed), None)
+
+
+def _in_parts(passes: GradientPasses, batch: Any, rows: int, parts: int) -> Any:
+    slices = [take_slice(batch, rows, part, parts) for part in range(parts)]
+    return passes.split(slices, [count_rows(each) / rows for each in slices])
+
+
+def _refuse(model: keras.Model, plan: Plan) -> None:
+    if placement_of(model) is not None or any(v._value is None for v in model.variables):
+        raise CheckSkipped("no process has all of it")
+    if plan.strategy is not None and plan.strategy.strategy == "parameter_server":
+        raise CheckSkipped("its weights are on parameter servers")
+    if not model.trainable_variables:
+        raise CheckSkipped("it has no weights yet")
+    size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in model.trainable_variables)
+    if size > _MOST_BYTES:
+        raise CheckSkipped(f"it has {size / 2**20:.0f} MiB of weights")
+
+
+def _few_rows(batch: Any) -> tuple[Any, int]:
+    """The first examples of a batch as tensors, and how many."""
+    batch = tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
+    )
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    counts = {int(leaf.shape[0]) for leaf in leaves}
+    if len(counts) != 1:
+        raise CheckSkipped("the first axis of its data is not the examples")
+    (given,) = counts
+    rows = min(given, _PARTS * _ROWS_A_PART)
+    size = sum(_bytes(leaf) for leaf in leaves) / given
+    if size > _MOST_ROW_BYTES:
+        raise CheckSkipped(f"an example has {size / 2**20:.0f} MiB")
+    whole = rows / given
+    return (batch if whole == 1 else _head(batch, given, rows)), rows
+
+
+def _head(batch: Any, given: int, rows: int) -> Any:
+    def first(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.SparseTensor):
+            return take_slice(leaf, given, 0, -(-given // rows))
+        return leaf[:rows]
+
+    return tf.nest.map_structure(first, batch)
+
+
+def _bytes(leaf: Any) -> float:
+    flat = tf.nest.flatten(leaf, expand_composites=True)
+    return sum(float(np.prod(t.shape)) * t.dtype.size for t in flat)
+
+
+def _say_skipped(error: Exception, config: Config) -> None:
+    if config.logging.progress == "none":
+        return
+    why = str(error) if isinstance(error, CheckSkipped) else _first_line(error)
+    print(
+        f"ktrainer: health.verify did not check the model: {why}. {_FULL_CHECK}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

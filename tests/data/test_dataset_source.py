@@ -1,0 +1,150 @@
+"""tf.data pipelines: slices, orders, endless ones, and what `Model.fit` would have seen."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer.data.dataset_iterator import elements
+from ktrainer.errors import DataError
+from tests.data.feeds import Recorder, feed, flat, numbered, rows
+
+
+def batches(count: int, batch: int = 32) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(numbered(count)).batch(batch)
+
+
+@pytest.mark.parametrize(
+    ("count", "batch", "size"), [(241, 32, 3), (9, 4, 5), (6, 6, 2), (1, 8, 3)]
+)
+def test_the_slices_of_all_ranks_are_the_batches(count: int, batch: int, size: int) -> None:
+    local_batches = [list(feed(batches(count, batch), r, size).epoch(0)) for r in range(size)]
+    joined = [flat(step) for step in zip(*[rows(s) for s in local_batches], strict=True)]
+    assert joined == [y.numpy().tolist() for _, y in batches(count, batch)]
+    for step in zip(*local_batches, strict=True):
+        assert {s.global_examples for s in step} == {sum(s.examples for s in step)}
+
+
+def test_structures_and_composites_are_sliced() -> None:
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(12), [2] * 6)
+    sparse = tf.sparse.from_dense(np.eye(6))
+    data = {"r": ragged, "s": sparse, "deep": (np.arange(6), np.arange(6.0))}
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(4)
+    for rank, numbers in enumerate(([[0, 1], [4]], [[2, 3], [5]])):
+        local_batches = list(feed(dataset, rank, 2).epoch(0))
+        assert [s.batch["deep"][0].numpy().tolist() for s in local_batches] == numbers
+        for local_batch, want in zip(local_batches, numbers, strict=True):
+            np.testing.assert_array_equal(
+                local_batch.batch["r"].to_tensor(), ragged.to_tensor().numpy()[want]
+            )
+            np.testing.assert_array_equal(
+                tf.sparse.to_dense(local_batch.batch["s"]), np.eye(6)[want]
+            )
+            assert local_batch.batch["deep"][1].dtype == tf.float64
+
+
+def test_spec_leaves_the_batch_open() -> None:
+    made = feed(tf.data.Dataset.from_tensor_slices(numbered(8)).batch(4, drop_remainder=True))
+    assert [spec.shape.as_list() for spec in made.spec] == [[None, 3], [None]]
+    assert made.uniform
+    assert made.num_batches == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.filterwarnings("ignore:.*ran out of data:UserWarning")
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")
+def test_a_reshuffled_pipeline_gives_the_orders_of_fit(known: bool) -> None:
+    def make() -> tf.data.Dataset:
+        dataset = tf.data.Dataset.from_tensor_slices(numbered(12)).shuffle(12, seed=5)
+        return (dataset if known else dataset.filter(lambda x, y: True)).batch(5)
+
+    model = Recorder()
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(make(), epochs=3, verbose=0)
+    ours = feed(make())
+    assert flat(rows(ours.epoch(epoch)) for epoch in range(3)) == model.seen
+    resumed = feed(make())
+    resumed.fingerprint()
+    assert rows(resumed.epoch(2, skip=1)) == model.seen[7:]
+
+
+def test_limit_restarts_each_epoch() -> None:
+    made = feed(batches(20, 4), limit=2)
+    assert made.num_batches == 2
+    assert rows(made.epoch(0)) == rows(made.epoch(1)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows(made.epoch(1, skip=1)) == [[4, 5, 6, 7]]
+    assert list(made.epoch(1, skip=2)) == []
+    assert feed(batches(20, 4), limit=0.6).num_batches == 3
+
+
+def test_an_endless_pipeline_continues() -> None:
+    endless = batches(12, 4).repeat()
+    made = feed(endless, limit=2)
+    assert [rows(made.epoch(epoch)) for epoch in range(2)] == [
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[8, 9, 10, 11], [0, 1, 2, 3]],
+    ]
+    assert rows(feed(endless, limit=2).epoch(1, skip=1)) == [[0, 1, 2, 3]]
+    evaluated = feed(endless, limit=2, training=False)
+    assert rows(evaluated.epoch(0)) == rows(evaluated.epoch(1))
+    assert feed(endless).num_batches is None
+    with pytest.raises(DataError, match="whole number of batches"):
+        feed(endless, limit=0.5)
+
+
+def test_unknown_lengths() -> None:
+    made = feed(batches(12, 4).filter(lambda x, y: y[0] > 0))
+    assert made.num_batches is None
+    assert rows(made.epoch(0)) == rows(made.epoch(1)) == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert made.fingerprint()["length"] == "unknown"
+
+
+def test_class_weights() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((np.ones((3, 1)), [0, 1, 2])).batch(3)
+    local_batch = next(feed(dataset, class_weight={0: 0.5, 2: 3.0}).epoch(0))
+    assert local_batch.batch[2].numpy().tolist() == [0.5, 1.0, 3.0]
+
+
+def test_empty_batches_are_skipped() -> None:
+    made = feed(batches(12, 4).map(lambda x, y: (x[y > 5], y[y > 5])), 0, 1)
+    assert rows(made.epoch(0)) == [[6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (tf.data.Dataset.range(4), "not batches"),
+        (tf.data.Dataset.from_tensors((tf.ones([2]),) * 4), "tuples of 4"),
+    ],
+)
+def test_errors_say_what_is_wrong(dataset: tf.data.Dataset, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        feed(dataset)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_users_own_error_comes_through(size: int) -> None:
+    def fail(x: Any) -> Any:
+        if x.numpy() == 9:
+            raise KeyError("no such picture")
+        return x
+
+    data = tf.data.Dataset.range(16).map(
+        lambda x: tf.ensure_shape(tf.py_function(fail, [x], x.dtype), [])
+    )
+    with pytest.raises(tf.errors.OpError) as caught:
+        list(feed(data.batch(4), 0, size).epoch(0))
+    assert "no such picture" in "".join(traceback.format_exception(caught.value))
+
+
+def test_elements_are_those_of_the_dataset() -> None:
+    nested = batches(10, 4).map(lambda x, y: ({"b": x, "a": (y, y)}, y))
+    for dataset in (batches(10, 4), nested, batches(10, 4).map(lambda x, y: x)):
+        for ours, theirs in zip(elements(dataset).values, dataset, strict=True):
+            tf.nest.assert_same_structure(ours, theirs)
+            for a, b in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+                np.testing.assert_array_equal(a, b)

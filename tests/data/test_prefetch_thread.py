@@ -1,0 +1,99 @@
+"""The background thread that makes batches ahead of time."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+import pytest
+
+from ktrainer.data.prefetch_thread import Prefetcher
+
+
+def test_an_error_of_the_prefetched_comes_with_its_traceback() -> None:
+    def culprit() -> Iterator[int]:
+        yield 1
+        raise OSError("disk gone")
+
+    items = Prefetcher(culprit(), 2, "test")
+    assert next(items) == 1
+    with pytest.raises(OSError, match="disk gone") as caught:
+        next(items)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "culprit"
+    assert next(items, None) is None
+    items.close()
+
+
+def test_a_prefetcher_stays_within_its_depth_and_closes_the_generator() -> None:
+    made: list[int] = []
+    closed = threading.Event()
+
+    def count() -> Iterator[int]:
+        try:
+            for i in range(100):
+                made.append(i)
+                yield i
+        finally:
+            closed.set()
+
+    items = Prefetcher(count(), 3, "test")
+    time.sleep(0.1)
+    assert len(made) <= 4
+    assert next(items) == 0
+    items.close()
+    items.close()
+    assert closed.is_set()
+
+
+def test_closing_does_not_wait_for_a_slow_source() -> None:
+    release = threading.Event()
+
+    def slow() -> Iterator[int]:
+        release.wait(30)
+        yield 1
+
+    items = Prefetcher(slow(), 1, "test")
+    with pytest.warns(UserWarning, match="still computes a batch"):
+        items.close(timeout=0.05)
+    release.set()
+    items.close()
+
+
+def test_nothing_is_computed_while_paused() -> None:
+    made: list[int] = []
+    enough = threading.Event()
+
+    def slow() -> Iterator[int]:
+        for i in range(100):
+            time.sleep(0.02)
+            made.append(i)
+            if i == 2:
+                enough.set()
+            yield i
+
+    items = Prefetcher(slow(), 50, "test")
+    assert enough.wait(30)
+    with items.paused(30) as rests:
+        assert rests
+        before = len(made)
+        time.sleep(0.1)
+        assert len(made) == before
+    assert [next(items) for _ in range(20)] == [*range(20)]
+    items.close()
+
+
+def test_a_pause_does_not_wait_for_ever() -> None:
+    release = threading.Event()
+
+    def stuck() -> Iterator[int]:
+        release.wait(30)
+        yield 1
+
+    items = Prefetcher(stuck(), 1, "test")
+    with items.paused(0.05) as rests:
+        assert not rests
+        release.set()
+    assert next(items) == 1
+    items.close()

@@ -1,0 +1,327 @@
+"""Real ranks: all rows once, the same steps everywhere, and no wait for a rank without data.
+
+A layout says which ranks hold one model together: they get the same batches, and count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import distributed
+from ktrainer.config import Config, DataConfig
+from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of
+from ktrainer.distributed import World
+from ktrainer.distributed.rank_layout import Layout
+from ktrainer.errors import DataError, DivergenceError, PeerLost
+from tests.data.feeds import Place, flat, numbered, rows
+from tests.data.test_python_data import Numbers
+from tests.dist.harness import Ranks
+
+Group = Callable[..., Ranks]
+HINT = tf.data.experimental.SHARD_HINT
+EVERYTHING = list(range(241))
+TWO = Layout(1, 2)
+CLUSTER, SPREAD, ONE = Layout(2, 2, "cluster"), Layout(2, 2, "spread"), Layout(3, 1)
+LAYOUTS = [TWO, Layout(1, 3), CLUSTER, SPREAD, ONE]
+
+
+def arrays(here: World) -> Any:
+    return numbered(241)
+
+
+def slices() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(numbered(241))
+
+
+def ordered(here: World) -> tf.data.Dataset:
+    return slices().batch(32)
+
+
+def unknown_length(here: World) -> tf.data.Dataset:
+    return slices().filter(lambda x, y: True).batch(32)
+
+
+def seeded(here: World) -> tf.data.Dataset:
+    return slices().shuffle(241, seed=1).batch(32)
+
+
+def shuffled_without_seed(here: World) -> tf.data.Dataset:
+    tf.random.set_seed(here.rank)  # as if the ranks had never been given one
+    return slices().shuffle(241).batch(32)
+
+
+def hinted(here: World) -> tf.data.Dataset:
+    dataset = slices().shard(HINT, HINT).batch(32)
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.HINT
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+def lines(here: World, folder: str) -> tf.data.Dataset:
+    files = tf.data.Dataset.list_files(f"{folder}/*.txt", shuffle=False)
+    numbers = tf.data.TextLineDataset(files).map(lambda s: tf.strings.to_number(s, tf.int64))
+    return numbers.map(lambda y: (tf.zeros([3]), y)).batch(4)
+
+
+def of_replica(here: World, counts: list[int]) -> tf.data.Dataset:
+    return slices().shard(here.replicas, here.replica).take(counts[here.replica]).batch(8)
+
+
+def of_rank(here: World) -> tf.data.Dataset:
+    """As under data parallelism: a script that shards by rank."""
+    return slices().take(240).shard(here.size, here.rank).batch(8)
+
+
+def pydataset(here: World) -> Numbers:
+    return Numbers()
+
+
+def batches(count: int = 241) -> Iterator[Any]:
+    x, y = numbered(241)
+    for start in range(0, count, 32):
+        stop = min(start + 32, count)
+        yield x[start:stop], y[start:stop]
+
+
+def generator(here: World) -> Any:
+    return batches  # a function: called for every epoch
+
+
+def generator_of_replica(here: World, counts: list[int]) -> Any:
+    x, y = numbered(241)
+
+    def rows_of_replica() -> Iterator[Any]:
+        for row in range(here.replica, 2 * counts[here.replica], 2):
+            yield x[row : row + 1], y[row : row + 1]
+
+    return rows_of_replica
+
+
+def shorter_by_rank(here: World) -> Any:
+    return lambda: batches(241 - 64 * here.rank)
+
+
+def one_batch_less(here: World) -> Any:
+    return lambda: batches(32 * (6 - here.rank))
+
+
+def more_by_rank(here: World) -> Any:
+    x = np.ones((4, 3), np.float32)
+    return lambda: ((x, np.zeros(4)) for _ in range(2 + here.rank // 2))
+
+
+def sentences(here: World) -> Any:
+    lengths = (2, 3, 4 + here.rank)
+    return lambda: ((np.ones((4, length), np.float32), np.zeros(4)) for length in lengths)
+
+
+def failing(here: World) -> Any:
+    def fails_on_the_last_rank() -> Iterator[Any]:
+        yield from batches(96)
+        if here.rank == here.size - 1:
+            raise OSError("disk gone")
+
+    return fails_on_the_last_rank
+
+
+def empty(here: World) -> Any:
+    return lambda: iter(())
+
+
+@contextmanager
+def opened(make: Callable[..., Any], layout: Layout, *args: Any, **config: Any) -> Iterator[Feed]:
+    """A feed of this rank, which belongs to a replica of `layout`."""
+    whole: Any = distributed.current_world()
+    here = whole
+    if layout.partitions > 1:
+        here = whole.group(range(whole.size), "all ranks")
+        here.assign_replica(layout.replica_of(whole.rank), layout.replicas)
+    settings: dict[str, Any] = {"config": DataConfig(**config), "training": True}
+    try:
+        made = make_feed(make(here, *args), world=here, order=ShuffleOrder(), **settings)
+        with closing(made):
+            yield made
+    finally:
+        if here is not whole:
+            here.close()
+
+
+def watch(make: Any, layout: Layout, *args: Any, **config: Any) -> dict[str, Any]:
+    """Two epochs of a feed on this rank."""
+    with opened(make, layout, *args, **config) as made:
+        facts = made.fingerprint()
+        epochs = [list(made.epoch(epoch)) for epoch in range(2)]
+        return {
+            "facts": facts,
+            "rows": [rows(epoch) for epoch in epochs],
+            "padding": [[batch.is_padding for batch in epoch] for epoch in epochs],
+            "totals": [[batch.global_examples for batch in epoch] for epoch in epochs],
+            "batches": made.num_batches,
+            "spec": [spec.shape.as_list() for spec in tf.nest.flatten(made.spec)],
+        }
+
+
+def facts_of(make: Any, layout: Layout, **config: Any) -> dict[str, str]:
+    with opened(make, layout, **config) as made:
+        return made.fingerprint()
+
+
+def consume(make: Any, layout: Layout, **config: Any) -> None:
+    with opened(make, layout, **config) as made:
+        list(made.epoch(0))
+
+
+def check(results: list[dict[str, Any]], layout: Layout, wanted: list[int]) -> None:
+    """All ranks took the same steps; replicas together saw every row once an epoch."""
+    for key in ("facts", "totals", "batches", "spec"):
+        assert all(result[key] == results[0][key] for result in results)
+    for replica in range(layout.replicas):
+        first, *others = [results[rank] for rank in layout.model_ranks(replica)]
+        assert all(other == first for other in others)
+    each = [results[rank] for rank in layout.copy_ranks(0)]
+    for epoch in range(2):
+        totals = each[0]["totals"][epoch]
+        assert sorted(flat(flat(r["rows"][epoch]) for r in each)) == sorted(wanted)
+        assert sum(totals) == len(wanted)
+        for step, total in enumerate(totals):
+            assert sum(len(r["rows"][epoch][step]) for r in each) == total
+
+
+@pytest.mark.quick("Layout(partitions=3, replicas=1, placement='cluster')")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_global_batches(ranks: Group, layout: Layout) -> None:
+    group = ranks(layout.size)
+    for make in (arrays, ordered, unknown_length, seeded, generator, pydataset):
+        results = group.run(watch, make, layout, deadline=120)
+        check(results, layout, list(range(50)) if make is pydataset else EVERYTHING)
+        if make is not pydataset:
+            assert results[0]["totals"][0] == [32] * 7 + [17]
+        if make not in (arrays, pydataset):
+            assert results[0]["facts"]["first batch/rows"] == "32"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_sharded_pipelines(ranks: Group, layout: Layout, tmp_path: Path) -> None:
+    group = ranks(layout.size)
+    for file in range(5):
+        text = "\n".join(str(file * 10 + line) for line in range(10))
+        (tmp_path / f"{file}.txt").write_text(text)
+    for batch in ("global", "per_worker"):
+        for make in (ordered, seeded, unknown_length, hinted):
+            results = group.run(watch, make, layout, batch=batch, shard="element")
+            check(results, layout, EVERYTHING)
+            if (make, batch, layout.replicas) == (ordered, "global", 2):
+                assert results[0]["totals"][0][:6] == [32] * 6
+        results = group.run(watch, lines, layout, str(tmp_path), batch=batch, shard="file")
+        check(results, layout, list(range(50)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [TWO, CLUSTER, SPREAD], ids=str)
+def test_batches_of_each_replica_count_once(ranks: Group, layout: Layout) -> None:
+    for counts in ([80, 56], [50, 0], [0, 1]):
+        mine = [list(range(replica, 241, 2))[: counts[replica]] for replica in range(2)]
+        for make in (of_replica, generator_of_replica):
+            results = ranks(layout.size).run(watch, make, layout, counts, batch="per_worker")
+            check(results, layout, flat(mine))
+            for rank, result in enumerate(results):
+                assert flat(result["rows"][1]) == mine[layout.replica_of(rank)]
+            if make is of_replica:
+                assert results[0]["batches"] == -(-max(counts) // 8)
+
+
+def test_data_of_other_lengths_or_of_one_replica(ranks: Group) -> None:
+    uneven = ranks(2).run(watch, shorter_by_rank, TWO, batch="per_worker")
+    check(uneven, TWO, EVERYTHING + EVERYTHING[:177])
+    check(ranks(3).run(watch, ordered, ONE, batch="per_worker"), ONE, EVERYTHING)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_arrays_per_worker_are_a_batch_a_replica(rank: int) -> None:
+    place = Place(rank, 4)
+    place.assign_replica(rank // 2, 2)
+    config = DataConfig(batch="per_worker", batch_size=8, shuffle=False)
+    made = make_feed(numbered(40), world=place, config=config, training=True, order=ShuffleOrder())
+    local_batches = list(made.epoch(0))
+    assert [batch.global_examples for batch in local_batches] == [16, 16, 8]
+    mine = 8 * (rank // 2)
+    wanted = [list(range(mine, mine + 8)), list(range(mine + 16, mine + 24))]
+    assert rows(local_batches)[:2] == wanted
+
+
+def _seed_of_the_order() -> list[int]:
+    here = distributed.current_world()
+    order = order_of(here, Config(seed=None))
+    made = make_feed(numbered(20), world=here, config=DataConfig(), training=True, order=order)
+    return made.order(0).tolist()  # type: ignore[attr-defined]
+
+
+def test_arrays_without_a_seed_have_one_order(ranks: Group) -> None:
+    one, two = ranks(2).run(_seed_of_the_order)
+    assert one == two
+
+
+def test_ranks_widen_their_spec_together(ranks: Group) -> None:
+    for batch in ("global", "per_worker"):
+        outcomes = ranks(2).outcomes(watch, sentences, TWO, batch=batch)
+        if batch == "per_worker":
+            assert [o.value["spec"] for o in outcomes] == [[[None, None], [None]]] * 2
+        else:  # the third batch is another one on each rank
+            assert all(isinstance(o.error, DivergenceError) for o in outcomes)
+
+
+@pytest.mark.parametrize("shard", ["batch", "element"])
+def test_an_unseeded_shuffle_is_in_the_facts(ranks: Group, shard: str) -> None:
+    one, two = ranks(2).run(facts_of, shuffled_without_seed, TWO, shard=shard)
+    assert {name for name in one if one[name] != two[name]} == {"first batch/x", "first batch/y"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("batch", ["global", "per_worker"])
+@pytest.mark.parametrize("layout", [TWO, CLUSTER], ids=str)
+def test_an_error_in_one_ranks_pipeline(ranks: Group, layout: Layout, batch: str) -> None:
+    *others, failed = ranks(layout.size).outcomes(consume, failing, layout, batch=batch)
+    assert isinstance(failed.error, OSError)
+    assert "fails_on_the_last_rank" in failed.traceback
+    for outcome in others:
+        assert isinstance(outcome.error, PeerLost), outcome
+        assert f"rank {layout.size - 1}" in str(outcome.error)
+
+
+OWN = {"batch": "per_worker"}
+REFUSED = [
+    (shuffled_without_seed, TWO, {}, "batch 0 of epoch 0 differs in x: rank 1"),
+    (shorter_by_rank, TWO, {}, "differs in number of rows"),
+    (one_batch_less, TWO, {}, "rank 1 ran out of data after 5 batches, rank 0 did not"),
+    (of_rank, CLUSTER, OWN, "the next batch of replica 0 differs in x: ranks 1, 3 got"),
+    (of_rank, CLUSTER, OWN, "distributed.current_world().replica"),
+    (more_by_rank, SPREAD, OWN, "replica 0 differs in having a batch: ranks 2, 3"),
+    (of_rank, ONE, OWN, "All ranks hold one copy of the model together"),
+    (empty, TWO, OWN, "no rank has a single batch"),
+    (ordered, TWO, {"shard": "file"}, "cannot be sharded by file"),
+]
+
+
+@pytest.mark.parametrize(("make", "layout", "config", "says"), REFUSED)
+def test_all_ranks_refuse(ranks: Group, make: Any, layout: Layout, config: Any, says: str) -> None:
+    kind = DataError if make in (empty, ordered) else DivergenceError
+    for outcome in ranks(layout.size).outcomes(consume, make, layout, **config):
+        assert isinstance(outcome.error, kind), outcome
+        assert says in str(outcome.error)
+        assert layout is not ONE or "per_worker" not in str(outcome.error)
+
+
+def test_too_few_files(ranks: Group, tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("1\n2\n")
+    outcomes = ranks(2).outcomes(watch, lines, TWO, str(tmp_path), shard="file")
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert any("number of files" in str(outcome.error) for outcome in outcomes)

@@ -1,0 +1,159 @@
+"""A world without MPI: collectives, and processes that are missing, lost or unknown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.dist.harness.group import ROOT
+
+SCRIPT = """
+import os, sys, time
+import numpy as np
+from ktrainer.config.cluster_environment import ClusterSpec
+from ktrainer.distributed.cluster_world import ClusterWorld
+
+rank, addresses, what = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]
+world = ClusterWorld(ClusterSpec({"worker": addresses}, "worker", rank), 5.0)
+world.deadline = 3.0
+assert (world.rank, world.size, world.local_rank) == (rank, len(addresses), rank)
+if what == "collectives":
+    assert world.allgather({"rank": rank}) == [{"rank": r} for r in range(world.size)]
+    assert world.broadcast(f"from {rank}", root=world.size - 1) == f"from {world.size - 1}"
+    mine = np.arange(4, dtype=np.float32) * (rank + 1)
+    every = [np.arange(4, dtype=np.float32) * (r + 1) for r in range(world.size)]
+    for op, expected in (("sum", sum(every)), ("average", sum(every) / np.float32(world.size)),
+                         ("min", np.min(every, 0)), ("max", np.max(every, 0))):
+        found = world.oob_allreduce(mine, op)
+        assert found.dtype == np.float32, op
+        np.testing.assert_array_equal(found, expected, err_msg=op)
+    assert world.any(rank == 1) and not world.any(False)
+    assert float(world.oob_allreduce(rank)) == (world.size - 1) / 2
+    world.barrier()
+    world.close()
+    world.close()
+elif what == "paths":
+    world.step = 7
+    world.barrier("one way" if rank == 0 else "another way")
+else:
+    world.step = 7
+    print("ready", flush=True)
+    for _ in range(1000):
+        world.barrier("a wait")
+        time.sleep(0.01)
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def started(
+    what: str, size: int, but: tuple[int, ...] = (), keys: dict[int, str] | None = None
+) -> Iterator[dict[int, Any]]:
+    """The ranks of a cluster, without those in `but`."""
+    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(size))
+    processes = {}
+    try:
+        for rank in range(size):
+            if rank in but:
+                continue
+            key = (keys or {}).get(rank)
+            processes[rank] = subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(rank), addresses, what],
+                cwd=ROOT,
+                env={**os.environ, **({"KTRAINER_CLUSTER_KEY": key} if key else {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        yield processes
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_collectives(size: int) -> None:
+    with started("collectives", size) as ranks:
+        for process in ranks.values():
+            _, said = process.communicate(timeout=30)
+            assert process.returncode == 0, said
+
+
+@pytest.mark.quick("2-0")
+@pytest.mark.parametrize(("missing", "by"), [(2, 0), (0, 1)])
+def test_a_process_that_is_missing_at_the_start_is_named(missing: int, by: int) -> None:
+    start = time.monotonic()
+    with started("collectives", 3, but=(missing,)) as ranks:
+        _, said = ranks[by].communicate(timeout=30)
+        assert ranks[by].returncode == 1
+    assert time.monotonic() - start < 15
+    assert f"Not there: rank {missing} (127.0.0.1:" in said
+    assert "backend.start_timeout" in said
+
+
+@pytest.mark.quick("9-1")
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2)])
+def test_a_process_that_ends_or_stops_is_named_by_all(number: int, victim: int) -> None:
+    with started("wait", 3) as ranks:
+        for process in ranks.values():
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        ranks[victim].send_signal(number)
+        start = time.monotonic()
+        for rank in {0, 1, 2} - {victim}:
+            _, said = ranks[rank].communicate(timeout=30)
+            assert f"rank {victim} (127.0.0.1:" in said
+            assert "at step 7 in 'a wait'" in said
+        assert time.monotonic() - start < 15
+
+
+def test_different_paths_are_found() -> None:
+    with started("paths", 2) as ranks:
+        for process in ranks.values():
+            _, said = process.communicate(timeout=30)
+            assert "rank 1 in 'another way'" in said
+
+
+@pytest.mark.exhaustive
+def test_a_silent_server_at_the_address_is_not_waited_for() -> None:
+    """As a notebook server on Slurm's port would."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1"
+        command = [sys.executable, "-c", SCRIPT, "1", addresses, "collectives"]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert "Not there: rank 0" in done.stderr
+        command[3] = "0"
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert "cannot listen at 127.0.0.1:" in done.stderr
+        assert "KTRAINER_PORT" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_processes_with_another_key_are_refused() -> None:
+    with started("collectives", 2, keys={0: "secret", 1: "guess"}) as ranks:
+        _, said = ranks[1].communicate(timeout=30)
+        assert "same KTRAINER_CLUSTER_KEY" in said
+        _, said = ranks[0].communicate(timeout=30)
+        assert "Not there: rank 1" in said

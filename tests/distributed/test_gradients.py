@@ -1,0 +1,104 @@
+"""Sums in the memory where gradients are: the bits of sums into new tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import distributed
+from ktrainer.distributed.collectives import InOrder
+from ktrainer.distributed.gradient_buffers import PIECE_BYTES, pieces
+from tests.dist.small import ENGINES, group_mode
+
+KINDS = [("float32", "none"), ("float64", "none"), ("bfloat16", "none"), ("float32", "fp16")]
+# Several pieces, a piece that is not full, an array without elements, small ones together.
+SHAPES = [(3, PIECE_BYTES // 8), (5, 7), (0, 3), (), (90_001,), (2, 3, 4)]
+
+
+def _gradients(dtype: str, rank: int) -> list[tf.Tensor]:
+    random = np.random.default_rng(rank)
+    return [tf.cast(tf.constant(random.normal(size=shape)), dtype) for shape in SHAPES]
+
+
+def _reduced(collectives: Any, gradients: list[tf.Tensor], weight: float) -> list[Any]:
+    step = tf.function(
+        lambda *given: collectives.reduce(given, tf.constant(weight, tf.float64), InOrder()),
+        autograph=False,
+    )
+    return [x.numpy() for x in step(*gradients)]
+
+
+def _collectives(engine: str, compression: str = "none") -> Any:
+    here: Any = distributed.current_world()
+    if engine == "horovod":
+        from ktrainer.distributed.horovod_gradients import HorovodGradients
+
+        return HorovodGradients(here, compression)
+    from ktrainer.distributed.mpi_gradients import MpiGradients
+
+    return MpiGradients(here, compression=compression)
+
+
+def _both(
+    engine: str, kinds: list[tuple[str, str]], weights: list[float]
+) -> list[list[list[bytes]]]:
+    """For each kind, the sums as new tensors, and in place."""
+    here = distributed.current_world()
+    every = []
+    for dtype, compression in kinds:
+        collectives = _collectives(engine, compression)
+        gradients, weight = _gradients(dtype, here.rank), weights[here.rank]
+        if weight == 0:
+            gradients = [gradient * np.nan for gradient in gradients]
+        arrays = [np.array(gradient.numpy()) for gradient in gradients]
+        collectives.reduce_in_place(arrays, weight)
+        reduced = _reduced(collectives, gradients, weight)
+        every.append([[x.tobytes() for x in found] for found in (reduced, arrays)])
+        collectives.close()
+    return every
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.25, 0.7], [0.0, 1.0]])
+def test_two_ranks_get_the_bits_of_new_tensors(
+    ranks: Callable[..., Any], engine: str, weights: list[float]
+) -> None:
+    first, second = ranks(2, group_mode(engine)).run(_both, engine, KINDS, weights)
+    for kind, (new, in_place), (other_new, other) in zip(KINDS, first, second, strict=True):
+        assert in_place == other == new == other_new, kind
+
+
+def _in_place(dtype: str) -> list[np.ndarray]:
+    collectives = _collectives("mpi")
+    arrays = [
+        np.array(gradient.numpy())
+        for gradient in _gradients(dtype, distributed.current_world().rank)
+    ]
+    collectives.reduce_in_place(arrays, 0.5)
+    collectives.close()
+    return arrays
+
+
+def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
+    every = ranks(3).run(_in_place, "float64")
+    ours = zip(*(_gradients("float64", rank) for rank in range(3)), strict=True)
+    for arrays, mine in zip(zip(*every, strict=True), ours, strict=True):
+        assert len({array.tobytes() for array in arrays}) == 1
+        np.testing.assert_allclose(arrays[0], 0.5 * sum(g.numpy() for g in mine), atol=1e-14)
+
+
+def test_pieces_are_bounded_and_cover_everything() -> None:
+    arrays = [np.zeros(size, dtype) for size in (7, 3 * PIECE_BYTES, 9) for dtype in "fd"]
+    arrays += [np.zeros(4000, "f") for _ in range(200)]
+    for views in pieces(arrays):
+        assert len({view.dtype for view in views}) == 1
+        assert sum(view.nbytes for view in views) <= PIECE_BYTES
+        for view in views:
+            assert not view.any()  # nothing comes twice
+            view += 1
+    assert all(array.all() for array in arrays)

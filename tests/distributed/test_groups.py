@@ -1,0 +1,129 @@
+"""Groups of some of the ranks: collectives of several groups at once, order, deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktrainer import distributed
+from ktrainer.distributed.deadlines import call_with_deadline
+from ktrainer.errors import DeadlineExceeded, WorldError
+from tests.dist.harness import PerRank
+from tests.distributed import collectives
+
+CHECKS = {
+    collectives.reductions: collectives.check_reductions,
+    collectives.python_numbers: collectives.check_python_numbers,
+    collectives.messages: collectives.check_messages,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_groups_use_their_collectives_at_the_same_time(
+    ranks: Callable[..., Any], size: int
+) -> None:
+    for run, check in CHECKS.items():
+        results = ranks(size).run(run, "group")
+        for first in range(min(2, size)):
+            check(results[first::2])
+
+
+def test_a_barrier_is_for_the_group_alone(ranks: Callable[..., Any]) -> None:
+    # The last of the odd ranks comes late; the even ones do not wait for it.
+    came, left = zip(*ranks(4).run(_barrier), strict=True)
+    assert max(came[1::2]) <= min(left[1::2])
+    assert max(left[0::2]) < max(came)
+
+
+def _barrier() -> tuple[float, float]:
+    with collectives.opened("group") as group:
+        distributed.current_world().barrier()
+        if distributed.current_world().rank == 3:
+            time.sleep(0.5)
+        came = time.monotonic()
+        group.barrier()
+        return came, time.monotonic()
+
+
+def _place(ranks: Sequence[int]) -> tuple[Any, ...]:
+    whole: Any = distributed.current_world()
+    group = whole.group(ranks, "the group")
+    try:
+        sent = group.broadcast(whole.rank, root=1)
+        return group.rank, group.size, group.ranks, group.allgather(whole.rank), sent
+    finally:
+        group.close()
+        group.close()
+
+
+def test_the_order_of_a_group_is_that_of_its_ranks(ranks: Callable[..., Any]) -> None:
+    mine = PerRank([[2, 0], [3, 1], [2, 0], [3, 1]])
+    zero, one, two, three = ranks(4).run(_place, mine)
+    assert zero == (1, 2, (2, 0), [2, 0], 0)
+    assert two == (0, 2, (2, 0), [2, 0], 0)
+    assert one == (1, 2, (3, 1), [3, 1], 1)
+    assert three == (0, 2, (3, 1), [3, 1], 1)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([[0, 1], [1]], id="a member that does not know of it"),
+        pytest.param([[1], [0]], id="not one's own group"),
+        pytest.param([[0, 2], [1]], id="no such rank"),
+        pytest.param([[0, 1], [1, 0]], id="another order"),
+        pytest.param([[0, 0], [1]], id="a rank twice"),
+        pytest.param([[], [1]], id="no rank"),
+    ],
+)
+def test_ranks_that_disagree_on_their_groups(
+    ranks: Callable[..., Any], groups: list[list[int]]
+) -> None:
+    for outcome in ranks(2).outcomes(_place, PerRank(groups)):
+        assert isinstance(outcome.error, WorldError), outcome
+        assert f"the groups by rank are {groups}" in str(outcome.error)
+
+
+def _late() -> None:
+    whole: Any = distributed.current_world()
+    group = whole.group([whole.rank % 2, whole.rank % 2 + 2], "the odd or even ones")
+    # After it was opened: a group has the step and the deadline that the world has now.
+    whole.step, whole.deadline = 7, 0.5
+    assert (group.step, group.deadline) == (7, 0.5)
+    if whole.rank == 3:
+        time.sleep(2.0)
+        return
+    group.oob_allreduce(np.float32(1))
+
+
+def test_a_late_rank_stops_its_own_group_only(ranks: Callable[..., Any]) -> None:
+    outcomes = ranks(4).outcomes(_late)
+    assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
+    error = outcomes[1].error
+    assert isinstance(error, DeadlineExceeded), outcomes[1]
+    assert (error.rank, error.step, error.seconds) == (1, 7, 0.5)
+    assert "oob_allreduce among the odd or even ones (ranks 1, 3)" in str(error)
+
+
+def _blocked() -> None:
+    whole: Any = distributed.current_world()
+    whole.step, whole.deadline = 7, 1.0
+    if whole.rank == 1:
+        time.sleep(2.5)
+        return
+    call_with_deadline(whole, lambda: time.sleep(5.0), "open the group")
+
+
+def test_a_blocking_call_that_takes_too_long_says_who_is_missing(ranks: Callable[..., Any]) -> None:
+    outcomes = ranks(3).outcomes(_blocked)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, DeadlineExceeded), outcome
+        said = str(outcome.error)
+        assert "waited 1 s at step 7 in 'open the group'" in said
+        assert "No answer from rank 1: stopped, failed, or busy" in said
+        assert f"Waiting at step 7 in 'open the group': rank {2 - outcome.rank}." in said
+        assert "in _blocked" in said.partition("\nrank 1 (process ")[2]

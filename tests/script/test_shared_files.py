@@ -1,0 +1,153 @@
+"""Folders and files of scripts that every rank makes: as if one process had made them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.script.test_run import STAGES, TWO, assert_same, result, run, start
+
+FOLDERS = """
+import json, os, pathlib, shutil
+import keras
+record = []
+def attempt(make, folder):
+    try:
+        make(folder)
+        record.append("done")
+    except FileExistsError:
+        record.append("exists")
+    except FileNotFoundError:
+        record.append("missing")
+attempt(os.mkdir, "once")
+attempt(os.mkdir, "once")
+if record[-1] == "exists":
+    attempt(os.makedirs, "a/b")
+attempt(lambda folder: pathlib.Path(folder).mkdir(parents=True), "a/c")
+attempt(os.mkdir, "before")
+attempt(os.mkdir, "file.txt")
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.save("once/model.keras")  # all ranks are here
+attempt(shutil.rmtree, "once")
+attempt(os.remove, "file.txt")
+attempt(os.remove, "file.txt")
+model.save("a/model.keras")
+attempt(os.mkdir, "once")
+print("RESULT", json.dumps({"record": record}))
+"""
+
+
+def test_folders_are_made_and_removed_once(tmp_path: Path) -> None:
+    (tmp_path / "folders.py").write_text(FOLDERS)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "file.txt").touch()
+    done = run(tmp_path, "-n", 2, "--all-ranks", "folders.py", *TWO, "logging.progress=none")
+    assert done.returncode == 0, done.stderr
+    assert "every rank writes" not in done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second
+    made = ["done", "exists", "done", "done", "exists", "exists"]
+    expected = [*made, "done", "done", "missing", "done"]
+    assert result_of(first) == expected
+
+
+AGAIN = """
+import os
+import keras
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+for _ in range(5):
+    model.save("model.keras")
+    os.remove("model.keras")
+for _ in range(50):
+    with open("scratch.txt", "w") as file:
+        file.write("new")
+    os.remove("scratch.txt")
+print("RESULT", "{}")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_file_may_be_written_and_removed_again(tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(AGAIN)
+    done = run(tmp_path, "-n", 2, "--all-ranks", "again.py", *TWO, "logging.progress=none")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RESULT") == 2
+
+
+def result_of(line: str) -> object:
+    return json.loads(line.removeprefix("RESULT "))["record"]
+
+
+TEMPORARY = """
+import csv, json, os, tempfile
+import keras, numpy as np, tensorflow as tf
+keras.config.set_floatx("float64")
+keras.utils.set_random_seed(1)
+x = np.linspace(0, 1, 24)[:, None]
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+with tempfile.TemporaryDirectory() as folder:
+    log = os.path.join(folder, "log.csv")
+    best = os.path.join(folder, "best.weights.h5")
+    callbacks = [
+        keras.callbacks.CSVLogger(log),
+        keras.callbacks.ModelCheckpoint(best, save_weights_only=True),
+    ]
+    model.fit(x, x, epochs=2, batch_size=8, verbose=0, shuffle=False, callbacks=callbacks)
+    losses = [float(row["loss"]) for row in csv.DictReader(open(log))]
+    model.save(os.path.join(folder, "model.keras"))
+    loaded = keras.models.load_model(os.path.join(folder, "model.keras"))
+    model.export(os.path.join(folder, "exported"), verbose=False)
+    tf.saved_model.save(model, os.path.join(folder, "saved"))
+    exported = sorted(os.listdir(os.path.join(folder, "exported")))
+    saved = tf.saved_model.load(os.path.join(folder, "saved"))
+    (served,) = saved.signatures["serving_default"](tf.constant(x[:3])).values()
+    loaded.load_weights(best)
+print("RESULT", json.dumps({
+    "losses": losses, "exported": exported, "served": served.numpy().tolist(),
+    "predicted": loaded.predict(x[:3], verbose=0).tolist(),
+}))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [TWO, STAGES])
+def test_each_rank_finds_what_it_saved_in_a_temporary_folder(
+    words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "temporary.py").write_text(TEMPORARY)
+    expected = result(start(tmp_path, "temporary.py"))
+    assert_same(result(run(tmp_path, "-n", 2, "temporary.py", *words)), expected)
+
+
+NORMALIZED = """
+import json
+import keras, numpy as np
+keras.config.set_floatx("float64")
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(3.0, 2.0, (24, 4))
+def build():
+    scale = keras.layers.Normalization()
+    scale.adapt(x)
+    return keras.Sequential([keras.Input((4,)), scale, keras.layers.Dense(3, "tanh"),
+                             keras.layers.Dense(4)])
+model = build()
+model.compile("adam", "mse")
+fit = dict(batch_size=8, verbose=0, shuffle=False)
+first = model.fit(x, x, **fit).history
+model.save_weights("first.weights.h5")
+model.fit(x, x, **fit)
+model.load_weights("first.weights.h5")
+evaluated = model.evaluate(x, x, verbose=0)
+again = model.fit(x, x, **fit).history
+print("RESULT", json.dumps({"first": first, "evaluated": evaluated, "again": again}))
+"""
+
+
+@pytest.mark.exhaustive
+def test_weights_are_loaded_into_a_model_in_stages(tmp_path: Path) -> None:
+    (tmp_path / "normalized.py").write_text(NORMALIZED)
+    expected = result(start(tmp_path, "normalized.py"))
+    assert_same(result(run(tmp_path, "-n", 2, "normalized.py", *STAGES)), expected)

@@ -1,0 +1,63 @@
+"""TensorFlow's server on the loopback interface alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ktrainer.backends.tf_distribute.server_on_loopback import all_on_loopback
+from ktrainer.config.cluster_environment import ClusterSpec
+from tests.distributed.test_cluster_world import free_ports
+
+# The server answers at 127.0.0.1 before and after; at another address of this host before only.
+SCRIPT = """
+import json, socket, sys
+import tensorflow as tf
+from ktrainer.backends.tf_distribute.server_on_loopback import narrow_port
+
+def answers(host):
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+port = int(sys.argv[1])
+server = tf.distribute.Server({"worker": [f"127.0.0.1:{port}"]}, "worker", 0, "grpc")
+found = [[answers("127.0.0.2"), answers("127.0.0.1")]]
+moved = [narrow_port(port), narrow_port(port)]
+found.append([answers("127.0.0.2"), answers("127.0.0.1")])
+tf.config.experimental_connect_to_host(server.target)
+with tf.device("/job:worker/task:0/device:CPU:0"):
+    product = float(tf.reduce_sum(tf.matmul(tf.ones([3, 4]), tf.ones([4, 3]))))
+print(json.dumps([found, moved, product]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_server_is_moved_and_serves() -> None:
+    (port,) = free_ports(1)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(port)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    found, moved, product = json.loads(done.stdout)
+    assert found == [[True, True], [False, True]]
+    assert moved == [True, False]  # the second time there is nothing to move
+    assert product == 36
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone"),
+    [
+        (("127.0.0.1:1", "127.0.0.1:2"), True),
+        (("localhost:1", "127.0.0.1:2"), True),
+        (("127.0.0.1:1", "host:2"), False),
+        (("[::1]:1", "[::1]:2"), False),
+    ],
+)
+def test_clusters_of_one_host(addresses: tuple[str, ...], alone: bool) -> None:
+    assert all_on_loopback(ClusterSpec({"worker": addresses}, "worker", 0)) is alone

@@ -1,0 +1,323 @@
+"""`Trainer.fit` with the arguments of `Model.fit`: the same numbers, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import Trainer
+from ktrainer.errors import ConfigError, DataError
+from tests.contracts.running import Outcome, assert_same, outcome_of, use_float64
+
+ROWS = 23
+Make = Callable[[], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> None:
+    use_float64()
+
+
+@pytest.fixture
+def quiet(tmp_path: Any) -> dict[str, Any]:
+    return {"run": {"dir": str(tmp_path)}, "logging": {"progress": "none", "csv": False}}
+
+
+def arrays(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(rows, 3))
+    return x, x @ random.normal(size=(3, 2)) + 1
+
+
+def build() -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh")])
+    model.add(keras.layers.Dropout(0.2))
+    model.add(keras.layers.Dense(2))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"], weighted_metrics=["mse"])
+    return model
+
+
+def two_by_two() -> keras.Model:
+    inputs = [keras.Input((3,)), keras.Input((3,))]
+    hidden = keras.layers.Add()([keras.layers.Dense(4)(part) for part in inputs])
+    model = keras.Model(inputs, [keras.layers.Dense(2, name=name)(hidden) for name in "ab"])
+    model.compile("sgd", ["mse", "mae"], loss_weights=[1.0, 0.3])
+    return model
+
+
+def keras_fit(make: Make, builder: Callable[[], keras.Model] = build, times: int = 1) -> Outcome:
+    keras.utils.set_random_seed(1)
+    model = builder()
+    for _ in range(times):
+        history = model.fit(**{"verbose": 0} | make())
+    return outcome_of(model, history)
+
+
+def trainer_fit(
+    settings: dict[str, Any],
+    make: Make,
+    builder: Callable[[], keras.Model] = build,
+    times: int = 1,
+) -> Outcome:
+    with Trainer(settings) as trainer:
+        keras.utils.set_random_seed(1)
+        model = builder()
+        for _ in range(times):
+            history = trainer.fit(model, **{"verbose": 0} | make())
+        return outcome_of(model, history)
+
+
+def xy(**more: Any) -> dict[str, Any]:
+    x, y = arrays()
+    return {"x": x, "y": y, "epochs": 3, **more}
+
+
+CASES: dict[str, Make] = {
+    "shuffled": lambda: xy(batch_size=5),
+    "defaults": lambda: xy(),
+    "shuffled within batches": lambda: xy(batch_size=5, shuffle="batch"),
+    "in order": lambda: xy(batch_size=5, shuffle=False),
+    "validation data": lambda: xy(batch_size=5, validation_data=arrays(9, 1)),
+    "validation batches": lambda: xy(
+        batch_size=5, validation_data=arrays(9, 1), validation_batch_size=2, validation_steps=3
+    ),
+    "validation steps alone": lambda: xy(validation_data=arrays(9, 1), validation_steps=2),
+    "validation split": lambda: xy(batch_size=5, validation_split=0.3),
+    "validation of some epochs": lambda: xy(
+        batch_size=5, epochs=5, validation_split=0.3, validation_freq=[1, 4]
+    ),
+    "validation every 2 epochs": lambda: xy(
+        batch_size=5, epochs=5, validation_split=0.3, validation_freq=2
+    ),
+    "sample weights": lambda: xy(batch_size=5, sample_weight=np.linspace(0.0, 2.0, ROWS)),
+    "weights and split": lambda: xy(
+        batch_size=5, sample_weight=np.linspace(0.5, 2.0, ROWS), validation_split=0.3
+    ),
+    "initial epoch": lambda: xy(batch_size=5, initial_epoch=2, epochs=5),
+    "tf tensors": lambda: {
+        "x": tf.constant(arrays()[0]), "y": tf.constant(arrays()[1]), "batch_size": 5, "epochs": 2
+    },
+}  # fmt: skip
+
+
+@pytest.mark.quick("1-sample weights")
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("times", [1, 2])
+def test_arrays(name: str, times: int, quiet: dict[str, Any]) -> None:
+    theirs = keras_fit(CASES[name], times=times)
+    assert_same(trainer_fit(quiet, CASES[name], times=times), theirs)
+
+
+STEPS: dict[str, Make] = {
+    "fewer than batches": lambda: xy(batch_size=5, steps_per_epoch=2, epochs=7),
+    "dividing": lambda: xy(batch_size=6, steps_per_epoch=2, epochs=5),
+    "more than batches": lambda: xy(batch_size=5, steps_per_epoch=9),
+    "of no size": lambda: xy(steps_per_epoch=4),
+    "dataset": lambda: {
+        "x": tf.data.Dataset.from_tensor_slices(arrays()).shuffle(ROWS, seed=2).batch(5),
+        "epochs": 7,
+        "steps_per_epoch": 2,
+        "shuffle": False,
+    },
+    "repeated dataset": lambda: {
+        "x": tf.data.Dataset.from_tensor_slices(arrays()).repeat().shuffle(ROWS, seed=2).batch(5),
+        "epochs": 3,
+        "steps_per_epoch": 2,
+        "shuffle": False,
+    },
+}
+
+
+@pytest.mark.quick("repeated dataset")
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_per_epoch(name: str, quiet: dict[str, Any]) -> None:
+    assert_same(trainer_fit(quiet, STEPS[name]), keras_fit(STEPS[name]))
+
+
+def test_several_inputs_and_outputs(quiet: dict[str, Any]) -> None:
+    x, y = arrays()
+    weights = [np.linspace(0.0, 1.0, ROWS), np.linspace(1.0, 0.0, ROWS)]
+
+    def make() -> dict[str, Any]:
+        return {"x": [x, x + 1], "y": [y, y - 1], "sample_weight": weights, "batch_size": 5}
+
+    assert_same(trainer_fit(quiet, make, two_by_two), keras_fit(make, two_by_two))
+
+
+def test_sample_weights_go_with_a_tuple(quiet: dict[str, Any]) -> None:
+    weights = np.linspace(0.0, 2.0, ROWS)
+    theirs = keras_fit(lambda: xy(sample_weight=weights))
+    given = {"x": (*arrays(), weights), "epochs": 3}
+    assert_same(trainer_fit(quiet, lambda: given), theirs)
+
+
+def test_frames_and_series(quiet: dict[str, Any]) -> None:
+    pandas = pytest.importorskip("pandas")
+
+    def make() -> dict[str, Any]:
+        x, y = arrays()
+        frame = pandas.DataFrame(x.astype("float32"), columns=list("abc"))
+        weights = pandas.Series(np.linspace(0.0, 2.0, ROWS))
+        return {"x": frame, "y": pandas.DataFrame(y), "sample_weight": weights, "batch_size": 5}
+
+    def one_target() -> dict[str, Any]:
+        given = make()
+        del given["sample_weight"]
+        return given | {"y": given["x"]["a"] > 0, "class_weight": {0: 1.0, 1: 3.0}}
+
+    def classifier() -> keras.Model:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    assert_same(trainer_fit(quiet, make), keras_fit(make))
+    assert_same(trainer_fit(quiet, one_target, classifier), keras_fit(one_target, classifier))
+
+
+def graphs() -> tf.data.Dataset:
+    """Batches whose parts have different first axes, as of a graph."""
+    random = np.random.default_rng(0)
+
+    def one() -> Any:
+        for edges in (4, 7, 5):
+            pairs = random.integers(0, 6, (edges, 2))
+            yield {"nodes": random.normal(size=(6, 3)), "edges": pairs}, np.ones((1, 1))
+
+    signature = (
+        {"nodes": tf.TensorSpec((6, 3), tf.float64), "edges": tf.TensorSpec((None, 2), tf.int64)},
+        tf.TensorSpec((1, 1), tf.float64),
+    )
+    batches = list(one())
+    made = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+    return made.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+class OfGraphs(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        ends = keras.ops.take(inputs["nodes"], inputs["edges"][:, 1], axis=0)
+        return keras.ops.sum(self.dense(ends), axis=0, keepdims=True)
+
+
+def of_graphs() -> keras.Model:
+    model = OfGraphs()
+    model.compile("sgd", "mse", metrics=["mae"])
+    return model
+
+
+def test_graphs_in_one_process(quiet: dict[str, Any]) -> None:
+    def make() -> dict[str, Any]:
+        return {"x": graphs(), "epochs": 2, "shuffle": False}
+
+    assert_same(trainer_fit(quiet, make, of_graphs), keras_fit(make, of_graphs))
+
+
+ENDLESS: dict[str, Callable[[], Any]] = {
+    "tf.data": lambda: tf.data.Dataset.from_tensor_slices(arrays()).repeat().batch(5),
+    "PyDataset": lambda: Endless(),
+}
+
+
+class Endless(keras.utils.PyDataset):
+    @property
+    def num_batches(self) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Any:
+        return arrays(5, index)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_data_without_an_end(name: str, quiet: dict[str, Any]) -> None:
+    make = ENDLESS[name]
+    with Trainer(quiet) as trainer:
+        with pytest.raises(DataError, match=r"never ends.*steps_per_epoch.*limit_train.*max_steps"):
+            trainer.fit(build(), make())
+        with pytest.raises(DataError, match=r"never ends.*validation_steps.*limit_val"):
+            trainer.fit(build(), arrays(), validation_data=make())
+        with pytest.raises(DataError, match=r"never ends.*steps=\.\.\."):
+            trainer.evaluate(build(), make())
+        history = trainer.fit(build(), make(), steps_per_epoch=2, epochs=2, verbose=0)
+        assert len(history.history["loss"]) == 2
+        assert trainer.predict(build(), make(), steps=3).shape == (15, 2)
+    with Trainer(quiet, overrides=["trainer.max_steps=3"]) as trainer:
+        trainer.fit(build(), make(), verbose=0)
+        assert trainer.progress.step == 3
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no data": ({}, DataError, "there is no data"),
+    "y beside a dataset": (
+        {"x": ENDLESS["tf.data"](), "y": 1, "steps_per_epoch": 1}, DataError, "leave the argument"
+    ),
+    "split of a dataset": (
+        {"x": ENDLESS["tf.data"](), "validation_split": 0.1}, DataError, "needs arrays"
+    ),
+    "split of everything": (xy(validation_split=1.5), DataError, "between 0 and 1"),
+    "split to nothing": (xy(validation_split=0.999), DataError, "not sufficient"),
+    "both weights": (
+        xy(sample_weight=np.ones(ROWS), class_weight={0: 1.0}), DataError, "exclude each other"
+    ),
+    "batch size": (xy(batch_size=0), ConfigError, "batch_size is a whole number, at least 1"),
+    "steps": (xy(steps_per_epoch=2.5), ConfigError, "steps_per_epoch is a whole number"),
+    "verbose": (xy(verbose=7), ConfigError, "verbose is 0, 1, 2 or 'auto'"),
+    "frequency": (xy(validation_freq=0), ConfigError, "validation_freq"),
+    "rows": ({"x": np.ones((4, 3)), "y": np.ones((3, 2))}, DataError, "same number of rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_go_together(name: str, quiet: dict[str, Any]) -> None:
+    arguments, kind, message = WRONG[name]
+    with Trainer(quiet) as trainer, pytest.raises(kind, match=message):
+        trainer.fit(build(), **arguments)
+
+
+def test_which_one_wins(quiet: dict[str, Any], tmp_path: Any, capsys: Any) -> None:
+    """A file and the command line win over a call, and a call over the script's own dict."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run: {{dir: {tmp_path}}}\ndata: {{batch_size: 23}}\nlogging: {{csv: false}}")
+    x, y = arrays()
+    with Trainer(str(file), overrides=["trainer.epochs=2"]) as trainer:
+        history = trainer.fit(build(), x, y, batch_size=5, epochs=4, verbose=2)
+        assert (history.epoch, trainer.progress.step) == ([0, 1], 2)
+        shown = capsys.readouterr().out
+        assert "  epochs: 2 (command line) instead of 4 (fit)\n" in shown
+        assert f"  batch_size: 23 ({file}) instead of 5 (fit)\n" in shown
+        saved = (tmp_path / "config.yaml").read_text()
+        assert "progress: plain" in saved
+        assert trainer.config.logging.progress == "auto"  # again, after the call
+        for _ in range(2):
+            trainer.evaluate(trainer.model, x, y, batch_size=5)
+        trainer.predict(trainer.model, x, batch_size=5)
+        shown = capsys.readouterr().out
+        for call in ("evaluate", "predict"):
+            assert shown.count(f"batch_size: 23 ({file}) instead of 5 ({call})\n") == 1
+    with Trainer({**quiet, "trainer": {"epochs": 9}}) as trainer:
+        assert trainer.fit(build(), x, y, epochs=1).epoch == [0]
+        assert trainer.fit(build(), x, y, epochs=2).epoch == [0, 1]
+
+
+def test_arguments_by_position(quiet: dict[str, Any]) -> None:
+    x, y = arrays()
+    calls: list[int] = []
+    counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: calls.append(epoch))
+    with Trainer(quiet) as trainer:
+        model = build()
+        trainer.fit(model, x, y, 5, 2, 0, counts)
+        trainer.fit(model, x, y, 5, 1, 0, [counts])
+        assert calls == [0, 1, 0]
+        expected = model.evaluate(x, y, 7, 0)
+        assert trainer.evaluate(model, x, y, 7, 0, return_dict=False) == expected
+        expected = model.evaluate(x, y, 7, 0, np.ones(ROWS), 2, return_dict=True)
+        assert trainer.evaluate(model, x, y, 7, 0, np.ones(ROWS), 2) == expected
+        np.testing.assert_array_equal(trainer.predict(model, x, 7, 0, 2), model.predict(x, 7, 0, 2))

@@ -1,0 +1,248 @@
+"""Resume of `fit`: after a crash, with more time, and in its second call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from ktrainer import Callback, Trainer
+from ktrainer.errors import CheckpointError
+
+ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
+
+
+def settings(directory: Path, **more: Any) -> list[str]:
+    words = {
+        "run.dir": directory,
+        "data.batch_size": BATCH,
+        "trainer.epochs": 3,
+        "trainer.accumulate": 2,
+        "checkpoint.every": "1ba",
+        "logging.progress": "none",
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+def model() -> keras.Model:
+    """Everything that has a state: dropout, moving statistics, slots, a schedule, metrics."""
+    it = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(5, "tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3, seed=4),
+            layers.Dense(3),
+        ]
+    )
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    it.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
+    return it
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(ROWS, 6)).astype("float32"), random.integers(0, 3, ROWS)
+
+
+def train(
+    words: list[str], callbacks: Callable[[], list[Any]] = list, build: Any = model
+) -> tuple[dict[str, list[float]], list[bytes], int]:
+    """History, the bits of all variables, and the step, after a `fit` as in a new process."""
+    keras.utils.clear_session()
+    with Trainer(overrides=words, callbacks=callbacks()) as trainer:
+        history = trainer.fit(build, data(), validation_data=data()).history
+        variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
+        return history, [v.numpy().tobytes() for v in variables], trainer.progress.step
+
+
+def in_parts(directory: str, backend: str, *ends: int) -> list[Any]:
+    """A run without interruption, and one that was stopped after each of `ends` updates."""
+    whole = train(settings(Path(directory) / "whole", backend=backend))
+    for end in ends:
+        train(settings(Path(directory) / "parts", backend=backend, trainer__max_steps=end))
+    return [whole, train(settings(Path(directory) / "parts", backend=backend))]
+
+
+@pytest.mark.exhaustive
+def test_a_run_in_parts_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
+    whole, parts = in_parts(str(tmp_path), "local", 2, 8, 10)
+    assert parts == whole
+    assert whole[2] == 15
+
+
+def test_ranks_go_on_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 3, 8, deadline=120):
+        assert parts == whole
+        assert whole[2] == 15
+
+
+class Counts(Callback):
+    """A user's own: multiplies the rate by 0.9 at the end of every second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self.ends += 1
+        if self.ends % 2 == 0:
+            optimizer = self.model.optimizer
+            optimizer.learning_rate = float(optimizer.learning_rate) * 0.9
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ends": self.ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ends = state["ends"]
+
+
+def plain_rate() -> keras.Model:
+    """The model with a rate that callbacks can change."""
+    it = model()
+    it.compile(keras.optimizers.SGD(0.05, momentum=0.9), it.loss, metrics=["accuracy"])
+    return it
+
+
+def plateau() -> list[Any]:
+    # Nothing is ever this much better: each epoch after the first one counts.
+    settings = {"monitor": "loss", "patience": 2, "min_delta": 100.0}
+    return [keras.callbacks.ReduceLROnPlateau(**settings, factor=0.5), Counts()]
+
+
+def early_stop() -> list[Any]:
+    return [
+        keras.callbacks.EarlyStopping(
+            "loss", patience=3, min_delta=100.0, restore_best_weights=True, start_from_epoch=1
+        )
+    ]
+
+
+@pytest.mark.quick("loss-plateau")
+@pytest.mark.parametrize("callbacks", [plateau, early_stop])
+@pytest.mark.parametrize("best", [None, "loss"])
+def test_an_epoch_that_was_cut_counts_once(
+    tmp_path: Path, callbacks: Callable[[], list[Any]], best: str | None
+) -> None:
+    more = {"checkpoint__every": "1ep", "trainer__epochs": 6, "trainer__accumulate": 1}
+    more |= {"checkpoint__best": best} if best else {}
+
+    def run(name: str, **limits: Any) -> Any:
+        words = settings(tmp_path / name, **more, **limits)
+        return train(words, callbacks, build=plain_rate)
+
+    for end in (14, 28):  # in the second epoch, and in the third
+        run("parts", trainer__max_steps=end)
+    assert run("parts") == run("whole")
+
+
+def test_a_run_that_was_out_of_time_resumes_with_more(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", trainer__accumulate=1)
+    _, _, step = train([*words, "trainer.max_time=0.01s"])
+    assert step < 30
+    history, _, step = train([*words, "trainer.max_time=1h"])
+    assert step == 30
+    assert len(history["loss"]) == 3
+
+
+def test_time_that_is_used_up_stays_used_up(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", trainer__accumulate=1)
+    _, _, step = train([*words, "trainer.max_time=0.01s"])
+    with pytest.warns(UserWarning, match="max_time, so there is nothing to do"):
+        assert train([*words, "trainer.max_time=0.01s"])[2] == step
+
+
+def test_a_stopped_run_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", checkpoint__every="1ep")
+    stop = keras.callbacks.EarlyStopping("loss", patience=0, min_delta=100.0)
+    with Trainer(overrides=words, callbacks=[stop]) as trainer:
+        trainer.fit(model, data())
+    keras.utils.clear_session()
+    with Trainer(overrides=words) as trainer, pytest.warns(UserWarning, match="resume=never"):
+        trainer.fit(model, data())
+
+
+def test_each_fit_of_a_script_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    def script() -> list[tuple[int, list[float]]]:
+        keras.utils.clear_session()
+        with Trainer(overrides=settings(tmp_path / "run")) as trainer:
+            it, parts = model(), []
+            for _ in range(2):
+                history = trainer.fit(it, data()).history
+                parts.append((trainer.progress.step, history["loss"]))
+            return parts
+
+    first = script()
+    assert [step for step, _ in first] == [15, 15]
+    assert first[0][1] != first[1][1], "the second fit trains on"
+    assert {"checkpoints", "checkpoints-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert script() == first, "both are restored, each from its own"
+
+
+def called(words: list[str]) -> tuple[dict[str, list[float]], list[int], list[bytes]]:
+    """History, its epochs and the bits of all weights after a `fit` with arguments of Keras."""
+    keras.utils.clear_session()
+    with Trainer(overrides=words) as trainer:
+        keras.utils.set_random_seed(5)
+        x, y = data()
+        history = trainer.fit(
+            model(),
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=7,
+            initial_epoch=1,
+            steps_per_epoch=4,
+            validation_split=0.1,
+        )
+        bits = [v.numpy().tobytes() for v in trainer.model.variables]
+        return history.history, history.epoch, bits
+
+
+def calls_in_parts(directory: str, backend: str, *ends: int) -> list[Any]:
+    """As `in_parts`; nine batches a pass are epochs of 4, 4 and 1."""
+    plain = {"backend": backend, "trainer__accumulate": 1}
+
+    def words(name: str, **more: Any) -> list[str]:
+        given = settings(Path(directory) / name, **plain, **more)
+        return [w for w in given if not w.startswith(("data.batch_size", "trainer.epochs"))]
+
+    whole = called(words("whole"))
+    for end in ends:
+        called(words("parts", trainer__max_steps=end))
+    return [whole, called(words("parts"))]
+
+
+@pytest.mark.exhaustive
+def test_epochs_that_continue_one_another_go_on_to_the_bit(
+    tmp_path: Path, ranks: Callable[..., Any]
+) -> None:
+    # Steps are counted from epoch 1 on: stopped inside an epoch, and where a pass has ended.
+    whole, parts = calls_in_parts(str(tmp_path / "one"), "local", 6, 10, 13, 15)
+    assert parts == whole
+    assert whole[1] == [1, 2, 3, 4, 5, 6]
+    for whole, parts in ranks(2).run(
+        calls_in_parts, str(tmp_path / "two"), "data_parallel", 7, 14, deadline=200
+    ):
+        assert parts == whole
+
+
+def test_another_seed_of_the_order_is_refused_inside_an_epoch(tmp_path: Path) -> None:
+    def run(seed: int | None, **more: Any) -> Any:
+        keras.utils.clear_session()
+        with Trainer(overrides=settings(tmp_path, **more)) as trainer:
+            if seed is not None:
+                keras.utils.set_random_seed(seed)
+            return trainer.fit(model(), data()).history
+
+    run(3, trainer__max_steps=2)
+    with pytest.raises(CheckpointError, match=r"seed: 3 then, 4 now"):
+        run(4)
