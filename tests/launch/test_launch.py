@@ -51,6 +51,7 @@ def running(*words: object, **env: str) -> Iterator[psutil.Popen]:
         tree = [*process.children(recursive=True), process] if process.is_running() else []
         for one in tree:
             one.kill()
+        print(process.stdout.read())  # for the report, should the test fail
         process.stdout.close()
         process.wait(10)
 
