@@ -52,14 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class GroupsShared(LoadScopeScheduling):
-    """Keeps a file's tests together, and all files that use groups of ranks on half of the workers.
+    """Keeps a file's tests together, and files that mostly use groups of ranks on half the workers.
 
     A group's first task takes about ten seconds, for TensorFlow's import on every rank.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if not re.search(r"def test_\w+\([^)]*\branks\b", (ROOT / file).read_text()):
+        signatures = re.findall(r"^def test_\w+\([^)]*", (ROOT / file).read_text(), re.MULTILINE)
+        with_groups = [text for text in signatures if re.search(r"\branks\b", text)]
+        if 2 * len(with_groups) < len(signatures):
             return file
         return f"groups {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
 

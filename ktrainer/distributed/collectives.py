@@ -113,7 +113,7 @@ class GradientCollectives(ABC):
             (total,) = self.reduce([tf.convert_to_tensor(array)], factor, order)
             array[:] = total.numpy()
 
-        reduce_in_pieces(arrays, start, lambda done: None)
+        reduce_in_pieces(arrays, start)
 
     @abstractmethod
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:

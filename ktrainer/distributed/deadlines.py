@@ -53,7 +53,9 @@ def call_with_deadline(
         if said is None and remaining <= world.answer_seconds:
             said = others() if others is not None else world.who_is_missing(what)
         elif remaining <= 0:
-            raise DeadlineExceeded(world.rank, world.step, what, world.deadline, said or "")
+            late = DeadlineExceeded(world.rank, world.step, what, world.deadline, said or "")
+            world.interrupt(late)
+            raise late
         world.answer(what)
         thread.join(min(_POLL_SECONDS, max(remaining, 0.0)))
     value, error = found[0]

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_members import Member, describe_others, failed_ranks, is_loss
-from ktrainer.distributed.mpi_communicator import MpiGroup
+from ktrainer.distributed.mpi_communicator import MpiGroup, abandon
 from ktrainer.distributed.mpi_world import MpiWorld
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.distributed.stall_report import StallReport, silent_ranks
@@ -59,6 +59,7 @@ class ElasticWorld(MpiWorld):
     """
 
     heals = True
+    _broken = False
 
     def __init__(self, stable_rank: int | None = None, start_deadline: float = 1800.0) -> None:
         if os.environ.get(_ENABLED) not in ("1", "true"):
@@ -73,7 +74,7 @@ class ElasticWorld(MpiWorld):
         self.join_handshake: Any = None  # of a joining rank; see `joining_ranks`
         self.on_change: list[Callable[[], None]] = []
         self._copies: list[MPI.Intracomm] = []
-        self._broken = self._called = False
+        self._called = False
         self.trained = False
         self.parts = 0
         self._silent: list[int] = []  # ranks that did not answer the last stall report
@@ -120,9 +121,14 @@ class ElasticWorld(MpiWorld):
             if not self._kill_silent():
                 raise
             self._raise_killed(request, what)
+            self.interrupted_by = None  # the wait has ended after all
         except PeerLost:
             self.revoke()
             raise
+
+    def check_usable(self) -> None:
+        if not self._broken:  # else MPI refuses to communicate, which makes ranks heal
+            super().check_usable()
 
     def answer(self, what: str) -> None:
         with suppress(MPI.Exception):  # the rank that asked may be lost
@@ -140,7 +146,7 @@ class ElasticWorld(MpiWorld):
     def revoke(self) -> None:
         """Make every rank's waits fail, those under way and those to come."""
         self._broken = True
-        for comm in [self.comm, self._stall_report.comm, *self._copies]:
+        for comm in [self._comm, self._stall_report.comm, *self._copies]:
             with suppress(MPI.Exception):
                 cast(Any, comm).Revoke()
 
@@ -181,8 +187,8 @@ class ElasticWorld(MpiWorld):
         self.revoke()
         before = self.members
         if not self._called:  # ranks that are about to agree on something learn of it by this
-            self._all_agree(self.comm, False)
-        self._shrink_and_open(self.comm)
+            self._all_agree(self._comm, False)
+        self._shrink_and_open(self._comm)
         surviving = {member.stable_rank for member in self.members}
         return [member for member in before if member.stable_rank not in surviving]
 
@@ -239,7 +245,8 @@ class ElasticWorld(MpiWorld):
 
     def _open(self, comm: MPI.Intracomm) -> None:
         self._copies = []
-        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.interrupted_by = None
         others = self._describe_others
         self._stall_report = call_with_deadline(
             self, lambda: StallReport(comm.Dup()), "reopen the world", others
@@ -274,14 +281,17 @@ class ElasticWorld(MpiWorld):
         while not request.Test():
             if time.monotonic() > end:
                 others = self._describe_others()
-                raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
+                late = DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
+                self.interrupt(late)
+                abandon(request)
+                raise late
             time.sleep(50e-6)
 
     def _describe_others(self) -> str:
         return describe_others(self.members, self.stable_rank)
 
     def _lost_ranks(self) -> list[int]:
-        return sorted({*super()._lost_ranks(), *failed_ranks(self.comm)})
+        return sorted({*super()._lost_ranks(), *failed_ranks(self._comm)})
 
     def _kill_silent(self) -> bool:
         """Kill the processes of this host that did not answer; return whether there were any."""

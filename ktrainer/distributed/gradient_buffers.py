@@ -76,28 +76,39 @@ def offsets(sizes: Sequence[int], itemsize: int) -> list[int]:
 def reduce_in_pieces(
     arrays: Sequence[np.ndarray],
     start: Callable[[np.ndarray], Any],
-    wait: Callable[[Any], None],
+    wait: Callable[[Any, np.ndarray], None] = lambda started, buffer: None,
+    abandon: Callable[[Any, np.ndarray], None] = lambda started, buffer: None,
 ) -> None:
     """Replace the contents of `arrays` by their sums over ranks.
 
     Args:
         arrays: contiguous; of the same shapes and dtypes on all ranks.
         start: starts to sum a flat array over ranks, in place; returns what to wait for.
-        wait: waits for that.
+        wait: waits for that, and gets the array too.
+        abandon: the same, for what is not waited for because an earlier wait has failed.
     """
     under_way: deque[tuple[Any, np.ndarray, Views]] = deque()
-    for views in pieces(arrays):
-        if len(under_way) == _UNDER_WAY:
-            _finish(*under_way.popleft(), wait)
-        buffer = views[0] if len(views) == 1 else np.concatenate(views)
-        under_way.append((start(buffer), buffer, views))
-    while under_way:
-        _finish(*under_way.popleft(), wait)
+
+    def finish() -> None:
+        started, buffer, views = under_way.popleft()
+        wait(started, buffer)
+        _copy_back(buffer, views)
+
+    try:
+        for views in pieces(arrays):
+            if len(under_way) == _UNDER_WAY:
+                finish()
+            buffer = views[0] if len(views) == 1 else np.concatenate(views)
+            under_way.append((start(buffer), buffer, views))
+        while under_way:
+            finish()
+    finally:
+        for started, buffer, _ in under_way:
+            abandon(started, buffer)
 
 
-def _finish(request: Any, buffer: np.ndarray, views: Views, wait: Callable[[Any], None]) -> None:
-    """Wait for a piece; copy it back if it was fused from several arrays."""
-    wait(request)
+def _copy_back(buffer: np.ndarray, views: Views) -> None:
+    """Copy the sums of a piece back where it was fused from several arrays."""
     if len(views) > 1:
         for view, end in zip(views, np.cumsum([view.size for view in views]), strict=True):
             view[:] = buffer[end - view.size : end]

@@ -6,7 +6,6 @@ deadline.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,71 +16,82 @@ from mpi4py import MPI
 
 from ktrainer.distributed import mpi_chunks
 from ktrainer.distributed.world import ReduceOp, World, for_reduction
+from ktrainer.errors import WorldError
 
 _OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 
-# Requests whose waits have ended at a deadline, with their buffers.
-given_up: list[tuple[MPI.Request, tuple[np.ndarray, ...]]] = []
+# Requests that were not waited for to their end, with what MPI reads and writes for them.
+_abandoned: list[tuple[MPI.Request, tuple[Any, ...]]] = []
+# MPI ends after Python's objects do, and may use those buffers until then: they are never freed.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))
 
 
-def give_up(request: MPI.Request, *buffers: np.ndarray) -> None:
-    """Keep a request that is no longer waited for, and its buffers: MPI may still use them, and
-    collectives' requests do not keep theirs."""
-    has_outstanding()  # forgets those that MPI has finished since
-    given_up.append((request, buffers))
+def abandon(request: MPI.Request, *buffers: Any) -> None:
+    """Keep a request that is waited for no longer, and the owners of its buffers, which MPI may
+    still use.
+
+    Requests of reductions and of `Iallgatherv` do not keep their buffers themselves (mpi4py 4.1).
+    """
+    _abandoned.append((request, buffers))
 
 
-def has_outstanding() -> bool:
-    """Return whether MPI has not finished requests that were given up."""
-    given_up[:] = [each for each in given_up if not _has_ended(each[0])]
-    return bool(given_up)
-
-
-@atexit.register
-def _outlive_python() -> None:
-    """Leave buffers to MPI, which ends after Python's objects do."""
-    for each in given_up:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-
-
-def free(comm: MPI.Intracomm, world: MpiComm) -> None:
-    """Free a communicator of a world, unless requests of that world were given up: Open MPI crashes
-    when one makes progress on what was freed. May be called twice, and after MPI has ended."""
-    if comm != MPI.COMM_NULL and not MPI.Is_finalized() and not world.gave_up:
-        comm.Free()
-
-
-def _has_ended(request: MPI.Request) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception:  # it has failed
-        return True
+def has_abandoned_requests() -> bool:
+    """Return whether this process has ever abandoned a request."""
+    return bool(_abandoned)
 
 
 class MpiComm(World):
     """The ranks of a communicator that carries no other messages.
 
     Attributes:
-        comm: the communicator; callers may post requests of their own on it and `wait` for them.
-        gave_up: whether a wait has ended at its deadline.
+        interrupted_by: the error that ended a wait before its request was complete. Other ranks may
+            be in that operation still: MPI pairs collectives by their order alone, so that another
+            one would give them wrong numbers.
     """
 
     name = "mpi"
-    gave_up = False
+    interrupted_by: BaseException | None = None
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+        self._comm = comm
         self.rank, self.size = comm.rank, comm.size
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.local_rank, self.local_size = node.rank, node.size
         node.Free()
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator; callers may post requests of their own on it and `wait` for them.
+
+        Raises:
+            WorldError: a wait has been interrupted.
+        """
+        self.check_usable()
+        return self._comm
+
+    def check_usable(self) -> None:
+        """Refuse to communicate after a wait has been interrupted.
+
+        Raises:
+            WorldError: naming the error that ended the wait.
+        """
+        if self.interrupted_by is not None:
+            raise WorldError(
+                f"rank {self.rank} can communicate no more, since it left an operation that other "
+                "ranks may still be in: they would get wrong numbers. End this process and resume "
+                f"from the last checkpoint. It left with: {self.interrupted_by}"
+            )
+
+    def interrupt(self, error: BaseException) -> None:
+        self.interrupted_by = error
 
     @abstractmethod
     def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
         """Wait for an MPI request, at most `deadline` seconds.
 
         Args:
-            buffers: of a collective; kept as long as MPI may use them.
+            buffers: of a collective, kept as long as MPI may use them; requests between two ranks
+                keep their own.
 
         Raises:
             DeadlineExceeded: naming rank, step and `what`.
@@ -154,7 +164,15 @@ class MpiComm(World):
         """Register `comm` to be revoked too when a rank of this world is lost."""
 
     def close(self) -> None:
-        free(self.comm, self)
+        self.free(self._comm)
+
+    def free(self, comm: MPI.Intracomm) -> None:
+        """Free a communicator of this world's ranks, unless a wait has been interrupted: Open MPI
+        crashes when a request makes progress on what was freed. May be called twice, and after MPI
+        has ended."""
+        usable = self.interrupted_by is None and not MPI.Is_finalized()
+        if usable and comm != MPI.COMM_NULL:
+            comm.Free()
 
 
 class MpiGroup(MpiComm):
@@ -194,9 +212,12 @@ class MpiGroup(MpiComm):
         return copy
 
     @property
-    def gave_up(self) -> bool:  # type: ignore[override]
-        """Whether a wait of the world that this is a group of has ended at its deadline."""
-        return self._world.gave_up
+    def interrupted_by(self) -> BaseException | None:  # type: ignore[override]
+        """The error that interrupted a wait of the world."""
+        return self._world.interrupted_by
+
+    def interrupt(self, error: BaseException) -> None:
+        self._world.interrupt(error)
 
     def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
         self._world.wait(request, f"{what} among {self._among}", *buffers)
@@ -240,6 +261,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Free the communicator. All ranks call it together; may be called twice."""
-        if self._comm != MPI.COMM_NULL and not MPI.Is_finalized():
+        usable = self._world.interrupted_by is None and not MPI.Is_finalized()
+        if usable and self._comm != MPI.COMM_NULL:
             self._world.barrier("close a mailbox")  # has a deadline, which `Free` lacks
-            free(self._comm, self._world)
+            self._world.free(self._comm)

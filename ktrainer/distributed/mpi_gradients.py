@@ -23,7 +23,7 @@ from mpi4py import MPI
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
-from ktrainer.distributed.mpi_communicator import MpiComm, free
+from ktrainer.distributed.mpi_communicator import MpiComm, abandon
 
 _HALVES = (tf.float16, tf.bfloat16)
 
@@ -62,6 +62,16 @@ class MpiGradients(GradientCollectives):
         """Duplicate the world's communicator; again when its ranks have changed."""
         self._comm = self.world.duplicate()
         self.size = self._comm.size
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of gradients.
+
+        Raises:
+            WorldError: a wait of the world has been interrupted.
+        """
+        self.world.check_usable()
+        return self._comm
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
@@ -105,15 +115,14 @@ class MpiGradients(GradientCollectives):
                 array.fill(0)
             elif weight != 1:
                 np.multiply(array, array.dtype.type(weight), out=array)
-        wait = partial(self.world.wait, what="all-reduce of gradients")
-        self._timed(reduce_in_pieces)(whole, self._start_in_place, wait)
         halve = partial(self._halves_in_place, np.array(weight))
-        self._timed(reduce_in_pieces)(halves, halve, lambda done: None)
+        self._timed(reduce_in_pieces)(whole, self._start_in_place, self._wait_in_place, abandon)
+        self._timed(reduce_in_pieces)(halves, halve)
 
     def close(self) -> None:
         if isinstance(self.world, ElasticWorld) and self.open in self.world.on_change:
             self.world.on_change.remove(self.open)
-        free(self._comm, self.world)
+        self.world.free(self._comm)
 
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
         """Indices of dense gradients, grouped by dtype and size, last variable first."""
@@ -157,7 +166,10 @@ class MpiGradients(GradientCollectives):
         return None
 
     def _start_in_place(self, array: np.ndarray) -> Any:
-        return self._comm.Iallreduce(MPI.IN_PLACE, array)
+        return self.comm.Iallreduce(MPI.IN_PLACE, array)
+
+    def _wait_in_place(self, request: Any, array: np.ndarray) -> None:
+        self.world.wait(request, "all-reduce of gradients", array)
 
     def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
         wire = self._wire_of(array.dtype)
@@ -195,7 +207,7 @@ class MpiGradients(GradientCollectives):
                 target.fill(0)
             else:
                 np.multiply(part.reshape(-1), scale, out=target)
-        request = self._comm.Iallreduce(packed, total)
+        request = self.comm.Iallreduce(packed, total)
         self.world.wait(request, "all-reduce of gradients", packed, total)
         return [
             total[start : start + part.size].reshape(part.shape)
@@ -214,7 +226,7 @@ class MpiGradients(GradientCollectives):
                 packed[: sum(sizes)] = np.concatenate(scaled).astype(wire)
         mine = np.empty((self.size, segment), wire)
         self.world.wait(
-            self._comm.Ialltoall(packed.view(np.uint8), mine.view(np.uint8)),
+            self.comm.Ialltoall(packed.view(np.uint8), mine.view(np.uint8)),
             "reduce-scatter of 16-bit gradients",
             packed,
             mine,
@@ -223,7 +235,7 @@ class MpiGradients(GradientCollectives):
             summed = mine.astype(np.float32).sum(axis=0).astype(wire)
         total = np.empty_like(packed)
         self.world.wait(
-            self._comm.Iallgather(summed.view(np.uint8), total.view(np.uint8)),
+            self.comm.Iallgather(summed.view(np.uint8), total.view(np.uint8)),
             "all-gather of 16-bit gradients",
             summed,
             total,
@@ -255,7 +267,7 @@ class MpiGradients(GradientCollectives):
         wire = values.astype(np.float16) if self._fp16 else values
         rows = np.empty(self.size, np.int64)
         mine = np.array([len(indices)], np.int64)
-        request = self._comm.Iallgather(mine, rows)
+        request = self.comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
         return (
             self._gather_rows(wire, rows).astype(values.dtype, copy=False),
@@ -270,14 +282,14 @@ class MpiGradients(GradientCollectives):
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         spec: Any = [gathered.reshape(-1).view(np.uint8), (lengths, starts), MPI.BYTE]
-        request = self._comm.Iallgatherv(send, spec)
+        request = self.comm.Iallgatherv(send, spec)
         what = "all-gather of sparse gradients"
         self.world.wait(request, what, send, gathered, starts, lengths)
         return gathered
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)
-        request = self._comm.Iallreduce(array, total)
+        request = self.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
 

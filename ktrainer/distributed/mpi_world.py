@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
-from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, free, give_up
+from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, abandon
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (
     ANSWER_SECONDS,
@@ -91,8 +91,6 @@ class MpiWorld(MpiComm):
                 if others is None and waited > self.deadline - self.answer_seconds:
                     others = self.who_is_missing(what)
                 elif waited > self.deadline:
-                    self.gave_up = True
-                    give_up(request, *buffers)
                     raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others or "")
                 if waited > next_poll:
                     next_poll = waited + POLL_SECONDS
@@ -103,9 +101,13 @@ class MpiWorld(MpiComm):
                     os.sched_yield()
         except MPI.Exception as error:
             raise PeerLost(f"{self._lost_in(what)}: {error}") from error
+        finally:
+            if request:  # MPI has not ended it: this is an exception's way out
+                self.interrupt(cast(BaseException, sys.exception()))
+                abandon(request, *buffers)
 
     def close(self) -> None:
-        free(self._stall_report.comm, self)
+        self.free(self._stall_report.comm)
         super().close()
 
     @property
@@ -173,10 +175,10 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
 def _raise_absent(
     comm: MPI.Intracomm, seconds: float, answers: Mapping[int, str], request: MPI.Request
 ) -> None:
-    """Give the barrier up and raise, unless all answer: the last one has arrived just now."""
+    """Abandon the barrier and raise, unless all answer: the last one has arrived just now."""
     missing = silent_ranks(comm.size, comm.rank, answers)
     if missing:
-        give_up(request)
+        abandon(request)
         not_there = (
             f"Not there: {name_ranks(missing)}, which did not come to `Trainer(...)`, or to where "
             "the world is opened otherwise: stopped, failed, busy before it, or on another path."

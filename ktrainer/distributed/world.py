@@ -122,6 +122,9 @@ class World(ABC):
         """
         return ""
 
+    def interrupt(self, error: BaseException) -> None:  # noqa: B027 - most pair calls by name
+        """Note that a wait of this world was left, with `error`, before it had ended."""
+
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing that needs closing
         """Release communicators and connections. May be called twice."""
 

@@ -99,7 +99,7 @@ def _late(layout: Layout) -> None:
 
 
 def test_collectives_that_wait_name_ranks_of_the_world(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(4).outcomes(_late, GRIDS[0])
+    outcomes = ranks(4, "late").outcomes(_late, GRIDS[0])
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
     error = outcomes[1].error
     assert isinstance(error, DeadlineExceeded), outcomes[1]

@@ -101,7 +101,7 @@ def _late() -> None:
 
 
 def test_a_late_rank_stops_its_own_group_only(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(4).outcomes(_late)
+    outcomes = ranks(4, "late").outcomes(_late)
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]
     error = outcomes[1].error
     assert isinstance(error, DeadlineExceeded), outcomes[1]
@@ -119,7 +119,7 @@ def _blocked() -> None:
 
 
 def test_a_blocking_call_that_takes_too_long_says_who_is_missing(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(3).outcomes(_blocked)
+    outcomes = ranks(3, "late").outcomes(_blocked)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, DeadlineExceeded), outcome
         said = str(outcome.error)

@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from ktrainer.launch.mpirun_command import (find_mpirun, mpi_environment, mpirun_command)
 from ktrainer.launch.launch_folders import shared_memory_folder
+from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankError, RanksTimeout
 
@@ -54,7 +54,7 @@ class Ranks:
         memory = self._stack.enter_context(shared_memory_folder(os.environ))
         self._log = self._folder / "output"
         self._fresh = False
-        self._gave_up = False  # a rank has requests that nobody waits for
+        self._reusable = True
         self._tasks = 0
         self._connections: list[mp.Connection] = []
         self._processes: list[psutil.Process] = []  # not numbers, which soon are others'
@@ -68,7 +68,7 @@ class Ranks:
     @property
     def alive(self) -> bool:
         """Whether this group can take another task."""
-        return bool(self._connections) and self._process.poll() is None and not self._gave_up
+        return bool(self._connections) and self._process.poll() is None and self._reusable
 
     def run(
         self, function: Callable[..., Any], *args: Any, deadline: float = 60.0, **kwargs: Any
@@ -130,8 +130,8 @@ class Ranks:
             connection.close()
         self._connections = []
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # MPI does not end in order while it has requests that nobody waits for.
-            self._process.wait(timeout=0 if self._gave_up else 10)
+            # MPI may not end in order while it has requests that were abandoned.
+            self._process.wait(timeout=10 if self._reusable else 0)
         self.kill()
 
     def kill(self) -> None:
@@ -231,22 +231,22 @@ class Ranks:
             waiting = [c for c, rank in rank_of.items() if rank not in outcomes]
             ready = mp.wait(waiting, timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                self._give_up(task, f"no answer within {deadline:g} s", outcomes)
+                self._fail(task, f"no answer within {deadline:g} s", outcomes)
             for connection in ready:
                 assert isinstance(connection, mp.Connection)
                 rank = rank_of[connection]
                 try:
                     message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
-                    self._give_up(task, f"rank {rank} died", outcomes)
-                self._gave_up |= bool(message[-1])
-                value, error, text, seconds = wire.unpack_result(message[:-1])
+                    self._fail(task, f"rank {rank} died", outcomes)
+                value, error, text, seconds, reusable = wire.unpack_result(message)
+                self._reusable &= reusable
                 outcomes[rank] = Outcome(rank, value, error, text, seconds)
                 if error is not None:
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         return [outcomes[rank] for rank in range(self.size)]
 
-    def _give_up(self, task: str, reason: str, outcomes: Mapping[int, Outcome]) -> None:
+    def _fail(self, task: str, reason: str, outcomes: Mapping[int, Outcome]) -> None:
         """End the group and raise, with the stacks of ranks that have not answered."""
         late = [rank for rank in range(self.size) if rank not in outcomes]
         for rank in late:

@@ -66,15 +66,19 @@ def load_module(name: str, file: str) -> ModuleType:
     return module
 
 
-def pack_result(value: Any, seconds: float) -> bytes:
-    """A returned value, ready to send; one that does not pickle becomes an error."""
+def pack_result(value: Any, seconds: float, reusable: bool) -> bytes:
+    """A returned value, ready to send; one that does not pickle becomes an error.
+
+    Args:
+        reusable: whether the process can take another task.
+    """
     try:
-        return pickle.dumps((pickle.dumps(value), None, "", seconds))
+        return pickle.dumps((pickle.dumps(value), None, "", seconds, reusable))
     except Exception as error:
-        return pack_error(TypeError(f"the result does not pickle: {error}"), seconds)
+        return pack_error(TypeError(f"the result does not pickle: {error}"), seconds, reusable)
 
 
-def pack_error(error: BaseException, seconds: float) -> bytes:
+def pack_error(error: BaseException, seconds: float, reusable: bool) -> bytes:
     """An exception with the text of its traceback."""
     text = "".join(traceback.format_exception(error))
     try:
@@ -82,16 +86,17 @@ def pack_error(error: BaseException, seconds: float) -> bytes:
         pickle.loads(body)  # exceptions with arguments of their own often pickle but do not load
     except Exception:
         body = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return pickle.dumps((None, body, text, seconds))
+    return pickle.dumps((None, body, text, seconds, reusable))
 
 
-def unpack_result(message: bytes) -> tuple[Any, BaseException | None, str, float]:
-    """`(value, error, traceback, seconds)`; a value that does not load here is an error."""
-    value, error, text, seconds = pickle.loads(message)
+def unpack_result(message: bytes) -> tuple[Any, BaseException | None, str, float, bool]:
+    """`(value, error, traceback, seconds, reusable)`; a value that does not load here is an
+    error."""
+    value, error, text, seconds, reusable = pickle.loads(message)
     if error is not None:
-        return None, pickle.loads(error), text, seconds
+        return None, pickle.loads(error), text, seconds, reusable
     try:
-        return pickle.loads(value), None, text, seconds
+        return pickle.loads(value), None, text, seconds, reusable
     except Exception as cause:
         failed = TypeError(f"the result does not unpickle in the test's process: {cause!r}")
-        return None, failed, str(failed), seconds
+        return None, failed, str(failed), seconds, reusable

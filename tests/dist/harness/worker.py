@@ -31,7 +31,7 @@ def main() -> None:
             message = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(_work(message) + bytes([_gave_up()]))
+        connection.send_bytes(_work(message))
         keras_state.reset()
         _share_data_among_all()
 
@@ -50,14 +50,16 @@ def _work(message: bytes) -> bytes:
             _restore(before)
             raise AssertionError("left behind on this rank:\n  " + "\n  ".join(leaked))
     except (Exception, SystemExit) as error:
-        return wire.pack_error(error, time.monotonic() - start)
-    return wire.pack_result(result, time.monotonic() - start)
+        return wire.pack_error(error, time.monotonic() - start, _reusable())
+    return wire.pack_result(result, time.monotonic() - start, _reusable())
 
 
-def _gave_up() -> bool:
-    """Return whether MPI still has requests of waits that ended at their deadline."""
+def _reusable() -> bool:
+    """Return whether this process can take another task: it has ended all that it began in MPI."""
     mpi = sys.modules.get("ktrainer.distributed.mpi_communicator")
-    return mpi is not None and mpi.has_outstanding()
+    world = getattr(sys.modules.get("ktrainer.distributed.launcher_detection"), "_current", None)
+    interrupted = getattr(world, "interrupted_by", None) is not None
+    return not interrupted and not (mpi is not None and mpi.has_abandoned_requests())
 
 
 def _forget_world() -> None:

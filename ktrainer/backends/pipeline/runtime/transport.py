@@ -29,6 +29,8 @@ _KINDS = {"activation": 0, "gradient": 1}
 _PARTS = 64  # more tensors than this over one cut reuse message tags, in order
 _OBJECT = 0  # the tag of pickled objects
 
+_Started = tuple[Any, Any, str]  # a request, the owner of its memory, and what it is
+
 
 @dataclass
 class WaitTime:
@@ -61,7 +63,7 @@ class Transport:
         self._wait: Any = getattr(world, "wait", None)  # None for one process
         self._comm: Any = getattr(world, "comm", None)
         self._waits = waits or WaitTime()
-        self._sending: list[tuple[Any, Message, str]] = []
+        self._sending: list[_Started] = []
         self._incoming: dict[Transfer, list[tuple[list[Any], Message]]] = {}
         self._local: dict[Transfer, list[Any]] = {}
 
@@ -100,24 +102,16 @@ class Transport:
         if transfer in self._local:
             return self._local.pop(transfer)
         self.post_receive(transfer, specs)
-        start = time.perf_counter()
+        parts = self._incoming.pop(transfer)
         source = transfer.source % self.world.size
         what = self._what(transfer, "from", source)
-        messages = []
-        for requests, message in self._incoming.pop(transfer):
-            for request in requests:
-                self._wait(request, what)
-            messages.append(message)
-        self._waits.seconds += time.perf_counter() - start
-        return [self.buffers.unpack(message) for message in messages]
+        self._wait_for([(each, message, what) for requests, message in parts for each in requests])
+        return [self.buffers.unpack(message) for _, message in parts]
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
-        start = time.perf_counter()
-        for request, _, what in self._sending:
-            self._wait(request, what)
+        self._wait_for(self._sending)
         self._sending = []
-        self._waits.seconds += time.perf_counter() - start
 
     def start_send(self, array: np.ndarray, partition: int, channel: int) -> list[Any]:
         """Start to send an array; return the requests to `wait` for, the array kept until then.
@@ -139,10 +133,27 @@ class Transport:
         Raises:
             DeadlineExceeded: naming `what`.
         """
+        self._wait_for([(request, None, what) for request in requests])
+
+    def _wait_for(self, started: Sequence[_Started]) -> None:
         start = time.perf_counter()
-        for request in requests:
-            self._wait(request, what)
-        self._waits.seconds += time.perf_counter() - start
+        try:
+            for request, _, what in started:
+                self._wait(request, what)
+        except BaseException:
+            self._abandon(started)
+            raise
+        finally:
+            self._waits.seconds += time.perf_counter() - start
+
+    def _abandon(self, started: Sequence[_Started]) -> None:
+        """Leave to MPI what was being waited for, and all else that is under way."""
+        from ktrainer.distributed.mpi_communicator import abandon
+
+        posted = [part for parts in self._incoming.values() for part in parts]
+        incoming = [(request, message, "") for requests, message in posted for request in requests]
+        for request, owner, _ in [*started, *self._sending, *incoming]:
+            abandon(request, owner)
 
     def rank_name(self, partition: int) -> str:
         """Name of a partition's process, for error messages."""
@@ -153,8 +164,7 @@ class Transport:
         name = f"{what} to {self.rank_name(partition)}"
         data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
         parts = [np.array([data.size], np.int64), *mpi_chunks.pieces(data)]
-        for request in [self._comm.Isend(part, partition, _OBJECT) for part in parts]:
-            self._wait(request, name)
+        self.wait([self._comm.Isend(part, partition, _OBJECT) for part in parts], name)
 
     def receive_object(self, partition: int, what: str) -> Any:
         """Receive an object that another partition sends.
@@ -164,10 +174,10 @@ class Transport:
         """
         name = f"{what} from {self.rank_name(partition)}"
         size = np.empty(1, np.int64)
-        self._wait(self._comm.Irecv(size, partition, _OBJECT), name)
+        self.wait([self._comm.Irecv(size, partition, _OBJECT)], name)
         data = np.empty(int(size[0]), np.uint8)
-        for request in [self._comm.Irecv(p, partition, _OBJECT) for p in mpi_chunks.pieces(data)]:
-            self._wait(request, name)
+        pieces = mpi_chunks.pieces(data)
+        self.wait([self._comm.Irecv(piece, partition, _OBJECT) for piece in pieces], name)
         return pickle.loads(data.data)
 
     def _tag(self, transfer: Transfer, part: int) -> int:

@@ -33,9 +33,11 @@ def address_of(tensor: tf.Tensor) -> int:
 
 
 def array_at(address: int, tensor: tf.Tensor) -> np.ndarray:
-    """A flat array over the memory at `address`, of the size and type of `tensor`."""
+    """A flat array over the memory at `address`, which is that of `tensor` and is kept with it."""
     dtype = np.dtype(tensor.dtype.as_numpy_dtype)
     size = int(np.prod(tensor.shape))
     if not size:
         return np.empty(0, dtype)
-    return np.frombuffer((ctypes.c_byte * (size * dtype.itemsize)).from_address(address), dtype)
+    memory = (ctypes.c_byte * (size * dtype.itemsize)).from_address(address)
+    memory.tensor = tensor
+    return np.frombuffer(memory, dtype)
