@@ -68,7 +68,7 @@ class GroupsShared(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupsShared:
-    """Divide the tests among workers."""
+    """Divide the tests among workers, whatever `--dist` says."""
     return GroupsShared(config, log)
 
 

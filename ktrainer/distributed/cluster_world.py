@@ -150,7 +150,14 @@ class ClusterWorld(World):
         """`combine` of all ranks' values, in the order of ranks, on every rank."""
         if self.size == 1:
             return combine([value])
-        return self._lead(value, combine, what) if self.is_root else self._follow(value, what)
+        self.check_usable()
+        try:
+            return self._lead(value, combine, what) if self.is_root else self._follow(value, what)
+        except PeerLost:
+            raise  # as any later one will
+        except BaseException as error:  # the others may be in this operation, or in the next
+            self.record_interruption(error)
+            raise
 
     def _lead(self, value: Any, combine: Combine, what: str) -> Any:
         try:

@@ -48,16 +48,18 @@ def call_with_deadline(
     thread.start()
     thread.join(_POLL_SECONDS)
     said: str | None = None
-    while not found:
-        remaining = end - time.monotonic()
-        if said is None and remaining <= world.answer_seconds:
-            said = others() if others is not None else world.who_is_missing(what)
-        elif remaining <= 0:
-            late = DeadlineExceeded(world.rank, world.step, what, world.deadline, said or "")
-            world.interrupt(late)
-            raise late
-        world.answer(what)
-        thread.join(min(_POLL_SECONDS, max(remaining, 0.0)))
+    try:
+        while not found:
+            remaining = end - time.monotonic()
+            if said is None and remaining <= world.answer_seconds:
+                said = others() if others is not None else world.who_is_missing(what)
+            elif remaining <= 0:
+                raise DeadlineExceeded(world.rank, world.step, what, world.deadline, said or "")
+            world.answer(what)
+            thread.join(min(_POLL_SECONDS, max(remaining, 0.0)))
+    except BaseException as interruption:
+        world.record_interruption(interruption)
+        raise
     value, error = found[0]
     if error is not None:
         raise error

@@ -16,6 +16,7 @@ lost. How the ranks restore their states is in `ktrainer.elastic`.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_members import Member, describe_others, failed_ranks, is_loss
-from ktrainer.distributed.mpi_communicator import MpiGroup, abandon
+from ktrainer.distributed.mpi_communicator import MpiGroup, keep_for_mpi
 from ktrainer.distributed.mpi_world import MpiWorld
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.distributed.stall_report import StallReport, silent_ranks
@@ -127,7 +128,7 @@ class ElasticWorld(MpiWorld):
             raise
 
     def check_usable(self) -> None:
-        if not self._broken:  # else MPI refuses to communicate, which makes ranks heal
+        if not self._broken:  # else the communicators are revoked: MPI's errors make ranks heal
             super().check_usable()
 
     def answer(self, what: str) -> None:
@@ -278,14 +279,16 @@ class ElasticWorld(MpiWorld):
     def _poll(self, request: MPI.Request, what: str) -> None:
         """Wait for a request that completes in spite of failures."""
         end = time.monotonic() + self.deadline
-        while not request.Test():
-            if time.monotonic() > end:
-                others = self._describe_others()
-                late = DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
-                self.interrupt(late)
-                abandon(request)
-                raise late
-            time.sleep(50e-6)
+        try:
+            while not request.Test():
+                if time.monotonic() > end:
+                    others = self._describe_others()
+                    raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
+                time.sleep(50e-6)
+        finally:
+            if request:
+                self.record_interruption(cast(BaseException, sys.exception()))
+                keep_for_mpi(request)
 
     def _describe_others(self) -> str:
         return describe_others(self.members, self.stable_rank)

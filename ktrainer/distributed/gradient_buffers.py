@@ -77,7 +77,7 @@ def reduce_in_pieces(
     arrays: Sequence[np.ndarray],
     start: Callable[[np.ndarray], Any],
     wait: Callable[[Any, np.ndarray], None] = lambda started, buffer: None,
-    abandon: Callable[[Any, np.ndarray], None] = lambda started, buffer: None,
+    not_awaited: Callable[[Any, np.ndarray], None] = lambda started, buffer: None,
 ) -> None:
     """Replace the contents of `arrays` by their sums over ranks.
 
@@ -85,7 +85,8 @@ def reduce_in_pieces(
         arrays: contiguous; of the same shapes and dtypes on all ranks.
         start: starts to sum a flat array over ranks, in place; returns what to wait for.
         wait: waits for that, and gets the array too.
-        abandon: the same, for what is not waited for because an earlier wait has failed.
+        not_awaited: called instead of `wait` for arrays whose sums are under way when an exception
+            ends this function.
     """
     under_way: deque[tuple[Any, np.ndarray, Views]] = deque()
 
@@ -104,7 +105,7 @@ def reduce_in_pieces(
             finish()
     finally:
         for started, buffer, _ in under_way:
-            abandon(started, buffer)
+            not_awaited(started, buffer)
 
 
 def _copy_back(buffer: np.ndarray, views: Views) -> None:

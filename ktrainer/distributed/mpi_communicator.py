@@ -10,50 +10,43 @@ import ctypes
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed import mpi_chunks
 from ktrainer.distributed.world import ReduceOp, World, for_reduction
-from ktrainer.errors import WorldError
 
 _OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 
-# Requests that were not waited for to their end, with what MPI reads and writes for them.
-_abandoned: list[tuple[MPI.Request, tuple[Any, ...]]] = []
-# MPI ends after Python's objects do, and may use those buffers until then: they are never freed.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))
+# What MPI may still use: requests that were not waited for to their end, and their memory.
+_kept: list[Any] = []
+# MPI ends after Python's objects do: the list is never freed.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))
 
 
-def abandon(request: MPI.Request, *buffers: Any) -> None:
-    """Keep a request that is waited for no longer, and the owners of its buffers, which MPI may
-    still use.
+def keep_for_mpi(*objects: Any) -> None:
+    """Keep requests, or what holds them, and their memory, for as long as MPI may use it: for good.
 
     Requests of reductions and of `Iallgatherv` do not keep their buffers themselves (mpi4py 4.1).
     """
-    _abandoned.append((request, buffers))
+    _kept.append(objects)
 
 
-def has_abandoned_requests() -> bool:
-    """Return whether this process has ever abandoned a request."""
-    return bool(_abandoned)
+def keeps_requests() -> bool:
+    """Return whether this process has requests that were not waited for to their end."""
+    return bool(_kept)
 
 
 class MpiComm(World):
-    """The ranks of a communicator that carries no other messages.
-
-    Attributes:
-        interrupted_by: the error that ended a wait before its request was complete. Other ranks may
-            be in that operation still: MPI pairs collectives by their order alone, so that another
-            one would give them wrong numbers.
-    """
+    """The ranks of a communicator that carries no other messages."""
 
     name = "mpi"
-    interrupted_by: BaseException | None = None
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+        self._owners: WeakSet[Any] = WeakSet()
         self.rank, self.size = comm.rank, comm.size
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
         self.local_rank, self.local_size = node.rank, node.size
@@ -61,7 +54,8 @@ class MpiComm(World):
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The communicator; callers may post requests of their own on it and `wait` for them.
+        """The communicator; callers may post requests of their own on it and `wait` for them. Where
+        there are several at a time, see `keep_if_interrupted`.
 
         Raises:
             WorldError: a wait has been interrupted.
@@ -69,21 +63,13 @@ class MpiComm(World):
         self.check_usable()
         return self._comm
 
-    def check_usable(self) -> None:
-        """Refuse to communicate after a wait has been interrupted.
-
-        Raises:
-            WorldError: naming the error that ended the wait.
-        """
+    def record_interruption(self, error: BaseException) -> None:
+        super().record_interruption(error)
         if self.interrupted_by is not None:
-            raise WorldError(
-                f"rank {self.rank} can communicate no more, since it left an operation that other "
-                "ranks may still be in: they would get wrong numbers. End this process and resume "
-                f"from the last checkpoint. It left with: {self.interrupted_by}"
-            )
+            keep_for_mpi(*self._owners)
 
-    def interrupt(self, error: BaseException) -> None:
-        self.interrupted_by = error
+    def keep_if_interrupted(self, owner: Any) -> None:
+        self._owners.add(owner)
 
     @abstractmethod
     def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
@@ -216,8 +202,14 @@ class MpiGroup(MpiComm):
         """The error that interrupted a wait of the world."""
         return self._world.interrupted_by
 
-    def interrupt(self, error: BaseException) -> None:
-        self._world.interrupt(error)
+    def record_interruption(self, error: BaseException) -> None:
+        self._world.record_interruption(error)
+
+    def check_usable(self) -> None:
+        self._world.check_usable()
+
+    def keep_if_interrupted(self, owner: Any) -> None:
+        self._world.keep_if_interrupted(owner)
 
     def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
         self._world.wait(request, f"{what} among {self._among}", *buffers)
@@ -238,6 +230,7 @@ class Mailbox:
 
     def __init__(self, world: MpiComm) -> None:
         self._world, self._comm = world, world.duplicate()
+        world.keep_if_interrupted(self)
         self._sent: list[MPI.Request] = []  # a dropped request may lose its message
 
     def send(self, value: Any, rank: int) -> None:

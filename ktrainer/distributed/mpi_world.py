@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
-from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, abandon
+from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (
     ANSWER_SECONDS,
@@ -31,6 +31,7 @@ _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microsec
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
+_absent: DeadlineExceeded | None = None  # raised by the start of all ranks
 
 
 class MpiWorld(MpiComm):
@@ -103,8 +104,8 @@ class MpiWorld(MpiComm):
             raise PeerLost(f"{self._lost_in(what)}: {error}") from error
         finally:
             if request:  # MPI has not ended it: this is an exception's way out
-                self.interrupt(cast(BaseException, sys.exception()))
-                abandon(request, *buffers)
+                self.record_interruption(cast(BaseException, sys.exception()))
+                keep_for_mpi(request, *buffers)
 
     def close(self) -> None:
         self.free(self._stall_report.comm)
@@ -150,6 +151,11 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
         DeadlineExceeded: naming the ranks that have not.
         PeerLost: a rank has failed.
     """
+    if _absent is not None:
+        raise WorldError(
+            f"rank {comm.rank} has waited for the start of all ranks before, and some did not "
+            "come: the next operation would be taken for that one. Start all processes again."
+        ) from _absent
     began = time.monotonic()
     stall_report = StallReport(comm, _STARTUP_TAG)
     answer_seconds = min(ANSWER_SECONDS, seconds / 4)
@@ -175,15 +181,18 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
 def _raise_absent(
     comm: MPI.Intracomm, seconds: float, answers: Mapping[int, str], request: MPI.Request
 ) -> None:
-    """Abandon the barrier and raise, unless all answer: the last one has arrived just now."""
+    """End the barrier and raise, unless all answer: the last one has arrived just now."""
+    global _absent
     missing = silent_ranks(comm.size, comm.rank, answers)
     if missing:
-        abandon(request)
+        keep_for_mpi(request)
         not_there = (
             f"Not there: {name_ranks(missing)}, which did not come to `Trainer(...)`, or to where "
             "the world is opened otherwise: stopped, failed, busy before it, or on another path."
         )
-        raise DeadlineExceeded(comm.rank, 0, _STARTUP, seconds, not_there, "world.start_deadline")
+        setting = "world.start_deadline"
+        _absent = DeadlineExceeded(comm.rank, 0, _STARTUP, seconds, not_there, setting)
+        raise _absent
 
 
 def _check_groups(every: Sequence[tuple[int, ...]]) -> None:

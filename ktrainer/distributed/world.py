@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ktrainer.errors import WorldError
+
 ReduceOp = Literal["average", "sum", "min", "max"]
 
 
@@ -28,6 +30,8 @@ class World(ABC):
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
         heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
+        interrupted_by: the error that ended a wait before the operation that it was for. Other
+            ranks may be in that operation still, and would take this rank's next one for it.
     """
 
     rank: int = 0
@@ -38,6 +42,7 @@ class World(ABC):
     deadline: float = 300.0
     name: str = "world"
     heals: bool = False
+    interrupted_by: BaseException | None = None
     _replica: tuple[int, int] | None = None
 
     @property
@@ -122,8 +127,28 @@ class World(ABC):
         """
         return ""
 
-    def interrupt(self, error: BaseException) -> None:  # noqa: B027 - most pair calls by name
-        """Note that a wait of this world was left, with `error`, before it had ended."""
+    def record_interruption(self, error: BaseException) -> None:
+        """Note that `error` ended a wait before the operation that it was for; the first counts."""
+        if self.size > 1 and self.interrupted_by is None:
+            self.interrupted_by = error
+
+    def check_usable(self) -> None:
+        """Refuse to communicate after a wait has been interrupted.
+
+        Raises:
+            WorldError: caused by the error that ended the wait.
+        """
+        if (error := self.interrupted_by) is not None:
+            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise WorldError(
+                f"rank {self.rank} can communicate no more, since it stopped waiting for an "
+                "operation that other ranks may still be in: they would get wrong numbers. End "
+                f"this process and resume from the last checkpoint. The wait ended by {first_line}"
+            ) from error
+
+    def keep_if_interrupted(self, owner: Any) -> None:  # noqa: B027 - most worlds have no requests
+        """Keep `owner`, which holds requests and their memory, for good when a wait is
+        interrupted."""
 
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing that needs closing
         """Release communicators and connections. May be called twice."""

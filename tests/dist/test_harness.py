@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.harness import PerRank, RankError, Ranks, RanksTimeout, leaks
+from tests.dist.harness import PerRank, RankDied, RankError, Ranks, RanksTimeout, leaks
 
 Group = Callable[..., Ranks]
 
@@ -126,7 +126,7 @@ def test_late_rank_is_named_with_its_stack_and_group_is_replaced(ranks: Group) -
 
 
 def test_lost_rank_is_named(ranks: Group) -> None:
-    with pytest.raises(RanksTimeout, match="rank 1 died"):
+    with pytest.raises(RankDied, match="rank 1 died"):
         ranks(2, "late").run(_die_on, 1)
 
 

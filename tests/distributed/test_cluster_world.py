@@ -21,6 +21,7 @@ import os, sys, time
 import numpy as np
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.distributed.cluster_world import ClusterWorld
+from ktrainer.errors import WorldError
 
 rank, addresses, what = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]
 world = ClusterWorld(ClusterSpec({"worker": addresses}, "worker", rank), 5.0)
@@ -44,6 +45,14 @@ if what == "collectives":
 elif what == "paths":
     world.step = 7
     world.barrier("one way" if rank == 0 else "another way")
+elif what == "late":
+    world.deadline = 0.5
+    time.sleep(1.5 * rank)
+    for _ in range(2):
+        try:
+            print(world.oob_allreduce(rank), flush=True)
+        except WorldError as error:
+            print(type(error.__cause__).__name__, error, flush=True)
 else:
     world.step = 7
     print("ready", flush=True)
@@ -133,6 +142,15 @@ def test_different_paths_are_found() -> None:
 
 
 @pytest.mark.exhaustive
+def test_after_a_deadline_a_rank_communicates_no_more() -> None:
+    """The answer to a late sum would be taken for that to the next one."""
+    with started("late", 2) as processes:
+        for rank, process in processes.items():
+            waited, then = process.communicate(timeout=60)[0].splitlines()
+            assert "rank 0 waited 0.5 s" in waited
+            assert f"DeadlineExceeded rank {rank} can communicate no more" in then
+
+
 def test_a_silent_server_at_the_address_is_not_waited_for() -> None:
     """As a notebook server on Slurm's port would."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -109,6 +109,46 @@ def test_a_late_rank_stops_its_own_group_only(ranks: Callable[..., Any]) -> None
     assert "oob_allreduce among the odd or even ones (ranks 1, 3)" in str(error)
 
 
+def _use_again(interrupted: str) -> list[tuple[str, bool]]:
+    """What rank 0 of two is told when it uses anything after a wait that met its deadline."""
+    from ktrainer.backends.pipeline.runtime.transport import Transport
+    from ktrainer.errors import WorldError
+
+    whole: Any = distributed.current_world()
+    group = whole.group([1, 0], "both")
+    transport = Transport(group, 2)
+    whole.deadline = 0.3
+    if whole.rank == 1:
+        time.sleep(1.0)
+        return []
+    try:
+        if interrupted == "group":
+            group.barrier()
+        else:
+            call_with_deadline(whole, lambda: time.sleep(1.0), "open something")
+    except DeadlineExceeded as error:
+        first = error
+    found = []
+    uses: list[Callable[[], Any]] = [whole.barrier, group.barrier, whole.duplicate]
+    for use in [*uses, lambda: transport.send_object(0, 0, "an object")]:
+        try:
+            use()
+        except WorldError as error:
+            found.append((str(error), error.__cause__ is first))
+    return found
+
+
+@pytest.mark.parametrize("interrupted", ["group", "blocking call"])
+def test_after_a_deadline_nothing_of_the_world_is_used(
+    ranks: Callable[..., Any], interrupted: str
+) -> None:
+    found, _ = ranks(2, "late").run(_use_again, interrupted)
+    assert len(found) == 4
+    for said, caused in found:
+        assert "rank 0 can communicate no more" in said
+        assert caused
+
+
 def _blocked() -> None:
     whole: Any = distributed.current_world()
     whole.step, whole.deadline = 7, 1.0

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -51,7 +51,8 @@ def running(*words: object, **env: str) -> Iterator[psutil.Popen]:
         tree = [*process.children(recursive=True), process] if process.is_running() else []
         for one in tree:
             one.kill()
-        print(process.stdout.read())  # for the report, should the test fail
+        with suppress(subprocess.TimeoutExpired):  # a process that has left the tree holds it
+            print(process.communicate(timeout=5)[0])  # for the report, should the test fail
         process.stdout.close()
         process.wait(10)
 

@@ -44,4 +44,8 @@ class RankError(AssertionError):
 
 
 class RanksTimeout(AssertionError):
-    """Ranks did not finish within the deadline, or died; the message says where each one stood."""
+    """Ranks did not finish within the deadline; the message says where each one stood."""
+
+
+class RankDied(AssertionError):
+    """A rank ended in the middle of a task."""

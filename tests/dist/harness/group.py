@@ -21,7 +21,7 @@ import psutil
 from ktrainer.launch.launch_folders import shared_memory_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness import leaks, wire
-from tests.dist.harness.errors import Outcome, RankError, RanksTimeout
+from tests.dist.harness.errors import Outcome, RankDied, RankError, RanksTimeout
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 90.0  # mpirun and the import of mpi4py, on a machine that is busy
@@ -85,7 +85,8 @@ class Ranks:
 
         Raises:
             RankError: a rank raised; the message holds its traceback.
-            RanksTimeout: a rank did not return in time or died; the group is ended.
+            RanksTimeout: a rank did not return in time; the group is ended.
+            RankDied: a rank ended; so does the group.
         """
         outcomes = self.outcomes(function, *args, deadline=deadline, **kwargs)
         if any(outcome.error is not None for outcome in outcomes):
@@ -231,14 +232,17 @@ class Ranks:
             waiting = [c for c, rank in rank_of.items() if rank not in outcomes]
             ready = mp.wait(waiting, timeout=max(0.0, end - time.monotonic()))
             if not ready:
-                self._fail(task, f"no answer within {deadline:g} s", outcomes)
+                raise self._failure(
+                    RanksTimeout, task, f"no answer within {deadline:g} s", outcomes
+                )
             for connection in ready:
                 assert isinstance(connection, mp.Connection)
                 rank = rank_of[connection]
                 try:
                     message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
-                    self._fail(task, f"rank {rank} died", outcomes)
+                    error = self._failure(RankDied, task, f"rank {rank} died", outcomes)
+                    raise error from None
                 value, error, text, seconds, reusable = wire.unpack_result(message)
                 self._reusable &= reusable
                 outcomes[rank] = Outcome(rank, value, error, text, seconds)
@@ -246,8 +250,14 @@ class Ranks:
                     end = min(end, time.monotonic() + GRACE_SECONDS)
         return [outcomes[rank] for rank in range(self.size)]
 
-    def _fail(self, task: str, reason: str, outcomes: Mapping[int, Outcome]) -> None:
-        """End the group and raise, with the stacks of ranks that have not answered."""
+    def _failure(
+        self,
+        kind: type[AssertionError],
+        task: str,
+        reason: str,
+        outcomes: Mapping[int, Outcome],
+    ) -> AssertionError:
+        """End the group; the error, with the stacks of ranks that have not answered."""
         late = [rank for rank in range(self.size) if rank not in outcomes]
         for rank in late:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -257,7 +267,7 @@ class Ranks:
         self.kill()
         lines = [f"{task}: {reason}; no answer from rank(s) {', '.join(map(str, late))}"]
         lines += [f"--- rank {o.rank}\n{o.traceback}" for o in outcomes.values() if o.traceback]
-        raise RanksTimeout("\n".join([*lines, "--- output of all ranks", output]))
+        return kind("\n".join([*lines, "--- output of all ranks", output]))
 
 
 def _pick(value: Any, rank: int) -> Any:

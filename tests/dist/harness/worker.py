@@ -55,11 +55,11 @@ def _work(message: bytes) -> bytes:
 
 
 def _reusable() -> bool:
-    """Return whether this process can take another task: it has ended all that it began in MPI."""
+    """Return whether this process can take another task: all that it began in MPI has ended."""
     mpi = sys.modules.get("ktrainer.distributed.mpi_communicator")
     world = getattr(sys.modules.get("ktrainer.distributed.launcher_detection"), "_current", None)
     interrupted = getattr(world, "interrupted_by", None) is not None
-    return not interrupted and not (mpi is not None and mpi.has_abandoned_requests())
+    return not interrupted and not (mpi is not None and mpi.keeps_requests())
 
 
 def _forget_world() -> None:

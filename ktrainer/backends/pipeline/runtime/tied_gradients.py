@@ -57,6 +57,7 @@ class TiedGradients:
         self._incoming: dict[tuple[int, int], _Incoming] = {}
         self._sending: list[tuple[list[Any], Any, str]] = []
         self._sent: set[int] = set()
+        transport.world.keep_if_interrupted(self)
 
     def by_holders(self) -> list[list[Any]]:
         """`variables` in groups that the same partitions hold; each of those has the group."""
@@ -125,8 +126,8 @@ class TiedGradients:
         if incoming.arrays is None:
             self.transport.wait(incoming.requests, what)
             self._receive_arrays(id(variable), source, incoming)
-        del self._incoming[id(variable), source]
         self.transport.wait(incoming.requests, what)
+        del self._incoming[id(variable), source]
         arrays = incoming.arrays or []
         return tuple(arrays) if len(arrays) > 1 else arrays[0] if arrays else None
 

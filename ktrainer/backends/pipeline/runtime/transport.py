@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -61,11 +61,16 @@ class Transport:
         self.world, self.stages, self.channels = world, stages, channels
         self.buffers = buffers or (make_buffers() if world.size > 1 else HostBuffers())
         self._wait: Any = getattr(world, "wait", None)  # None for one process
-        self._comm: Any = getattr(world, "comm", None)
         self._waits = waits or WaitTime()
         self._sending: list[_Started] = []
+        self._waiting: Sequence[_Started] = ()
+        world.keep_if_interrupted(self)
         self._incoming: dict[Transfer, list[tuple[list[Any], Message]]] = {}
         self._local: dict[Transfer, list[Any]] = {}
+
+    @property
+    def _comm(self) -> Any:
+        return cast(Any, self.world).comm
 
     def send(self, transfer: Transfer, tensors: Sequence[Any]) -> None:
         """Start to send the tensors of a transfer."""
@@ -137,23 +142,11 @@ class Transport:
 
     def _wait_for(self, started: Sequence[_Started]) -> None:
         start = time.perf_counter()
-        try:
-            for request, _, what in started:
-                self._wait(request, what)
-        except BaseException:
-            self._abandon(started)
-            raise
-        finally:
-            self._waits.seconds += time.perf_counter() - start
-
-    def _abandon(self, started: Sequence[_Started]) -> None:
-        """Leave to MPI what was being waited for, and all else that is under way."""
-        from ktrainer.distributed.mpi_communicator import abandon
-
-        posted = [part for parts in self._incoming.values() for part in parts]
-        incoming = [(request, message, "") for requests, message in posted for request in requests]
-        for request, owner, _ in [*started, *self._sending, *incoming]:
-            abandon(request, owner)
+        self._waiting = started
+        for request, _, what in started:
+            self._wait(request, what)
+        self._waiting = ()
+        self._waits.seconds += time.perf_counter() - start
 
     def rank_name(self, partition: int) -> str:
         """Name of a partition's process, for error messages."""
