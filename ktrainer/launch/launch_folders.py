@@ -14,6 +14,7 @@ import psutil
 
 _SHARED_MEMORY = "/dev/shm"
 _SEGMENTS = "OMPI_MCA_btl_sm_backing_directory"
+_SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 _NAME = re.compile(r"ktrainer-(\d+)-(\d+)-\w+")
 
 
@@ -51,14 +52,16 @@ def _namespace() -> int:
 
 
 @contextlib.contextmanager
-def shared_memory_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """MPI settings for a folder that holds the shared-memory segments of the ranks.
+def mpi_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """MPI settings for a folder that holds what MPI would else leave behind when it is killed: the
+    ranks' shared-memory segments, and the session folder of mpirun.
 
-    MPI leaves segments behind when ranks are killed; they are removed with the folder. There is
-    none where the environment `given` already names one.
+    mpirun names the latter by its process id, and does not start where there is one of that name
+    already: "The PMIx server's listener thread failed to start". Process ids come again.
+
+    Settings that are in the environment `given` stay as they are.
     """
-    if _SEGMENTS not in given and os.access(_SHARED_MEMORY, os.W_OK):
-        with private_folder(_SHARED_MEMORY) as name:
-            yield {_SEGMENTS: name}
-    else:
-        yield {}
+    in_memory = os.access(_SHARED_MEMORY, os.W_OK)
+    with private_folder(_SHARED_MEMORY if in_memory else None) as name:
+        settings = {_SESSIONS: name, **({_SEGMENTS: name} if in_memory else {})}
+        yield {key: value for key, value in settings.items() if key not in given}

@@ -14,7 +14,7 @@ import psutil
 
 from ktrainer.launch import orphan_prevention, process_tree
 from ktrainer.launch.group_state import GroupEnd, HealingPhases, StartupWatch
-from ktrainer.launch.launch_folders import private_folder, shared_memory_folder
+from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from ktrainer.launch.mpirun_network import narrow_to_loopback
 from ktrainer.launch.rank_channel import PIPES, Options, decode, fault_path, pipe_path, prepare
 from ktrainer.launch.rank_output import LineMerger
@@ -81,7 +81,7 @@ class RankGroup:
         self._loopback = loopback
         with (
             private_folder() as name,
-            shared_memory_folder(env) as memory,
+            mpi_folder(env) as memory,
             contextlib.closing(self._selector),
         ):
             folder = Path(name)

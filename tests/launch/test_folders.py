@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from ktrainer.launch.launch_folders import private_folder
+from ktrainer.launch.launch_folders import mpi_folder, private_folder
+from tests.launch.conftest import launch_command
 
 
 def names(folder: Path) -> set[str]:
@@ -25,6 +27,28 @@ def test_a_folder_goes_with_its_launch(tmp_path: Path) -> None:
         assert Path(name).parent == tmp_path
         assert Path(name).stat().st_mode & 0o777 == 0o700
     assert names(tmp_path) == set()
+
+
+def test_mpi_leaves_nothing_that_a_later_launch_could_meet(tmp_path: Path) -> None:
+    """mpirun does not start where a killed one of the same process id has left its session."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(launch_command("-n", 2, script), env=env, timeout=60, check=False)
+    assert done.returncode != 0
+    assert names(temporary) == set()
+
+
+def test_settings_of_the_user_stay() -> None:
+    with mpi_folder({}) as all_of_them:
+        (name, *_) = all_of_them
+    with mpi_folder({name: "/mine"}) as others:
+        assert {*others} == {*all_of_them} - {name}
 
 
 def test_what_killed_launchers_left_is_cleared_up(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
     drawn = {}
     for words in ((), ("backend=data_parallel",), ("seed=1",)):
         lines = run("-n", 2, "--no-prefix", "--all-ranks", path, *words).stdout.splitlines()
-        assert len(lines) == 2
+        assert len(lines) == 2, lines
         assert lines[0] == lines[1]
         drawn[words] = lines[0]
     assert len(set(drawn.values())) == 3

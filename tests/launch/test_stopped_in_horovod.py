@@ -67,6 +67,6 @@ def test_a_rank_that_stops_is_named(
     assert done.returncode not in (0, None), done.stdout
     assert re.search(r"DeadlineExceeded: rank \d waited 5 s at step 3 in", done.stderr), done.stderr
     # In the pipeline some wait in Horovod, and one for its other stage: all of them answer.
-    assert "'sums over ranks through Horovod'" in done.stderr
+    assert "'sums over ranks through Horovod'" in done.stderr, done.stderr
     assert f"No answer from rank {size - 1}:" in done.stderr
     assert re.search(rf"rank {size - 1} \(process \d+\) is stopped \(state T\)", done.stderr)

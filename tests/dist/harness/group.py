@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from ktrainer.launch.launch_folders import shared_memory_folder
+from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankDied, RankError, RanksTimeout
@@ -51,7 +51,7 @@ class Ranks:
         self.size = size
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._stack = contextlib.ExitStack()
-        memory = self._stack.enter_context(shared_memory_folder(os.environ))
+        memory = self._stack.enter_context(mpi_folder(os.environ))
         self._log = self._folder / "output"
         self._fresh = False
         self._reusable = True
