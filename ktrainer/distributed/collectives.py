@@ -6,9 +6,9 @@ enough for data parallelism:
     reduce(gradients, weight)   sum over ranks of weight * gradient, once a step, fused
     sum(vector)                 sum over ranks of a few numbers, in the forward pass
 
-Both are called while a step is traced, by every rank in the same order. `InOrder` chains them
-by control dependencies, so that every rank also *executes* them in that order; without it two
-ranks could each wait in a different collective.
+Both are called while a step is traced, by every rank in the same order. `InOrder` chains them,
+so that every rank also *executes* them in that order; without it two ranks could each wait in a
+different collective, or add up different gradients.
 
 A pipeline has its gradients in arrays between the compiled passes, and no memory to copy them: it
 calls `reduce_in_place(arrays, weight)`, which runs at once.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,23 @@ import tensorflow as tf
 from ktrainer.distributed.gradient_buffers import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
+
+
+@cache
+def _turn() -> tf.Tensor:
+    """The handle of a number that every collective changes, before and after.
+
+    TensorFlow runs operations that change the same variable in the order in which they were traced,
+    also those in branches, loops and functions, which control dependencies do not reach.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="ktrainer_turn")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([], tf.int64))
+        return handle
+
+
+def _take_turn() -> tf.Operation:
+    return tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=tf.ones([], tf.int64))
 
 
 class InOrder:
@@ -45,9 +63,10 @@ class InOrder:
         """The outputs of `collective`, which starts only after the one before has ended."""
         if tf.executing_eagerly():
             return collective()
-        with tf.control_dependencies(self._last):
+        with tf.control_dependencies([_take_turn()]):
             outputs = collective()
-        self._last = [outputs[0].op]
+        with tf.control_dependencies([outputs[0].op]):
+            self._last = [_take_turn()]
         return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:

@@ -408,6 +408,21 @@ tensorflow.python.ops.stateful_random_ops
         verify: replaced; draws that do not depend on the batch
     Generator.uniform(self, shape, minval, maxval, dtype, name)
         verify: replaced; draws that do not depend on the batch
+tensorflow.python.eager.polymorphic_function.polymorphic_function
+    Function.__call__(self)
+        steps: replaced; a function that a step calls is traced as a part of it
+    Function()._autograph
+        steps: read; whether its Python branches are on tensors
+    Function()._experimental_autograph_options
+        steps: read; the same
+tensorflow.python.eager.polymorphic_function.autograph_util
+    py_func_from_autograph(python_func, autograph_options)
+        steps: called; the same
+tensorflow.python.autograph.core.ag_ctx
+    ControlStatusCtx
+        steps: called; the same
+    Status
+        steps: read; the same
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         verify: its methods that assign are replaced; a pass leaves variables as they were

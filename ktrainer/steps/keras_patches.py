@@ -14,6 +14,7 @@ puts them back:
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
+| `Function.__call__` | a `tf.function` that a step calls may have been traced without all that |
 
 The source of each replacement is the function of that name in Keras 3.15.
 """
@@ -34,6 +35,9 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.step_context import StepContext, tracing
@@ -60,6 +64,7 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Itera
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", _next_seed),
         (tf_core.Variable, "_direct_assign", _direct_assign),
+        (polymorphic_function.Function, "__call__", _traced_with_the_step),
     ]
     replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
     applying = _Applying(context)
@@ -210,6 +215,17 @@ def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
         return seed + tf.cast(tf.stack([offset, 0]), seed.dtype)
 
     return next_seed
+
+
+def _traced_with_the_step(context: StepContext, original: Callable[..., Any]) -> Any:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        function, options = self.python_function, self._experimental_autograph_options
+        if tf.executing_eagerly() or not self._autograph:
+            return function(*args, **named)
+        with ControlStatusCtx(Status.ENABLED, options):
+            return py_func_from_autograph(function, options)(*args, **named)
+
+    return call
 
 
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
