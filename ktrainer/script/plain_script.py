@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-# Names and modules that only a script with its own Trainer uses.
-_TRAINER_NAMES = {"Trainer", "Config", "load_config", "trainer", "config"}
+# Names and modules that only a script with its own Trainer, or with its own steps, uses.
+_TRAINER_NAMES = {"Trainer", "Config", "load_config", "trainer", "config", "backends", "steps"}
 
 
 def is_plain(source: bytes) -> bool:

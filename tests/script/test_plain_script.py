@@ -33,6 +33,7 @@ def test_plain(source: str) -> None:
         "import ktrainer as kt\nkt.Trainer()",
         "from ktrainer.trainer import Trainer",
         "from ktrainer.config import load_config",
+        "from ktrainer.steps import Program",
         "from ktrainer import *\nTrainer()",
         "import ktrainer.trainer",
         "def main():\n    import ktrainer\n    return ktrainer.Trainer",
