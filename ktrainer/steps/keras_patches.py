@@ -220,12 +220,18 @@ def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 def _traced_with_the_step(context: StepContext, original: Callable[..., Any]) -> Any:
     def call(self: Any, *args: Any, **named: Any) -> Any:
         function, options = self.python_function, self._experimental_autograph_options
+        specs = self.input_signature or ()
+        args = (*map(_as_in_signature, args, specs), *args[len(specs) :])
         if tf.executing_eagerly() or not self._autograph:
             return function(*args, **named)
         with ControlStatusCtx(Status.ENABLED, options):
             return py_func_from_autograph(function, options)(*args, **named)
 
     return call
+
+
+def _as_in_signature(value: Any, spec: Any) -> Any:
+    return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
 
 
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:

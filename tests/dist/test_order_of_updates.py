@@ -76,6 +76,29 @@ def _train(kind: str) -> list[np.ndarray]:
         return [np.array(v.numpy()) for v in model.weights_of]
 
 
+def test_a_function_with_a_signature_gets_tensors() -> None:
+    import tensorflow as tf
+
+    from ktrainer.steps.keras_patches import keras_patches
+    from ktrainer.steps.step_context import StepContext
+
+    spec = tf.TensorSpec([], tf.float32)
+
+    class Scaled:
+        @tf.function(input_signature=[spec, spec])
+        def call(self, x: Any, y: Any = 2) -> Any:
+            return x / y, x.dtype.name
+
+        @tf.function
+        def free(self, x: Any, *, y: Any = 2) -> Any:
+            return x / y
+
+    with keras_patches(StepContext(tf.ones([], tf.float64))):
+        value, dtype = Scaled().call(3, 2)
+        assert (float(value), dtype) == (1.5, "float32")
+        assert Scaled().free(3, y=4) == 0.75
+
+
 @pytest.mark.parametrize("kind", ["function", "branch"])
 def test_each_update_gets_its_own_gradients(ranks: Callable[..., Any], kind: str) -> None:
     total = ROWS * (ROWS - 1) / 2 / BATCH  # of the means of all batches
