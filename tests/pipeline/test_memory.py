@@ -48,4 +48,5 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())
         assert facts["model"] > 200e6
         print(f"rank {rank} took {facts['grown'] / facts['share']:.3f} of its share")
-        assert facts["share"] < facts["grown"] < 1.15 * facts["share"], facts
+        # 1.12 to 1.16: what the allocator keeps of freed memory varies.
+        assert facts["share"] < facts["grown"] < 1.2 * facts["share"], facts
