@@ -37,7 +37,8 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
     done = subprocess.run(
         [*command, str(layers), str(width)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # The allocator raises this threshold as it likes, and then keeps what was freed.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**17)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -48,5 +49,4 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())
         assert facts["model"] > 200e6
         print(f"rank {rank} took {facts['grown'] / facts['share']:.3f} of its share")
-        # 1.12 to 1.16: what the allocator keeps of freed memory varies.
-        assert facts["share"] < facts["grown"] < 1.2 * facts["share"], facts
+        assert facts["share"] < facts["grown"] < 1.15 * facts["share"], facts
