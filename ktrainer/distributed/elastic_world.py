@@ -16,7 +16,6 @@ lost. How the ranks restore their states is in `ktrainer.elastic`.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_members import Member, describe_others, failed_ranks, is_loss
-from ktrainer.distributed.mpi_communicator import MpiGroup, keep_for_mpi
+from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_world import MpiWorld
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.distributed.stall_report import StallReport, silent_ranks
@@ -287,8 +286,7 @@ class ElasticWorld(MpiWorld):
                 time.sleep(50e-6)
         finally:
             if request:
-                self.record_interruption(cast(BaseException, sys.exception()))
-                keep_for_mpi(request)
+                self.keep_unfinished(request)
 
     def _describe_others(self) -> str:
         return describe_others(self.members, self.stable_rank)

@@ -7,6 +7,7 @@ deadline.
 from __future__ import annotations
 
 import ctypes
+import sys
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, cast
@@ -70,6 +71,12 @@ class MpiComm(World):
 
     def keep_if_interrupted(self, owner: Any) -> None:
         self._owners.add(owner)
+
+    def keep_unfinished(self, request: Any, *buffers: np.ndarray) -> None:
+        """Keep a request that the exception under way leaves unfinished, and its buffers; note that
+        this exception has interrupted the wait for it."""
+        self.record_interruption(cast(BaseException, sys.exception()))
+        keep_for_mpi(request, *buffers)
 
     @abstractmethod
     def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:

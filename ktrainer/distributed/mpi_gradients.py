@@ -11,11 +11,10 @@ added up in float32: each rank sums one segment of the bucket and sends the sum 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -24,7 +23,7 @@ from mpi4py import MPI
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
-from ktrainer.distributed.mpi_communicator import MpiComm, keep_for_mpi
+from ktrainer.distributed.mpi_communicator import MpiComm
 
 _HALVES = (tf.float16, tf.bfloat16)
 
@@ -118,7 +117,7 @@ class MpiGradients(GradientCollectives):
                 np.multiply(array, array.dtype.type(weight), out=array)
         halve = partial(self._halves_in_place, np.array(weight))
         self._timed(reduce_in_pieces)(
-            whole, self._start_in_place, self._wait_in_place, self._not_awaited
+            whole, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
         )
         self._timed(reduce_in_pieces)(halves, halve)
 
@@ -173,10 +172,6 @@ class MpiGradients(GradientCollectives):
 
     def _wait_in_place(self, request: Any, array: np.ndarray) -> None:
         self.world.wait(request, "all-reduce of gradients", array)
-
-    def _not_awaited(self, request: Any, array: np.ndarray) -> None:
-        self.world.record_interruption(cast(BaseException, sys.exception()))
-        keep_for_mpi(request, array)
 
     def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
         wire = self._wire_of(array.dtype)

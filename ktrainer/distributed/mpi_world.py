@@ -104,8 +104,7 @@ class MpiWorld(MpiComm):
             raise PeerLost(f"{self._lost_in(what)}: {error}") from error
         finally:
             if request:  # MPI has not ended it: this is an exception's way out
-                self.record_interruption(cast(BaseException, sys.exception()))
-                keep_for_mpi(request, *buffers)
+                self.keep_unfinished(request, *buffers)
 
     def close(self) -> None:
         self.free(self._stall_report.comm)
