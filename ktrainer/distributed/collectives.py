@@ -47,7 +47,11 @@ def _take_turn() -> tf.Operation:
 
 
 class InOrder:
-    """Runs collectives one after another in the order in which they were traced."""
+    """Runs collectives one after another in the order in which they were traced.
+
+    A strategy's own are chained by control dependencies alone: TensorFlow keeps their order in
+    branches too, and a turn would make replicas of one process wait for each other.
+    """
 
     def __init__(self) -> None:
         self._last: list[tf.Operation] = []
@@ -63,6 +67,11 @@ class InOrder:
         """The outputs of `collective`, which starts only after the one before has ended."""
         if tf.executing_eagerly():
             return collective()
+        if tf.distribute.has_strategy():
+            with tf.control_dependencies(self._last):
+                outputs = collective()
+            self._last = [outputs[0].op]
+            return outputs
         with tf.control_dependencies([_take_turn()]):
             outputs = collective()
         with tf.control_dependencies([outputs[0].op]):

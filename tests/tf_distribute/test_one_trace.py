@@ -60,12 +60,11 @@ def cases_traced_once(cores: int, chosen: list[tuple[str, str]], **more: Any) ->
         return cases_under("tpu", None, chosen, "float64", backend__tpu="local", **more)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cores", "chosen", "settings"),
     [
-        (2, CHOSEN, {"trainer__epochs": 2}),
-        more(3, [("plain", "adamw")], {"trainer__epochs": 2, "trainer__steps_per_call": 3}),
+        more(2, CHOSEN, {"trainer__epochs": 2}),
+        (3, [("plain", "adamw")], {"trainer__epochs": 2, "trainer__steps_per_call": 3}),
     ],
 )
 def test_cases(ranks: Callable[..., Any], cores: int, chosen: Any, settings: Any) -> None:
