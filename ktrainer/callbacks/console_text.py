@@ -53,13 +53,16 @@ def _loss_first(name: str) -> tuple[bool, str]:
 
 
 def headline(model: Any, world: World, trainer: Any) -> str:
-    """Model, processes and backend; a line per argument of `fit` that a key overrides."""
+    """Model, processes and backend; a line per argument of `fit` that a key overrides, and per kind
+    of difference from one process."""
     parameters = count_text(sum(math.prod(v.shape) for v in model.trainable_variables))
     backend = getattr(getattr(getattr(trainer, "config", None), "backend", None), "name", None)
     ranks = "1 process" if world.size == 1 else f"{world.size} processes"
     parts = [f"training {model.name}", f"{parameters} parameters", ranks]
     first = ", ".join([*parts, f"backend {backend}"] if backend else parts)
-    return "\n".join([first, *(f"  {line}" for line in getattr(trainer, "overruled", ()))])
+    more = [*getattr(trainer, "overruled", ())]
+    more += getattr(getattr(trainer, "state", None), "differences", ())
+    return "\n".join([first, *(f"  {line}" for line in more)])
 
 
 def final_report(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:

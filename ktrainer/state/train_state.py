@@ -44,6 +44,7 @@ class TrainState:
         timers: seconds spent so far, by what: "data", "step", "communication" (where the engine
             can tell).
         steps_per_epoch: updates an epoch; None when unknown.
+        differences: lines that say what cannot equal one process, or `Model.fit`.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
         stop_reason: why a callback has asked for the end of training; None if none has.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
@@ -68,6 +69,7 @@ class TrainState:
     counted: MetricCounts = field(default_factory=MetricCounts)
     timers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps_per_epoch: int | None = None
+    differences: tuple[str, ...] = ()
     epoch_complete: bool = True
     stop_reason: str | None = None
     out_of_time: bool = False

@@ -31,7 +31,9 @@ from ktrainer.training.loop import Loop
 from ktrainer.training.preemption import SignalHandlers
 from ktrainer.training.triggers import make_triggers
 from ktrainer.verify.first_update_check import check_first_update
+from ktrainer.verify.known_differences import known_differences
 from ktrainer.verify.update_recorder import UnsplitUpdates, recorded_callbacks, recorded_run
+from ktrainer.verify.update_split import Split, split_of
 from ktrainer.verify.verify_mode import current_verify_run
 
 if TYPE_CHECKING:
@@ -259,9 +261,10 @@ class Run:
     def _open_program(self) -> None:
         context, config = self.context, self.context.config
         program = self.state.program = self._program()
+        split = split_of(config, context.plan)
         cut = config.backend.name == "pipeline"
-        if cut:
-            self._check_first_update()  # while each process has all of the model
+        if cut:  # look at it while each process has all of the model
+            self._look_for_differences(split)
         program.build(self.state.feed.spec)
         if context.world.size > 1:
             check_consistency(
@@ -271,7 +274,7 @@ class Run:
                 versions=versions_that_compute(),
             )
         if not cut:
-            self._check_first_update()
+            self._look_for_differences(split)
 
     def _program(self) -> Program:
         # Hooks are traced into the step, so all ranks need them, those of writers too.
@@ -281,10 +284,14 @@ class Run:
             return UnsplitUpdates(self.model, replace(options, accumulate=1))
         return self.context.program_for(self.model, options)
 
-    def _check_first_update(self) -> None:
-        context = self.context
-        if not self.state.joining:
-            check_first_update(self.model, self._feeds, context.config, context.plan, context.world)
+    def _look_for_differences(self, split: Split) -> None:
+        """Warn of a loss that is another one when split; keep what the display says besides."""
+        context, state = self.context, self.state
+        if state.joining:
+            return
+        model, feeds = self.model, self._feeds
+        noise = check_first_update(model, feeds, context.config, context.plan, context.world)
+        state.differences = tuple(known_differences(model, state.feed, split, noise))
 
     def _data_facts(self) -> dict[str, str]:
         """Facts of both kinds of data that must be the same on all ranks."""

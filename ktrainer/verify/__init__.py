@@ -5,6 +5,7 @@ eager_pass.py           one pass of a model's `train_step` without side effects:
 side_effects.py         undoes other changes that a pass makes
 gradient_compare.py     gradients of a whole batch against those of its parts
 metric_compare.py       compiled metrics, likewise
+known_differences.py    what a run says cannot equal one process
 diagnosis.py            likely cause of a difference, and the remedy; rounding tolerances
 verify_mode.py          whether `ktrainer verify` runs this process, and its configuration then
 update_recorder.py      records the first updates of such a run

@@ -35,6 +35,7 @@ from ktrainer.verify.gradient_compare import (
     explain,
     explain_lookup,
     repeated_lookups,
+    rounding_only,
 )
 from ktrainer.verify.metric_compare import coupled_metric, recorded_updates
 from ktrainer.verify.side_effects import CheckSkipped, no_communication
@@ -52,34 +53,38 @@ _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def check_first_update(
     model: keras.Model, feeds: Sequence[Feed], config: Config, plan: Plan, world: World
-) -> None:
+) -> Sequence[str]:
     """Warn if the loss of `model` is another one in parts than at once; all ranks call it.
 
     Call it where this process has all of the model: under a pipeline before it is cut.
 
     Args:
         feeds: all that are open; the first one's examples are used.
+
+    Returns:
+        On rank 0, the paths of variables whose gradients are no more than rounding errors.
     """
     split = split_of(config, plan)
     if config.health.verify == "off" or split.parts == 1:
-        return
+        return ()
     exact = config.trainer.loss_scope == "global"  # whatever the loss is
     if _is_checked(model, (split, exact)):
-        return
+        return ()
     batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
     if not world.is_root:
-        return
+        return ()
     try:
         if failed is not None:
             raise CheckSkipped(failed)
         # In a strategy's scope, copies would be variables of the strategy.
         with _paused(feeds), outside_strategy_scope(), no_communication(world):
-            problem = _check(model, batch, feeds[0], plan, split, exact)
+            problem, noise = _check(model, batch, feeds[0], plan, split, exact)
     except Exception as error:
         _say_skipped(error, config)
-        return
+        return ()
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
+    return noise
 
 
 @contextmanager
@@ -125,9 +130,9 @@ def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
 
 def _check(
     model: keras.Model, batch: Any, feed: Feed, plan: Plan, into: Split, exact: bool
-) -> str | None:
-    """Describe what will not train as in one process, if anything. Of an `exact` loss only the
-    model's call is checked."""
+) -> tuple[str | None, Sequence[str]]:
+    """What will not train as in one process, if anything, and the variables whose gradients are
+    rounding errors. Of an `exact` loss only the model's call is checked."""
     _refuse(model, plan)
     batch, rows = _few_rows(batch)
     parts = min(into.parts, _PARTS, rows)
@@ -138,7 +143,7 @@ def _check(
         passes = GradientPasses(model, feed.uniform, draws, SECONDS)
         if exact:
             coupled = call_couples_examples(passes, batch, rows, parts)
-            return f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None
+            return (f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None), ()
         with recorded_updates(model) as updates:
             whole = passes.whole(batch)
         split = _in_parts(passes, batch, rows, parts)
@@ -149,14 +154,15 @@ def _check(
         else:
             _refuse_what_does_not_repeat(passes, whole, batch, model, parts, rows)
             if not _differs_in_fewer_rows(passes, batch, model, parts, rows):
-                return None
+                return None, ()
             if found.factor is None and call_couples_examples(passes, batch, rows, parts):
-                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}"
-    if found is None:
-        if (path := _concatenated(model, feed.spec, lookups, into)) is not None:
-            return explain_lookup(path, str(into))
-        return metric.explain(str(into)) if metric else None
-    return explain(found, str(into), _FULL_CHECK)
+                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}", ()
+    if found is not None:
+        return explain(found, str(into), _FULL_CHECK), ()
+    noise = rounding_only(whole, split, model)
+    if (path := _concatenated(model, feed.spec, lookups, into)) is not None:
+        return explain_lookup(path, str(into)), noise
+    return (metric.explain(str(into)) if metric else None), noise
 
 
 def _refuse_what_does_not_repeat(

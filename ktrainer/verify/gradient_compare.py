@@ -15,6 +15,8 @@ from ktrainer.verify.diagnosis import TOLERANCES, cause, common_factor
 from ktrainer.verify.eager_pass import GradientPass, GradientPasses
 from ktrainer.verify.side_effects import CheckSkipped
 
+_ONLY_ROUNDING = 0.1  # two sums of one gradient that differ by more have no digit in common
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -80,6 +82,19 @@ def difference(
     relative, name = max(found)
     factor = common_factor([(_array(a), _array(b)) for _, a, b in pairs], within, floor)
     return Difference(name, relative, *losses, factor, parts, examples, tuple(whole.changed))
+
+
+def rounding_only(whole: GradientPass, split: GradientPass, model: keras.Model) -> list[str]:
+    """The paths of variables whose gradients are tiny, and other ones in parts than at once: errors
+    of a sum that is zero, as for the bias of an attention's keys."""
+    pairs = list(_pairs(whole, split))
+    floor = TOLERANCES[precision_of(model)].check_floor
+    smallest = floor * max(max(_norm(a), _norm(b)) for _, a, b in pairs)
+    return [
+        name
+        for name, a, b in pairs
+        if 0 < max(_norm(a), _norm(b)) <= smallest and _norm(a - b) > _ONLY_ROUNDING * _norm(a)
+    ]
 
 
 def _losses_differ(whole: float | None, split: float | None, within: float) -> bool:
