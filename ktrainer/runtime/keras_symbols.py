@@ -106,6 +106,8 @@ keras.src.layers.layer
         pipeline: called; names of operations in a traced model
     Layer()._layers, _call_has_training_arg, _call_context_args, _loss_ids
         pipeline, tf_distribute: read; how a layer is called, and what is inside
+    Layer()._seed_generators
+        verify: read; the layers that draw random numbers
     Layer()._called
         verify: read; changes when a layer is called first, and is not restored
     Layer().current_call_ctx
