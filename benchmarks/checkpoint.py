@@ -33,7 +33,7 @@ import numpy as np
 from keras import layers
 
 from ktrainer.checkpoint import Store, capture, read_checkpoint
-from ktrainer.checkpoint.state.restore_state import assign_state, pair_variables
+from ktrainer.checkpoint.contents.restore_state import assign_state, pair_variables
 from ktrainer.distributed import SingleWorld
 from ktrainer.state.progress import Progress
 

@@ -15,15 +15,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ktrainer.checkpoint.contents.capture_state import capture
     from ktrainer.checkpoint.export.keras_file import save_model
     from ktrainer.checkpoint.format.checkpoint_reader import read_checkpoint, verify
     from ktrainer.checkpoint.format.checkpoint_store import Store
     from ktrainer.checkpoint.restore_run import resume
-    from ktrainer.checkpoint.state.capture_state import capture
 
 _HOME = {
     "Store": "format.checkpoint_store",
-    "capture": "state.capture_state",
+    "capture": "contents.capture_state",
     "read_checkpoint": "format.checkpoint_reader",
     "resume": "restore_run",
     "save_model": "export.keras_file",

@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ktrainer.checkpoint.contents.run_snapshot import Snapshot, model_text
 from ktrainer.checkpoint.format.checkpoint_folder import make_private, make_temporary
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.checkpoint.stage_parts import StageParts
-from ktrainer.checkpoint.state.run_snapshot import Snapshot, model_text
 from ktrainer.distributed import World
 from ktrainer.distributed.restart_records import note_save
 from ktrainer.errors import CheckpointError, SetupError

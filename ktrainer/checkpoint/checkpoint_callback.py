@@ -26,10 +26,10 @@ from typing import Any
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.loss_guard import finite_loss
 from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.contents.capture_state import history_of
+from ktrainer.checkpoint.contents.run_snapshot import Snapshot, take_snapshot
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
 from ktrainer.checkpoint.metric_direction import metric_direction
-from ktrainer.checkpoint.state.capture_state import history_of
-from ktrainer.checkpoint.state.run_snapshot import Snapshot, take_snapshot
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError, ConfigError

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.contents.data_state import Data
+from ktrainer.checkpoint.contents.restore_state import assign_state, needed_arrays, pair_variables
+from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.checkpoint.format.value_encoding import dtype_named
-from ktrainer.checkpoint.state.data_state import Data
-from ktrainer.checkpoint.state.restore_state import assign_state, needed_arrays, pair_variables
-from ktrainer.checkpoint.state.validate_state import read_run
 from ktrainer.distributed import World
 from ktrainer.distributed.array_transfer import broadcast_chosen, placeholder
 from ktrainer.errors import CheckpointError

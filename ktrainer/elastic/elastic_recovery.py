@@ -17,9 +17,9 @@ import numpy as np
 from ktrainer.callbacks import Checkpoint
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.broadcast import broadcast_variables
+from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
-from ktrainer.checkpoint.state.callback_state import callback_states, load_callback_states
-from ktrainer.checkpoint.state.capture_state import history_of, named_variables
 from ktrainer.data.local_batch import LocalBatch, take_slice
 from ktrainer.distributed.elastic_members import Member
 from ktrainer.distributed.elastic_world import ElasticWorld

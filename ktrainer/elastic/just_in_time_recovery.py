@@ -26,11 +26,11 @@ import keras
 import numpy as np
 
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
+from ktrainer.checkpoint.contents.metric_state import states_of_ranks
+from ktrainer.checkpoint.contents.run_snapshot import model_text
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
-from ktrainer.checkpoint.state.callback_state import callback_states, load_callback_states
-from ktrainer.checkpoint.state.capture_state import capture, history_of, names_to_save
-from ktrainer.checkpoint.state.metric_state import states_of_ranks
-from ktrainer.checkpoint.state.run_snapshot import model_text
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.restart_records import MEMORY, run_before

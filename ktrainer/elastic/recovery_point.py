@@ -17,8 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.checkpoint.format.value_encoding import dtype_named
-from ktrainer.checkpoint.state.capture_state import variables_here
 from ktrainer.data import ShuffleOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.launcher_events import report_phase

@@ -87,7 +87,7 @@ def close(model: Any) -> None:
 
 def values(model: Any) -> dict[str, np.ndarray]:
     """All variables that this rank holds, and Keras' global seed."""
-    from ktrainer.checkpoint.state.capture_state import named_variables
+    from ktrainer.checkpoint.contents.capture_state import named_variables
 
     placement = placement_of(model)
     return {

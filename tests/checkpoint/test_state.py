@@ -12,7 +12,7 @@ import pytest
 from ktrainer import distributed
 from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
-from ktrainer.checkpoint.state.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.distributed import SingleWorld
 from ktrainer.state.progress import Progress
 from tests.callbacks.helpers import data, everything, fit, small_model

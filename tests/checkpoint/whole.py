@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.contents.restore_state import assign_state, pair_variables
 from ktrainer.checkpoint.format.checkpoint_folder import (
     finish_checkpoint,
     temporary_checkpoint,
     write_arrays,
 )
-from ktrainer.checkpoint.state.restore_state import assign_state, pair_variables
 from ktrainer.distributed import World
 from ktrainer.state.progress import Progress
 

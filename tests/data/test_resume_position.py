@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ktrainer.checkpoint.state.data_state import data_states, replicas_of, restore_data
+from ktrainer.checkpoint.contents.data_state import data_states, replicas_of, restore_data
 from ktrainer.config import Config
 from ktrainer.data import data_fingerprint, restore_position
 from ktrainer.distributed import SingleWorld
@@ -114,7 +114,7 @@ def test_states_of_other_replicas_are_ignored() -> None:
 
 
 def test_states_that_are_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktrainer.checkpoint.state.data_state._MOST_BYTES", 100)
+    monkeypatch.setattr("ktrainer.checkpoint.contents.data_state._MOST_BYTES", 100)
     data = feed(shuffled())
     local_batches = data.epoch(0)
     list(islice(local_batches, 3))

@@ -18,9 +18,9 @@ from blake3 import blake3
 
 from ktrainer import CheckpointError, Trainer
 from ktrainer.checkpoint import read_checkpoint, resume
+from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST, STATE
 from ktrainer.checkpoint.format.checkpoint_store import Store
-from ktrainer.checkpoint.state.validate_state import read_run
 from ktrainer.cli import main
 from ktrainer.distributed import SingleWorld, current_world
 from tests.checkpoint.whole import write_checkpoint

@@ -14,10 +14,10 @@ import ktrainer.checkpoint.format.checkpoint_folder as format_module
 import ktrainer.checkpoint.format.checkpoint_store as store_module
 from ktrainer.checkpoint import read_checkpoint, resume, verify
 from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.contents.run_snapshot import Snapshot
 from ktrainer.checkpoint.format.checkpoint_reader import read_manifest
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.checkpoint.format.value_encoding import encode_json
-from ktrainer.checkpoint.state.run_snapshot import Snapshot
 from ktrainer.distributed import SingleWorld
 from tests.checkpoint.stages import same, values, whole_model
 from tests.checkpoint.whole import write_checkpoint

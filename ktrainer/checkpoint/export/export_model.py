@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
+from ktrainer.checkpoint.contents.restore_state import pair_variables
+from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
-from ktrainer.checkpoint.state.capture_state import Arrays, named_variables
-from ktrainer.checkpoint.state.restore_state import pair_variables
-from ktrainer.checkpoint.state.validate_state import read_run
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
 

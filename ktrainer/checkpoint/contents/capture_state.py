@@ -18,16 +18,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from ktrainer.checkpoint.state.callback_state import (
+from ktrainer.checkpoint.contents.callback_state import (
     callback_arrays,
     callback_states,
 )
-from ktrainer.checkpoint.state.data_state import (
+from ktrainer.checkpoint.contents.data_state import (
     Data,
     data_states,
     replicas_of,
 )
-from ktrainer.checkpoint.state.metric_state import counting_ranks, metric_states
+from ktrainer.checkpoint.contents.metric_state import counting_ranks, metric_states
 from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.contents.callback_state import callback_arrays
+from ktrainer.checkpoint.contents.data_state import LEAST_BYTES, data_name
 from ktrainer.checkpoint.format.checkpoint_folder import STATE
 from ktrainer.checkpoint.format.checkpoint_reader import Arrays, read_checkpoint
 from ktrainer.checkpoint.format.value_encoding import is_count
-from ktrainer.checkpoint.state.callback_state import callback_arrays
-from ktrainer.checkpoint.state.data_state import LEAST_BYTES, data_name
 from ktrainer.errors import CheckpointError
 from ktrainer.state.progress import Progress
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.checkpoint.state.callback_state import callback_arrays, load_callback_states
-from ktrainer.checkpoint.state.capture_state import SEED, Arrays, named_variables
-from ktrainer.checkpoint.state.data_state import Data, data_name, restore_data
-from ktrainer.checkpoint.state.metric_state import restore_metrics
+from ktrainer.checkpoint.contents.callback_state import callback_arrays, load_callback_states
+from ktrainer.checkpoint.contents.capture_state import SEED, Arrays, named_variables
+from ktrainer.checkpoint.contents.data_state import Data, data_name, restore_data
+from ktrainer.checkpoint.contents.metric_state import restore_metrics
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts

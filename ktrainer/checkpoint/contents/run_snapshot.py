@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
+from ktrainer.checkpoint.contents.data_state import Data
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL, MOST_BYTES
 from ktrainer.checkpoint.format.value_encoding import encode_json
-from ktrainer.checkpoint.state.capture_state import capture, history_of, names_to_save
-from ktrainer.checkpoint.state.data_state import Data
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint.
+"""The contents of a checkpoint.
 
 run_snapshot.py     takes a copy in memory of all that a checkpoint holds
 capture_state.py    collects it; restore_state.py assigns it; validate_state.py checks it first
