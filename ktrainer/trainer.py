@@ -16,7 +16,7 @@ from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster_environment import cluster_asked
 from ktrainer.config.command_line import launcher_words
 from ktrainer.config.launch_environment import as_launched
-from ktrainer.data.consistency_check import check_consistency
+from ktrainer.data.rank_consistency import check_consistency
 from ktrainer.distributed import World, open_world
 from ktrainer.distributed.launcher_events import report_grace
 from ktrainer.errors import ConfigError, ModelError

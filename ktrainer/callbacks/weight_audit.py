@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.data.consistency_check import audit
+from ktrainer.data.rank_consistency import audit
 from ktrainer.distributed import World
 from ktrainer.errors import DivergenceError
 from ktrainer.state.durations import Duration, Every

@@ -11,7 +11,8 @@ dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
 prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
 data_arguments.py      what `Model.fit` accepts as data
-data_agreement.py, consistency_check.py, data_digests.py   check that ranks have the same data
+data_agreement.py, data_digests.py   whether ranks have the same data
+rank_consistency.py    compares data, model, configuration, versions and weights of the ranks
 resume_position.py     where a resumed run continues
 """
 

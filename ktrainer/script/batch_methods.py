@@ -11,10 +11,10 @@ from keras.src.trainers.data_adapters import data_adapter_utils
 
 from ktrainer.callbacks.broadcast import broadcast_model
 from ktrainer.data.batch_specs import spec_of, widen
-from ktrainer.data.consistency_check import check_consistency, data_facts
 from ktrainer.data.data_digests import array_digest
 from ktrainer.data.feed import Feed
 from ktrainer.data.local_batch import LocalBatch, bounds, count_rows, take_slice
+from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.steps import Program
 from ktrainer.steps.metric_reduction import global_results
 from ktrainer.training.evaluation import evaluate, predict

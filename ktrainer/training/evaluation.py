@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from ktrainer.data import make_feed, require_end
-from ktrainer.data.consistency_check import check_consistency, data_facts
+from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.errors import DataError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.steps import Program

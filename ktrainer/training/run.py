@@ -13,7 +13,7 @@ import keras
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
-from ktrainer.data.consistency_check import check_consistency, data_facts, model_facts
+from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.runtime.run_folder import hold_run_folder
 from ktrainer.training.call_arguments import CallArguments

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktrainer import distributed
-from ktrainer.data import consistency_check
+from ktrainer.data import rank_consistency
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import DivergenceError
 from tests.data.feeds import feed, numbered
@@ -28,7 +28,7 @@ FACTS: dict[str, Any] = {
 
 
 def _agree(facts: dict[str, Any]) -> None:
-    consistency_check.check_consistency(distributed.current_world(), **facts)
+    rank_consistency.check_consistency(distributed.current_world(), **facts)
 
 
 def _message(ranks: Group, size: int, *others: dict[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _message(ranks: Group, size: int, *others: dict[str, Any]) -> str:
 
 def test_equal_facts_pass(ranks: Group) -> None:
     ranks(2).run(_agree, FACTS)
-    consistency_check.check_consistency(SingleWorld(), **FACTS)
+    rank_consistency.check_consistency(SingleWorld(), **FACTS)
 
 
 def test_what_differs_is_named(ranks: Group) -> None:
@@ -70,7 +70,7 @@ def _audit(changed: list[str]) -> None:
     }
     for name in changed:
         arrays[name] = np.asarray(arrays[name]) + np.asarray(1, np.asarray(arrays[name]).dtype)
-    consistency_check.audit(distributed.current_world(), arrays)
+    rank_consistency.audit(distributed.current_world(), arrays)
 
 
 def test_the_audit_names_the_first_array_that_differs(ranks: Group) -> None:
@@ -83,7 +83,7 @@ def test_the_audit_names_the_first_array_that_differs(ranks: Group) -> None:
 
 
 def _audit_names(names: list[str]) -> None:
-    consistency_check.audit(distributed.current_world(), {name: np.ones(3) for name in names})
+    rank_consistency.audit(distributed.current_world(), {name: np.ones(3) for name in names})
 
 
 def test_the_audit_of_other_names(ranks: Group) -> None:
@@ -96,9 +96,9 @@ def test_the_audit_of_other_names(ranks: Group) -> None:
 
 def _audit_seconds() -> float:
     arrays = {"weights": np.ones(2_900_000, np.float32)}
-    consistency_check.audit(distributed.current_world(), arrays)
+    rank_consistency.audit(distributed.current_world(), arrays)
     start = time.thread_time()
-    consistency_check.audit(distributed.current_world(), arrays)
+    rank_consistency.audit(distributed.current_world(), arrays)
     return time.thread_time() - start
 
 
@@ -114,9 +114,9 @@ def _model(units: int = 4, rate: float = 0.1, loss: str = "mse", lr: float = 0.1
 
 
 def test_model_facts_are_the_same_for_the_same_model() -> None:
-    facts = consistency_check.model_facts(_model())
+    facts = rank_consistency.model_facts(_model())
     assert (
-        consistency_check.model_facts(_model()) == facts
+        rank_consistency.model_facts(_model()) == facts
     )  # layers are now called dense_1, dropout_1
     assert facts["variable 0 (sequential/dense/kernel)"] == "float32[3, 4]"
 
@@ -132,8 +132,8 @@ def test_model_facts_are_the_same_for_the_same_model() -> None:
 )
 def test_model_facts_tell_models_apart(options: dict[str, Any], name: str) -> None:
     one, two = (
-        consistency_check.model_facts(_model()),
-        consistency_check.model_facts(_model(**options)),
+        rank_consistency.model_facts(_model()),
+        rank_consistency.model_facts(_model(**options)),
     )
     assert one[name] != two[name]
 
@@ -152,10 +152,10 @@ class _Private(keras.Model):
 def test_model_facts_of_what_cannot_be_serialised() -> None:
     model = _Private(object())
     model.compile(loss=lambda y, p: keras.ops.mean(p))
-    assert consistency_check.model_facts(model)["class"] == "_Private"
-    assert consistency_check.model_facts(_Private(object()))["class"] == "_Private"
+    assert rank_consistency.model_facts(model)["class"] == "_Private"
+    assert rank_consistency.model_facts(_Private(object()))["class"] == "_Private"
 
 
 def test_data_facts_are_prefixed() -> None:
-    facts = consistency_check.data_facts(feed(numbered(8)), "validation")
+    facts = rank_consistency.data_facts(feed(numbered(8)), "validation")
     assert {"validation/x", "validation/length"} <= set(facts)
