@@ -2,7 +2,7 @@
 
 checkpoint_callback.py  when a checkpoint is due; metric_direction.py: which value is better
 background_writer.py    writes it while training continues
-state/                  what is in it: run, model, data, metrics, callbacks
+contents/               what is in it: run, model, data, metrics, callbacks
 format/                 how it lies on disk: complete or absent folders, checksums
 stage_parts.py          a pipeline's checkpoint: a part from each stage
 restore_run.py          continues a run from one
