@@ -50,7 +50,9 @@ class _Rank:
         return action
 
 
-def eager(ranks: int, microbatches: int, chunks: int, limit: int, priority: Priority) -> Rows:
+def list_schedule(
+    ranks: int, microbatches: int, chunks: int, limit: int, priority: Priority
+) -> Rows:
     """Schedule each rank to run the ready action with the lowest priority value.
 
     A forward pass is taken as one tick, a backward pass as two, a transfer as none. It always

@@ -12,7 +12,7 @@ from ktrainer.backends.pipeline.schedules.actions import (
     Schedule,
     microbatches_in_flight,
 )
-from ktrainer.backends.pipeline.schedules.list_scheduling import eager
+from ktrainer.backends.pipeline.schedules.list_scheduling import list_schedule
 from ktrainer.backends.pipeline.schedules.timeline import make_timeline
 from ktrainer.errors import ConfigError
 
@@ -127,7 +127,7 @@ def interleaved(shape: Shape) -> Rows:
     """
     if shape.chunks == 1:
         limit = shape.active or shape.ranks + 2
-        return eager(shape.ranks, shape.microbatches, 1, limit, _backward_first)
+        return list_schedule(shape.ranks, shape.microbatches, 1, limit, _backward_first)
     rows = _megatron(shape)
     limit = shape.active or shape.microbatches
     made = Schedule("interleaved", shape.ranks, shape.microbatches, shape.chunks, rows)
@@ -135,7 +135,7 @@ def interleaved(shape: Shape) -> Rows:
         return rows
     place = {action: at for row in rows for at, action in enumerate(row)}
     capped = [
-        eager(shape.ranks, shape.microbatches, shape.chunks, active, place.__getitem__)
+        list_schedule(shape.ranks, shape.microbatches, shape.chunks, active, place.__getitem__)
         for active in range(1, limit + 1)
     ]
     return min(capped, key=lambda rows: make_timeline(replace(made, actions=rows)).makespan)
