@@ -1,7 +1,8 @@
 """A Keras model's train, test and predict step as compiled functions of one local batch.
 
 compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
-model_step.py, keras_patches.py, step_context.py   how Keras' step is traced as a part of an update
+keras_patches.py, step_context.py   how Keras' step is traced as a part of an update
+step_helpers.py                    rows of a batch, averaged statistics, checks of a step
 update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
 sparse_gradients.py, update_guard.py               sums of gradients; skipped updates

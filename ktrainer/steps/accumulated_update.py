@@ -13,10 +13,10 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.metric_logs import LoggedResults
-from ktrainer.steps.model_step import average_statistics, is_uniform, python_step, rows_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.program_interface import LocalBatchLike
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_helpers import average_statistics, is_uniform, python_step, rows_of
 from ktrainer.steps.step_options import StepOptions
 from ktrainer.steps.update_guard import Before
 from ktrainer.steps.update_in_parts import (

@@ -26,16 +26,16 @@ from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
-from ktrainer.steps.model_step import (
+from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.step_context import StepContext, single_process_step
+from ktrainer.steps.step_helpers import (
     average_statistics,
     check_applied,
     is_uniform,
     python_step,
     rows_of,
 )
-from ktrainer.steps.optimizers import optimizers_of
-from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
-from ktrainer.steps.step_context import StepContext, single_process_step
 from ktrainer.steps.step_options import GradientHook, StepOptions
 from ktrainer.steps.steps_per_execution import compile_many, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update

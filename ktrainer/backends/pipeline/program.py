@@ -32,8 +32,8 @@ from ktrainer.data.batch_specs import spec_of
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.steps import StepOptions
-from ktrainer.steps.model_step import is_uniform
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.step_helpers import is_uniform
 from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, scales_loss
 from ktrainer.steps.update_in_parts import total_denominators
 

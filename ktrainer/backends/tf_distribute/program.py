@@ -28,9 +28,9 @@ from ktrainer.steps.compiled_program import on_tensors, trace
 from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
-from ktrainer.steps.model_step import global_seed, python_step
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.step_helpers import global_seed, python_step
 from ktrainer.steps.steps_per_execution import compile_many, stack_local_batches
 
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"

@@ -23,7 +23,7 @@ from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, sp
 from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, StageSettings
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.errors import ModelError
-from ktrainer.steps.model_step import global_seed
+from ktrainer.steps.step_helpers import global_seed
 
 
 class CompiledModel:

@@ -25,8 +25,8 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import StepOptions, optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
-from ktrainer.steps.model_step import average_statistics
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_helpers import average_statistics
 from ktrainer.steps.update_guard import all_finite, scales_loss
 
 _GROUP_BYTES = 4 * 2**20

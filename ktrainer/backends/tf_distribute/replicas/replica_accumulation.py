@@ -12,8 +12,8 @@ import tensorflow as tf
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import require_sums
-from ktrainer.steps.model_step import is_uniform, python_step
 from ktrainer.steps.program_interface import LocalBatchLike
+from ktrainer.steps.step_helpers import is_uniform, python_step
 from ktrainer.steps.step_options import StepOptions
 from ktrainer.steps.update_in_parts import (
     GradientParts,

@@ -41,8 +41,8 @@ from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import unadded_metrics
-from ktrainer.steps.model_step import check_applied, is_uniform, rows_of
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of
 from ktrainer.steps.update_guard import LossOfStep
 
 Step = Callable[[Any], Any]

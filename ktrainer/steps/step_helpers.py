@@ -1,4 +1,4 @@
-"""Helpers for a model's own step: rows of a batch, averaged statistics, checks."""
+"""Helpers around a Keras step: rows of its batch, averaged statistics, a check, its random seed."""
 
 from __future__ import annotations
 
