@@ -1,11 +1,12 @@
 """A Keras model's train, test and predict step as compiled functions of one local batch.
 
 compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
-keras_patches.py, step_context.py   how Keras' step is traced as a part of an update
-step_helpers.py                    rows of a batch, averaged statistics, checks of a step
+keras_patches.py, step_context.py                  how Keras' step is traced as a part of an update
+step_helpers.py                                    rows of a batch, averaged statistics, checks of a step
 update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
-sparse_gradients.py, update_guard.py               sums of gradients; skipped updates
+reduce_gradients.py, embedding_gradients.py        the sum of gradients over ranks; of embeddings
+update_guard.py                                    skips updates that would spoil the model
 metric_logs.py                                     logs that are results of metrics
 metric_states.py, metric_reduction.py              states that add up; their sums over ranks
 named_variables.py                                 the variables of a model's state, by unique names
@@ -16,7 +17,7 @@ step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small pa
 The way of a batch under data_parallel: `training/loop.py` takes it from a feed
 (`data/array_feed.py`); `compiled_program.py` runs the traced `train_step`, in which
 `keras_patches.py` replaces the functions that divide losses and apply the optimizer;
-`step_context.py` has the denominators and reduces the gradients, by way of `sparse_gradients.py`,
+`step_context.py` has the denominators and reduces the gradients, by way of `reduce_gradients.py`,
 through `distributed/collectives.py`, which `distributed/mpi_gradients.py` implements.
 """
 

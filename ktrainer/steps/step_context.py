@@ -27,7 +27,8 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder, weigh
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
 from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.sparse_gradients import mark_common, reduce_gradients
+from ktrainer.steps.embedding_gradients import mark_common
+from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import UpdateGuard
 

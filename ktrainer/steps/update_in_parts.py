@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import Gradient, weighted
 from ktrainer.errors import ModelError
-from ktrainer.steps.sparse_gradients import mark_common
+from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.step_context import StepContext
 
 Part = TypeVar("Part")

@@ -23,9 +23,9 @@ from tensorflow.python.eager import context as eager_context
 
 from ktrainer.distributed.collectives import densified
 from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
+from ktrainer.steps.embedding_gradients import CommonSlices, mark_common
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.optimizers import optimizers_of
-from ktrainer.steps.sparse_gradients import CommonSlices, mark_common
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import python_step, rows_of
 from ktrainer.steps.update_guard import LossOfStep

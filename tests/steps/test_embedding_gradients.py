@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from ktrainer.steps.sparse_gradients import CommonSlices, mark_common
+from ktrainer.steps.embedding_gradients import CommonSlices, mark_common
 
 TABLE = np.float64(np.arange(24).reshape(8, 3))
 

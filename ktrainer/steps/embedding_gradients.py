@@ -1,4 +1,4 @@
-"""Gradients of embedding tables, and how those of the parts of an update are added up.
+"""Gradients of embedding tables: which slices the parts of an update have in common.
 
 A lookup of n rows has a gradient of n slices. Keras' optimizers do not add up the slices of a row:
 Adam and its like square each by itself. So an update in parts gives the numbers of one process only
@@ -7,6 +7,8 @@ if it applies the very slices that one process has:
     rows looked up for each example, such as tokens    concatenated: each part has its examples'
     rows looked up once a batch, such as positions     summed, slice by slice: each part has all
 
+`reduce_gradients` does that over ranks, `update_in_parts` over the batches of one rank.
+
 Which of the two a gradient is, is decided while the step is traced: it is of the second kind if its
 indices are the constants 0, 1, 2 ... Where in doubt, as in steps that run eagerly, slices are
 concatenated.
@@ -14,12 +16,10 @@ concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
+from ktrainer.distributed.collectives import Gradient
 
 
 class CommonSlices(tf.IndexedSlices):
@@ -107,23 +107,3 @@ def _static_length(op: tf.Operation) -> int | None:
     axis = tf.get_static_value(op.inputs[1])
     shape = op.inputs[0].op.inputs[0].shape
     return None if axis is None or shape.rank is None else shape[int(axis[0])]
-
-
-def reduce_gradients(
-    collectives: GradientCollectives,
-    gradients: Sequence[Gradient],
-    weight: tf.Tensor,
-    order: InOrder,
-) -> list[Gradient]:
-    """`collectives.reduce`, in which `CommonSlices` are summed slice by slice over ranks.
-
-    Args:
-        gradients: all of them present; the same ones are `CommonSlices` on every rank.
-    """
-    if collectives.sparse_as_dense:
-        return collectives.reduce(gradients, weight, order)
-    sent = [g.values if isinstance(g, CommonSlices) else g for g in gradients]
-    return [
-        tf.IndexedSlices(total, g.indices, g.dense_shape) if isinstance(g, CommonSlices) else total
-        for g, total in zip(gradients, collectives.reduce(sent, weight, order), strict=True)
-    ]
