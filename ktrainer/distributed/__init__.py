@@ -1,6 +1,6 @@
 """Worlds and collectives: rank and size, host messages, sums of gradients.
 
-launcher_detection.py   detects the launcher, and opens the world that fits it
+world_factory.py        detects the launcher, and opens the world that fits it
 world.py                the interface of all worlds: `World`
 mpi_world.py, elastic_world.py, horovod_world.py, cluster_world.py    the worlds
 mpi_communicator.py, array_transfer.py, mpi_chunks.py   messages and arrays between ranks
@@ -15,12 +15,12 @@ loopback_sockets.py     keeps sockets of libraries on loopback
 
 from __future__ import annotations
 
-from ktrainer.distributed.launcher_detection import (
+from ktrainer.distributed.world import ReduceOp, SingleWorld, World
+from ktrainer.distributed.world_factory import (
     barrier,
     current_world,
     is_open,
     open_world,
 )
-from ktrainer.distributed.world import ReduceOp, SingleWorld, World
 
 __all__ = ["ReduceOp", "SingleWorld", "World", "barrier", "current_world", "is_open", "open_world"]

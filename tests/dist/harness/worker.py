@@ -57,7 +57,7 @@ def _work(message: bytes) -> bytes:
 def _reusable() -> bool:
     """Return whether this process can take another task: all that it began in MPI has ended."""
     mpi = sys.modules.get("ktrainer.distributed.mpi_communicator")
-    world = getattr(sys.modules.get("ktrainer.distributed.launcher_detection"), "_current", None)
+    world = getattr(sys.modules.get("ktrainer.distributed.world_factory"), "_current", None)
     interrupted = getattr(world, "interrupted_by", None) is not None
     return not interrupted and not (mpi is not None and mpi.keeps_requests())
 
@@ -67,14 +67,14 @@ def _forget_world() -> None:
 
     The old one is dropped, not closed: freeing a communicator waits for all ranks.
     """
-    detect = sys.modules.get("ktrainer.distributed.launcher_detection")
+    detect = sys.modules.get("ktrainer.distributed.world_factory")
     if detect is not None:
         detect._current = None  # type: ignore[attr-defined]
 
 
 def _share_data_among_all() -> None:
     """Undo what the backend of the last task said of who trains on which data."""
-    detect = sys.modules.get("ktrainer.distributed.launcher_detection")
+    detect = sys.modules.get("ktrainer.distributed.world_factory")
     if detect is not None and (world := detect._current) is not None:
         world.assign_replica(world.rank, world.size)
 

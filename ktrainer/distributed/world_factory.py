@@ -1,4 +1,4 @@
-"""Detect how this process was started, and open the world that fits.
+"""Open the world of this process, as the launcher that started it requires.
 
 | started by | world |
 |---|---|

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ktrainer.distributed import SingleWorld, current_world, launcher_detection, open_world
-from ktrainer.distributed.launcher_detection import (
+from ktrainer.distributed import SingleWorld, current_world, open_world, world_factory
+from ktrainer.distributed.world_factory import (
     check_size,
     launched,
     launcher,
@@ -89,7 +89,7 @@ def test_a_copy_that_is_alone_does_not_start(tmp_path: Path) -> None:
 
 
 def test_one_world_whose_deadline_the_last_call_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_detection, "_current", None)
+    monkeypatch.setattr(world_factory, "_current", None)
     world = open_world(5)
     assert type(world) is SingleWorld
     assert open_world(3) is current_world() is world
@@ -109,7 +109,7 @@ def test_horovod_gives_up_when_its_world_does(monkeypatch: pytest.MonkeyPatch) -
     horovod.__dict__.update({**fake, **places})
     monkeypatch.setitem(sys.modules, "horovod", horovod)
     monkeypatch.setitem(sys.modules, "horovod.tensorflow", horovod)
-    monkeypatch.setattr(launcher_detection, "_current", None)
+    monkeypatch.setattr(world_factory, "_current", None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a world may set its own
     for key, value in HOROVODRUN.items():
         monkeypatch.setenv(key, value)
