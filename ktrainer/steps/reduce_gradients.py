@@ -18,7 +18,7 @@ def reduce_gradients(
 ) -> list[Gradient]:
     """The weighted sums of gradients over ranks, by `collectives.reduce`.
 
-    `CommonSlices` are summed slice by slice and other slices concatenated, unless slices are sent as
+    `CommonSlices` are summed slice by slice and other slices concatenated, unless all are sent as
     dense tensors.
 
     Args:
