@@ -50,8 +50,8 @@ class ElasticWorld(MpiWorld):
             not the rank that writes.
         nominal_size: number of ranks when training began, which settings scale by.
         trained: whether a `fit` has begun.
-        parts: how many parts of the script, in which losses are healed and in which they are not,
-            have begun after the first; see `ktrainer.distributed.launcher_events`.
+        phases: how many phases of the script, in which losses are healed and in which they are
+            not, have begun after the first; see `ktrainer.distributed.launcher_events`.
         on_change: called on all ranks, in order, whenever new communicators must be made.
 
     Raises:
@@ -76,7 +76,7 @@ class ElasticWorld(MpiWorld):
         self._copies: list[MPI.Intracomm] = []
         self._called = False
         self.trained = False
-        self.parts = 0
+        self.phases = 0
         self._silent: list[int] = []  # ranks that did not answer the last stall report
         if stable_rank is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", stable_rank))

@@ -19,18 +19,18 @@ listener: EventListener | None = None
 
 
 def report_phase(number: int, stable_ranks: Iterable[int]) -> None:
-    """Report that a part of the script begins in which lost ranks are healed, or are not.
+    """Report that a phase of the script begins in which lost ranks are healed, or are not.
 
     Args:
-        number: 0 is the part before the first one that heals, odd ones heal, even ones do not.
+        number: 0 is the phase before the first one that heals, odd ones heal, even ones do not.
         stable_ranks: the ranks that are in it, as far as this one knows.
     """
-    _report("part", number=number, stable_ranks=sorted(stable_ranks))
+    _report("phase", number=number, stable_ranks=sorted(stable_ranks))
 
 
 def report_startup(seconds: float) -> None:
     """Report that this process opens the world, and waits so long for the others."""
-    _report("opening", seconds=seconds)
+    _report("startup", seconds=seconds)
 
 
 def report_grace(seconds: float) -> None:

@@ -176,12 +176,12 @@ def survivable_section(world: ElasticWorld) -> Iterator[None]:
     lost before it can report is missed all the same. A rank that leaves with an error reports
     nothing: the others may continue without it.
     """
-    world.parts += 1
-    report_phase(world.parts, [world.stable_rank])
+    world.phases += 1
+    report_phase(world.phases, [world.stable_rank])
     try:
         yield
     except BaseException:
-        world.parts += 1
+        world.phases += 1
         raise
-    world.parts += 1
-    report_phase(world.parts, {member.stable_rank for member in world.members})
+    world.phases += 1
+    report_phase(world.phases, {member.stable_rank for member in world.members})

@@ -63,7 +63,7 @@ class Note:
         seconds: the time it needs to end when asked to, or waits for all ranks to start.
     """
 
-    event: Literal["started", "failed", "interrupted", "ended", "part", "grace", "opening"]
+    event: Literal["started", "failed", "interrupted", "ended", "phase", "grace", "startup"]
     pid: int = 0
     time: float = 0.0
     code: int = 0

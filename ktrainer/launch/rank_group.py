@@ -214,9 +214,9 @@ class RankGroup:
                 self.end.started = True
             elif note.event == "grace":
                 self._graces[rank] = note.seconds
-            elif note.event == "opening":
+            elif note.event == "startup":
                 self._startup.record(rank, note.seconds)
-            elif note.event == "part":
+            elif note.event == "phase":
                 if self._phases is not None:
                     self._phases.record(note)
             elif note.event == "failed" and self._is_spare(rank):

@@ -14,8 +14,8 @@ from ktrainer.launch.group_state import HealingPhases
 from ktrainer.launch.rank_channel import Note
 
 
-def part(number: int, *stable_ranks: int) -> Note:
-    return Note("part", number=number, stable_ranks=list(stable_ranks))
+def phase(number: int, *stable_ranks: int) -> Note:
+    return Note("phase", number=number, stable_ranks=list(stable_ranks))
 
 
 def test_ranks_are_missed_outside_of_healing_phases() -> None:
@@ -23,21 +23,21 @@ def test_ranks_are_missed_outside_of_healing_phases() -> None:
     assert phases.missed([]) is None
     assert phases.missed([1]) == 1  # before its first step
     for rank in (0, 1):
-        phases.record(part(1, rank))
+        phases.record(phase(1, rank))
     assert phases.missed([1, 0]) is None
-    phases.record(part(2, 0, 1))
+    phases.record(phase(2, 0, 1))
     assert phases.missed([1]) == 1  # it cannot have said so itself
-    phases.record(part(1, 1))  # its pipe was read later
+    phases.record(phase(1, 1))  # its pipe was read later
     assert phases.missed([1]) == 1
-    phases.record(part(3, 0, 1))
+    phases.record(phase(3, 0, 1))
     assert phases.missed([1]) is None
 
 
 def test_a_rank_lost_while_healing_is_not_missed() -> None:
     phases = HealingPhases(first=3)
     for rank in (0, 1, 2):
-        phases.record(part(1, rank))
-    phases.record(part(2, 0, 2))
+        phases.record(phase(1, rank))
+    phases.record(phase(2, 0, 2))
     assert phases.missed([1]) is None
     assert phases.missed([1, 2, 0]) == 2
 
@@ -45,9 +45,9 @@ def test_a_rank_lost_while_healing_is_not_missed() -> None:
 def test_ranks_that_joined_are_missed_after_training() -> None:
     phases = HealingPhases(first=2)
     assert phases.missed([2]) is None
-    phases.record(part(1, 2))
+    phases.record(phase(1, 2))
     assert phases.missed([2]) is None
-    phases.record(part(2, 0, 1, 2))
+    phases.record(phase(2, 0, 1, 2))
     assert phases.missed([2]) == 2
 
 
@@ -61,12 +61,12 @@ def test_an_error_of_its_own_comes_before_a_rank_that_is_missed() -> None:
 
 
 def test_one_that_leaves_with_an_error_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joining rank that fails while the others heal is not missed; the next part counts on."""
+    """A joining rank that fails while the others heal is not missed; the next phase counts on."""
     reported: list[int] = []
     monkeypatch.setattr(
         launcher_events, "listener", lambda event, **fields: reported.append(fields["number"])
     )
-    world: Any = SimpleNamespace(parts=0, stable_rank=1, members=[])
+    world: Any = SimpleNamespace(phases=0, stable_rank=1, members=[])
     with pytest.raises(RuntimeError), survivable_section(world):
         raise RuntimeError
     with survivable_section(world):
