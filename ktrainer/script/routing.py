@@ -19,7 +19,7 @@ from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.script.batch_methods import BatchMethods
 from ktrainer.script.keras_callbacks import common_batch_logs, on_ranks
-from ktrainer.script.shared_files import route_files, several
+from ktrainer.script.shared_files import has_other_ranks, route_files
 from ktrainer.script.unsupported_patterns import refuse_loops, watch_files
 from ktrainer.script.user_strategies import route_strategies
 from ktrainer.trainer import Trainer
@@ -58,7 +58,7 @@ class Routing:
             wrap(keras.Model, "get_weights", self._read)
         if splits(trainer):
             refuse_loops(trainer, self._replaced, lambda: bool(self.running))
-        if several(trainer.world):
+        if has_other_ranks(trainer.world):
             watch_files(trainer.world.rank)
         wrap(Trainer, "__init__", self._close_first)
 
@@ -92,7 +92,7 @@ class Routing:
             given = {k: v for k, v in given.items() if k not in ("self", "kwargs")}
             given = _as_trainer(name, given)
             common = False
-            if several(self.trainer.world) and name != "predict":
+            if has_other_ranks(self.trainer.world) and name != "predict":
                 given["callbacks"], common = on_ranks(given.get("callbacks"), self.trainer)
             self._gather_others(model)
             logs = common_batch_logs(self.trainer) if common else nullcontext()
@@ -212,7 +212,7 @@ def splits(trainer: Trainer) -> bool:
     """Return whether a batch is divided among several ranks, replicas or stages."""
     strategy = getattr(trainer.backend, "strategy", None)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-    return several(trainer.world) or replicas > 1 or trainer.backend.name == "pipeline"
+    return has_other_ranks(trainer.world) or replicas > 1 or trainer.backend.name == "pipeline"
 
 
 def _as_trainer(name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ _METHODS = ("save", "save_weights")
 _OF_A_MODEL = ("save_model", "save_weights")  # of keras.saving
 
 
-def several(world: World) -> bool:
+def has_other_ranks(world: World) -> bool:
     """Return whether there are other ranks, or may be later."""
     return world.size > 1 or world.heals
 
@@ -47,7 +47,7 @@ def route_files(
     Args:
         borrow: a context in which a model that is not cut has all of its variables.
     """
-    if not several(trainer.world):
+    if not has_other_ranks(trainer.world):
         return
     once = functools.partial(_write_once, trainer, borrow)
     for name in _METHODS:
