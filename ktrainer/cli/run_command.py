@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     launch = _prepare(args)
     out, err = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
-    with private_folder() as memory, recorded_signals() as signals:
-        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(memory))
+    with private_folder() as records, recorded_signals() as signals:
+        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records))
         while True:
             group = RankGroup(
                 args.ranks,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 COUNT = "KTRAINER_RESTART"  # how often the group has been restarted
-MEMORY = "KTRAINER_MEMORY"  # the folder
+RECORDS = "KTRAINER_RECORDS"  # the folder
 _SAVES, _RUNS = "saves.jsonl", "runs.jsonl"
 
 _opened = 0  # run folders of this process so far
@@ -29,14 +29,14 @@ def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
 
 def note_save(directory: Path, step: int, run: str) -> None:
     """Record a checkpoint of `step`, saved by `run` in `directory`; rank 0 only, any thread."""
-    if memory := os.environ.get(MEMORY):
-        _note(Path(memory) / _SAVES, [str(directory.absolute()), step, run])
+    if records := os.environ.get(RECORDS):
+        _note(Path(records) / _SAVES, [str(directory.absolute()), step, run])
 
 
-def saves(memory: Path) -> dict[str, int]:
+def saves(records: Path) -> dict[str, int]:
     """The latest step that was recorded for each folder of checkpoints."""
     furthest: dict[str, int] = {}
-    for directory, step, _ in _lines(memory / _SAVES):
+    for directory, step, _ in _lines(records / _SAVES):
         furthest[directory] = max(step, furthest.get(directory, step))
     return furthest
 
@@ -44,26 +44,26 @@ def saves(memory: Path) -> dict[str, int]:
 def run_before(directory: Path) -> str | None:
     """The run that saved the last checkpoint in `directory` before this start; None if there is
     none."""
-    memory = os.environ.get(MEMORY)
-    if not memory or not count():
+    records = os.environ.get(RECORDS)
+    if not records or not count():
         return None
     here = str(directory.absolute())
-    runs = [run for place, _, run in _lines(Path(memory) / _SAVES) if place == here]
+    runs = [run for place, _, run in _lines(Path(records) / _SAVES) if place == here]
     return runs[-1] if runs else None
 
 
 def run_folder(make: Callable[[], Path]) -> Path:
     """The run folder that the start before this one made at this point; else `make()`."""
     global _opened
-    memory = os.environ.get(MEMORY)
-    if not memory:
+    records = os.environ.get(RECORDS)
+    if not records:
         return make()
-    known = [Path(path) for (path,) in _lines(Path(memory) / _RUNS)]
+    known = [Path(path) for (path,) in _lines(Path(records) / _RUNS)]
     _opened += 1
     if _opened <= len(known):
         return known[_opened - 1]
     path = make().absolute()
-    _note(Path(memory) / _RUNS, [str(path)])
+    _note(Path(records) / _RUNS, [str(path)])
     return path
 
 

@@ -33,7 +33,7 @@ from ktrainer.checkpoint.contents.run_snapshot import model_text
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed.elastic_world import ElasticWorld
-from ktrainer.distributed.restart_records import MEMORY, run_before
+from ktrainer.distributed.restart_records import RECORDS, run_before
 from ktrainer.elastic.just_in_time_checkpoint import Grid, LastState, write_last_checkpoint
 from ktrainer.elastic.recovery_point import (
     MetricCountsRow,
@@ -273,7 +273,7 @@ class JustInTimeRecovery:
 
     def _advice(self, path: Path | None) -> str:
         """How to resume, where no launcher does it."""
-        if MEMORY in os.environ:
+        if RECORDS in os.environ:
             return ""
         add = words_to_resume(self.run.context, self.state, path) if path else ""
         how = f" with {add}" if add else ""

@@ -32,14 +32,14 @@ class Restarts:
         limit: how many there may be.
         backoff: seconds before the first; twice as long before each one that follows within a
             minute, up to a minute.
-        memory: a folder that exists as long as the launch.
+        records: the folder of `restart_records`, which exists as long as the launch.
         count: restarts so far.
         soon: how many of the last ones followed one another soon.
     """
 
     limit: int
     backoff: float
-    memory: Path
+    records: Path
     count: int = 0
     soon: int = 0
     _started: float = field(default_factory=time.monotonic, repr=False)
@@ -49,12 +49,12 @@ class Restarts:
     def environment(self) -> dict[str, str]:
         """Environment variables for the ranks of the next start."""
         own = {restart_records.COUNT: str(self.count)}
-        return {**own, restart_records.MEMORY: str(self.memory)} if self.limit else own
+        return {**own, restart_records.RECORDS: str(self.records)} if self.limit else own
 
     @property
     def has_saved(self) -> bool:
         """Return whether there is a checkpoint to resume from."""
-        return bool(restart_records.saves(self.memory))
+        return bool(restart_records.saves(self.records))
 
     @property
     def seconds(self) -> float:
@@ -73,7 +73,7 @@ class Restarts:
         note = end.failures.get(failure.rank) if failure.rank is not None else None
         if not end.started or (note is not None and note.final):
             return f"not started again: {_repeats(note)}"
-        saves = restart_records.saves(self.memory)
+        saves = restart_records.saves(self.records)
         before, self._saves = self._saves, saves
         if self.count >= self.limit:
             return f"not started again: that was restart {self.count} of {self.limit}"

@@ -200,7 +200,7 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
 
 
 def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv(restart_records.MEMORY, str(tmp_path))
+    monkeypatch.setenv(restart_records.RECORDS, str(tmp_path))
     monkeypatch.setattr(restart_records, "_opened", 0)
     restart_records.note_save(tmp_path / "checkpoints", 3, "first")
     assert restart_records.run_before(tmp_path / "checkpoints") is None  # it was this start itself
