@@ -184,11 +184,12 @@ def _count_ranks(args: argparse.Namespace) -> None:
 
 
 def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
-    """The command that starts the ranks: mpirun, or `local_cluster`."""
+    """The command that starts the ranks: mpirun, or `parameter_server_cluster`."""
     worker = [sys.executable, "-m", "ktrainer.launch.rank_process", "{folder}", args.script]
     if args.workers is not None:
         counts = [str(args.workers), str(args.servers)]
-        return [sys.executable, "-m", "ktrainer.launch.local_cluster", "{folder}", *counts, *worker]
+        cluster = [sys.executable, "-m", "ktrainer.launch.parameter_server_cluster", "{folder}"]
+        return [*cluster, *counts, *worker]
     return mpirun_command.mpirun_command(
         args.ranks,
         worker,

@@ -10,7 +10,7 @@
     ├─ kills the remaining processes                          process_tree
     └─ prints the first failure; exits or restarts            failure_report, exit_report, restarts
 
-`local_cluster` starts clusters of parameter servers instead of mpirun; `heal_option` holds the
-options of `--heal`; `orphan_prevention` keeps processes from outliving their parent;
-`horovod_recipe` is for `ktrainer horovod build`.
+`parameter_server_cluster` starts a cluster with parameter servers, instead of mpirun;
+`heal_option` holds the options of `--heal`; `orphan_prevention` keeps processes from outliving
+their parent; `horovod_recipe` is for `ktrainer horovod build`.
 """

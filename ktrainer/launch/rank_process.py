@@ -1,6 +1,6 @@
 """One rank: runs the user's script, and reports to the launcher.
 
-Started by mpirun, or by `ktrainer.launch.local_cluster`, as
+Started by mpirun, or by `ktrainer.launch.parameter_server_cluster`, as
 `python -m ktrainer.launch.rank_process FOLDER SCRIPT`. Imports only the standard library, so the
 script finds an interpreter as fresh as `python SCRIPT` would give it.
 """

@@ -1,10 +1,11 @@
 """Start a coordinator, workers and parameter servers on this host, instead of mpirun.
 
-`python -m ktrainer.launch.local_cluster FOLDER WORKERS SERVERS SCRIPT ARGS...` runs the script once
-for each task, with its own TF_CONFIG: rank 0 is the coordinator (the task `chief`), then come
-the workers, then the servers. It ends when the coordinator does, with its exit code. A killed
-worker is started again, since the coordinator continues without it meanwhile; a server is not,
-since its part of the weights is lost.
+    python -m ktrainer.launch.parameter_server_cluster FOLDER WORKERS SERVERS COMMAND...
+
+runs the command once for each task, with its own TF_CONFIG: rank 0 is the coordinator (the task
+`chief`), then come the workers, then the servers. It ends when the coordinator does, with its exit
+code. A killed worker is started again, since the coordinator continues without it meanwhile; a
+server is not, since its part of the weights is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class LocalTask:
 
 
 @dataclass
-class LocalCluster:
+class ParameterServerCluster:
     """The tasks of one cluster, from start to end.
 
     Args:
@@ -155,7 +156,8 @@ class LocalCluster:
             "failed",
             time=time.time(),
             code=128 - code,
-            kind="ktrainer.launch.local_cluster.Killed",  # no class: how reports sort failures
+            # No class: how reports sort failures.
+            kind="ktrainer.launch.parameter_server_cluster.Killed",
             text=f"{task.name} {_how(code)}",
         )
         os.write(self._held[task.rank, "say"], encode(note))
@@ -196,7 +198,7 @@ def _ports(count: int) -> Iterator[list[int]]:
 def main(argv: list[str]) -> int:
     """Run the cluster that the arguments describe."""
     folder, workers, servers, *command = argv
-    return LocalCluster(Path(folder), int(workers), int(servers), command).run()
+    return ParameterServerCluster(Path(folder), int(workers), int(servers), command).run()
 
 
 if __name__ == "__main__":
