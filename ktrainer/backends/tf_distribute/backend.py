@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     import keras
 
-    from ktrainer.backends.tf_distribute.parameter_server.workers import Workers
+    from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
     from ktrainer.config import Config, TfDistributeConfig
     from ktrainer.distributed import World
     from ktrainer.plan.run_plan import Plan
@@ -156,13 +156,13 @@ class TfDistribute(Backend):
         return CoordinatedProgram(model, options, replicas, self.workers, each_step)
 
     @cached_property
-    def workers(self) -> Workers | None:
+    def workers(self) -> WorkerPool | None:
         """The workers that run steps, with parameter servers; else None."""
         if self.layout.strategy != "parameter_server":
             return None
-        from ktrainer.backends.tf_distribute.parameter_server.workers import Workers
+        from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
 
-        return Workers(self.strategy, self._liveness, self.world, self.timeout)
+        return WorkerPool(self.strategy, self._liveness, self.world, self.timeout)
 
     def _replicas(self, model: keras.Model, options: StepOptions) -> Replicas:
         total = self.strategy.num_replicas_in_sync

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import sharded_variables
-from ktrainer.backends.tf_distribute.parameter_server.workers import Workers
+from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas.merge_outputs import joined_logs
 from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
@@ -131,7 +131,7 @@ class CoordinatedProgram(ReplicatedProgram):
         model: keras.Model,
         options: StepOptions,
         replicas: RemoteReplicas,
-        workers: Workers,
+        workers: WorkerPool,
         each_step: bool,
     ) -> None:
         super().__init__(model, options, replicas, workers.guard)

@@ -1,4 +1,4 @@
-"""Workers of a cluster with parameter servers: they run functions for the coordinator."""
+"""The workers of a cluster with parameter servers, which run functions for the coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIVENESS_SECONDS = 0.5  # between two checks of liveness
 _GRACE_SECONDS = 3.0  # for `wait_for` to name the stopped process first
 
 
-class Workers:
+class WorkerPool:
     """Runs functions on free workers.
 
     Args:
