@@ -111,8 +111,8 @@ class TfDistribute(Backend):
             return cluster_of(self.world)
         if self.layout.strategy != "parameter_server":
             return None
+        from ktrainer.backends.tf_distribute.parameter_server.cluster_task import serve
         from ktrainer.backends.tf_distribute.parameter_server.liveness import wait_for_cluster
-        from ktrainer.backends.tf_distribute.parameter_server.server_process import serve
 
         cluster = tf_config()
         assert cluster is not None  # or the plan would have been refused

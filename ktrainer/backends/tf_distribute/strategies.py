@@ -103,11 +103,7 @@ def _make(
     assert cluster is not None
     if plan.strategy == "multi_worker_mirrored":
         return _multi_worker(plan, cluster, communication_options(backend, timeout))
-    from ktrainer.backends.tf_distribute.parameter_server.server_process import (
-        parameter_server_strategy,
-    )
-
-    return parameter_server_strategy(cluster, backend.min_shard_bytes)
+    return _parameter_server(cluster, backend.min_shard_bytes)
 
 
 def _cross_device_ops(backend: TfDistributeConfig, plan: StrategyPlan) -> Any:
@@ -147,6 +143,20 @@ def _multi_worker(plan: StrategyPlan, cluster: ClusterSpec, options: Any) -> tf.
             "longer be connected to the other processes. Make the Trainer first, then the model "
             "and the data."
         ) from error
+
+
+def _parameter_server(cluster: ClusterSpec, min_shard_bytes: int | None) -> tf.distribute.Strategy:
+    """The coordinator's ParameterServerStrategy, once all processes of `cluster` are connected.
+
+    Args:
+        min_shard_bytes: larger variables are sharded over the servers; None shards none.
+    """
+    partitioner = None
+    if min_shard_bytes is not None:
+        partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
+            min_shard_bytes, max_shards=len(cluster.jobs["ps"])
+        )
+    return tf.distribute.ParameterServerStrategy(resolver(cluster), partitioner)
 
 
 def _watch_heartbeats(cluster: ClusterSpec) -> None:

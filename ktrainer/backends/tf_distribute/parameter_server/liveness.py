@@ -1,6 +1,6 @@
 """Liveness of the workers and parameter servers of a cluster, as its coordinator sees it.
 
-Workers and servers connect before TensorFlow starts (see `server_process`), and send a heartbeat
+Workers and servers connect before TensorFlow starts (see `cluster_task`), and send a heartbeat
 every second. A restarted worker finds TensorFlow at the coordinator's address and cannot connect,
 so the coordinator probes it: TensorFlow's server answers the greeting of its protocol, unless its
 process has stopped.

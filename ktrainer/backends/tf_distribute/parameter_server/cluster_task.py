@@ -1,6 +1,6 @@
-"""Server processes: the workers and parameter servers of a cluster.
+"""A task of a cluster that is not the coordinator: a worker or a parameter server.
 
-They run the same script as the coordinator (the task `chief`) up to the Trainer, and serve
+Such tasks run the same script as the coordinator (the task `chief`) up to the Trainer, and serve
 TensorFlow until the coordinator is done. TensorFlow itself waits for ever for a missing process,
 and its servers never learn that the coordinator has ended. So before it starts TensorFlow, the
 coordinator listens on its own address itself (see `liveness`):
@@ -23,7 +23,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import tensorflow as tf
 
@@ -43,21 +43,6 @@ from ktrainer.errors import DeadlineExceeded, PeerLost
 
 _LISTEN_POLL_SECONDS = 2.0
 _LISTEN_POLLS = 3  # without success, until the coordinator counts as lost
-
-
-def parameter_server_strategy(cluster: ClusterSpec, min_shard_bytes: int | None) -> Any:
-    """The coordinator's strategy.
-
-    Args:
-        cluster: whose processes are all connected.
-        min_shard_bytes: larger variables are sharded over the servers; None shards none.
-    """
-    partitioner = None
-    if min_shard_bytes is not None:
-        partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(
-            min_shard_bytes, max_shards=len(cluster.jobs["ps"])
-        )
-    return tf.distribute.ParameterServerStrategy(resolver(cluster), partitioner)
 
 
 def serve(cluster: ClusterSpec, start_timeout: float) -> NoReturn:
