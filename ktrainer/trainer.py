@@ -345,9 +345,9 @@ class Trainer(CustomLoop):
         if plan_request() is None:
             self.backend = open_backend(self.config, self.plan, self.world)
         else:
-            from ktrainer.backends.local import Planning
+            from ktrainer.plan_report.plan_only import PlanOnly
 
-            self.backend = Planning(self.config, self.plan, self.world)
+            self.backend = PlanOnly(self.config, self.plan, self.world)
 
     def _context(self) -> RunContext:
         return RunContext(self.config, self.plan, self.world, self.backend, self._folder)

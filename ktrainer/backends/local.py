@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ktrainer.backends.backend import Backend
 from ktrainer.steps import CompiledProgram, Program, StepOptions
 from ktrainer.steps.move_out_of_strategy import unwrap_variables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import keras
 
 
@@ -22,16 +20,3 @@ class Local(Backend):
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         unwrap_variables(model)  # of a strategy of the user's own
         return CompiledProgram(model, options)
-
-
-class Planning(Local):
-    """The backend of a process that only plans: makes the model as the backend that it plans for
-    would, and never trains it."""
-
-    def build_model(self, build: Callable[[], Any]) -> Any:
-        if self.plan.backend != "pipeline":
-            return super().build_model(build)
-        from ktrainer.backends.pipeline.placement.deferred_variables import build_deferred
-
-        # No weights: a model for a pipeline may be too large for one process.
-        return build_deferred(build)
