@@ -150,23 +150,27 @@ def test_a_scope_is_one_threads_own() -> None:
 
 @pytest.mark.parametrize("index, nearest", [(-1, 0), (1.7, 2), ("a", 0), (True, 1)])
 def test_a_scope_needs_the_number_of_a_stage(index: Any, nearest: int) -> None:
-    with pytest.raises(ConfigError, match=f"nearest legal value is {nearest}"), partition(index):
+    with pytest.raises(ConfigError, match=f"chunks - 1.*value is {nearest}\\."), partition(index):
         pass
 
 
 def test_a_scope_of_a_stage_that_is_not_there() -> None:
     class Far(keras.Model):
-        def __init__(self) -> None:
+        def __init__(self, stage: int) -> None:
             super().__init__()
+            self.stage = stage
             self.dense = layers.Dense(4, name="dense")
 
         def call(self, x: Any) -> Any:
-            with partition(3):
+            with partition(self.stage):
                 return self.dense(x)
 
-    graph = trace(Far(), tf.TensorSpec((None, 4)))
+    graph = trace(Far(3), tf.TensorSpec((None, 4)))
     with pytest.raises(ConfigError, match=r"'dense' .*partition\(3\).*test_manual.py:\d+.*to 4"):
         stages_by_scope(graph, 2)
+    with pytest.raises(ConfigError, match=r"4 stages \(partitions x chunks\).*to 3") as caught:
+        stages_by_scope(trace(Far(5), tf.TensorSpec((None, 4))), 4, chunks=2)
+    assert (caught.value.path, caught.value.value) == ("backend.partitions", 2)
     with pytest.raises(ConfigError, match=r"backend.default_partition: must be from 0 to 3"):
         stages_by_scope(graph, 4, default=4)
 

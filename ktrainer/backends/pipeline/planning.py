@@ -176,5 +176,5 @@ def _stages_by_hand(graph: Graph, config: PipelineConfig, count: int) -> list[in
     if config.stages:
         return stages_by_pattern(stage_patterns(config), graph, default)
     if default is not None or any(node.stage is not None for node in graph.nodes):
-        return stages_by_scope(graph, count, default or 0)
+        return stages_by_scope(graph, count, default or 0, config.chunks)
     return None

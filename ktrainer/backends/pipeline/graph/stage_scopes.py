@@ -35,8 +35,8 @@ def partition(index: int) -> Iterator[None]:
     """
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise ConfigError(
-            f"partition({index!r}): a stage is an integer from 0 to backend.partitions - 1. "
-            f"The nearest legal value is {_nearest_stage(index)}."
+            f"partition({index!r}): a stage is an integer from 0 to backend.partitions x "
+            f"backend.chunks - 1. The nearest legal value is {_nearest_stage(index)}."
         )
     with watching(_Tagger(index)):
         yield

@@ -15,12 +15,13 @@ from ktrainer.errors import ConfigError
 _KEY = "backend.stages"
 
 
-def stages_by_scope(graph: Graph, stages: int, default: int = 0) -> list[int]:
+def stages_by_scope(graph: Graph, stages: int, default: int = 0, chunks: int = 1) -> list[int]:
     """The stage of each node of a graph, as the model's `partition` scopes say.
 
     Args:
         stages: how many there are.
         default: for nodes with variables outside of any scope.
+        chunks: stages in each process.
 
     Raises:
         ConfigError: a scope names a stage that is not there, or data would flow backwards.
@@ -30,10 +31,10 @@ def stages_by_scope(graph: Graph, stages: int, default: int = 0) -> list[int]:
             at = f" ({node.where})" if node.where else ""
             raise ConfigError(
                 f"{node.name!r} is in a scope `partition({node.stage})`{at}, but there are "
-                f"{stages} stages, numbered from 0: set it to {node.stage + 1}, or the scope to "
-                f"at most {stages - 1}.",
+                f"{stages} stages (partitions x chunks), numbered from 0: set it to "
+                f"{node.stage // chunks + 1}, or the scope to at most {stages - 1}.",
                 path="backend.partitions",
-                value=stages,
+                value=stages // chunks,
             )
     if not 0 <= default < stages:
         raise ConfigError(
