@@ -1,1 +1,5 @@
-"""Plans: a configuration and hardware facts become a layout of the run, or an error."""
+"""Plans: a configuration and hardware facts become a layout of the run, or an error.
+
+run_plan.py       `make_plan`: processes, devices and batches of any run
+strategy_plan.py  devices and processes of a `tf.distribute` strategy
+"""

@@ -1,4 +1,4 @@
-"""Route `Model.fit` and other methods of Keras through a Trainer."""
+"""Route `Model.fit` and other methods of Keras through the Trainer that `bootstrap` makes."""
 
 from __future__ import annotations
 
