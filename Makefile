@@ -47,7 +47,8 @@ train: setup
 horovod: setup
 	@$(BIN)/ktrainer horovod build
 
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# tests/conftest.py divides the tests among the workers.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)

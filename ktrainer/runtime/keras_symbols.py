@@ -416,15 +416,15 @@ tensorflow.python.eager.polymorphic_function.polymorphic_function
     Function()._autograph
         steps: read; whether its Python branches are on tensors
     Function()._experimental_autograph_options
-        steps: read; the same
+        steps: read; how its Python branches are turned into graphs
 tensorflow.python.eager.polymorphic_function.autograph_util
     py_func_from_autograph(python_func, autograph_options)
-        steps: called; the same
+        steps: called; turns the Python branches of such a function into a graph
 tensorflow.python.autograph.core.ag_ctx
     ControlStatusCtx
-        steps: called; the same
+        steps: called; has the branches of what such a function calls turned into graphs too
     Status
-        steps: read; the same
+        steps: read; has the branches of what such a function calls turned into graphs too
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         verify: its methods that assign are replaced; a pass leaves variables as they were

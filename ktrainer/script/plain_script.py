@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-# Names and modules that only a script with its own Trainer, or with its own steps, uses.
-_TRAINER_NAMES = {"Trainer", "Config", "load_config", "trainer", "config", "backends", "steps"}
+# What only a script with its own Trainer, or with its own steps, uses.
+_NAMES = {"Trainer", "Config", "load_config"}
+_MODULES = {"trainer", "config", "backends", "steps"}
 
 
 def is_plain(source: bytes) -> bool:
@@ -18,7 +19,7 @@ def is_plain(source: bytes) -> bool:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return False
-    return _TRAINER_NAMES.isdisjoint(_uses(tree))
+    return (_NAMES | _MODULES).isdisjoint(_uses(tree))
 
 
 def imports_package(source: bytes, package: str) -> bool:
@@ -46,5 +47,5 @@ def _uses(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules:
             yield node.attr
-        elif everything and isinstance(node, ast.Name):
-            yield node.id
+        elif everything and isinstance(node, ast.Name) and node.id in _NAMES:
+            yield node.id  # `import *` brings no modules: `steps` is a variable of the script

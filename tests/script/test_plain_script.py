@@ -17,6 +17,7 @@ from ktrainer.script.plain_script import imports_package, is_plain
         "# from ktrainer import Trainer",
         "from my import Trainer\nTrainer()",
         "from ktrainer import *\nbarrier()",
+        "from ktrainer import *\nsteps = config = 3\nprint(steps, config)",
         "from ktrainer import KtrainerError, partition",
         "from ktrainer.callbacks import StopAt",
         "import ktrainer.distributed",
