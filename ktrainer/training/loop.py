@@ -4,7 +4,7 @@
     on_train_begin                                                                  begin
     resume a checkpoint (load_state_dict, on_restore), or skip to initial_epoch
     until epochs, max_steps, max_time or a callback end it:                         train, _epoch
-        on_epoch_begin (once: weights are broadcast)
+        on_epoch_begin (at the first one, rank 0's weights are broadcast)
         for the local batches of each update:                                       _batches
             on_train_batch_begin                                                    _update
             on_step_begin (the learning rate is set)
@@ -16,7 +16,7 @@
             every trainer.validate_every, inside the epoch: validate, on_validation_end
             on_step_checkpoint (checkpoints are saved)
             vote on whether to stop
-        on_epoch_cut, if a stop left some updates
+        on_epoch_cut, if a stop ended the epoch early
         validate at the epoch's end: on_test_begin, on_test_batch_*, on_test_end
         on_epoch_end
         vote on whether to stop
@@ -26,8 +26,8 @@
 When ranks were lost or have joined, at any time: load_state_dict, on_heal.
 
 An epoch that a stop cuts short is validated and reported like any other, as in Keras, but does
-not count as finished: a checkpoint of it resumes inside it, with the state from before its
-`on_epoch_end`, which will be called once more.
+not count as finished: a checkpoint of it holds the state from just before its `on_epoch_end`, and a
+resumed run trains the rest of the epoch, then calls `on_epoch_end` again.
 
 Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
 them together; no rank leaves the loop alone. The `Recovery` learns where an update begins and what
