@@ -182,7 +182,7 @@ def _deadlines_met(operation: str) -> int:
     return met
 
 
-@pytest.mark.quick("reduce_in_place")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", ["oob_allreduce", "sum", "reduce", "reduce_in_place"])
 def test_buffers_outlive_a_wait_that_met_its_deadline(
     ranks: Callable[..., Any], operation: str

@@ -98,6 +98,7 @@ def _late(layout: Layout) -> None:
         raise (collectives.failure(error) or error) from None
 
 
+@pytest.mark.exhaustive
 def test_collectives_that_wait_name_ranks_of_the_world(ranks: Callable[..., Any]) -> None:
     outcomes = ranks(4, "late").outcomes(_late, GRIDS[0])
     assert [outcome.error is None for outcome in outcomes] == [True, False, True, True]

@@ -138,6 +138,7 @@ def _use_again(interrupted: str) -> list[tuple[str, bool]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("interrupted", ["group", "blocking call"])
 def test_after_a_deadline_nothing_of_the_world_is_used(
     ranks: Callable[..., Any], interrupted: str

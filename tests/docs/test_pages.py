@@ -109,7 +109,7 @@ def run_console(block: Block, folder: Path) -> None:
         assert wrong is None, f"{where}\n{wrong}"
 
 
-@pytest.mark.quick("README.md", "docs/tutorials/first_run.md")
+@pytest.mark.quick("README.md")
 @pytest.mark.parametrize("page", [marked(p) for p in PAGES if any(map(runs, read_blocks(p)))])
 def test_page(page: Path, folder: Path, ranks: Callable[..., Ranks]) -> None:
     blocks = read_blocks(page)

@@ -58,7 +58,7 @@ def test_row_20_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     assert ranks(2).run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]] * 3] * 2
 
 
-@pytest.mark.quick("strategy-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "size"), [("pipeline", 2), ("strategy", 1)])
 def test_row_20_stop(ranks: Callable[..., Any], tmp_path: Path, backend: str, size: int) -> None:
     group = ranks(size, ONE_PROCESS if backend == "strategy" else "")

@@ -52,7 +52,7 @@ MODELS = ("mlp", "cnn", "tied", "two", "recurrent")
 MAIN = {name: Case(name, epochs=3, gradients=True) for name in MODELS}
 
 
-@pytest.mark.quick("mlp-2-1f1b", "cnn-2-zero_bubble", "two-2-gpipe")
+@pytest.mark.quick("mlp-2-1f1b", "cnn-2-zero_bubble")
 @pytest.mark.parametrize(
     ("model", "stages", "words"),
     [
@@ -116,7 +116,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.quick("clip", "unused")
+@pytest.mark.quick("clip")
 @pytest.mark.parametrize(("case", "stages", "words"), OPTIONS.values(), ids=OPTIONS)
 def test_options(ranks: Ranks, case: Case, stages: int, words: tuple[str, ...]) -> None:
     check(ranks, case, stages, *words)
@@ -162,7 +162,7 @@ def whole(model: str, replicas: int = 1, rows: int = 43) -> Case:
     return Case(model, epochs=2, rows=rows, microbatches=3 * replicas, truth=FIT)
 
 
-@pytest.mark.quick("simclr-2-global-spread", "vector-2-1f1b")
+@pytest.mark.quick("simclr-2-global-spread")
 @pytest.mark.parametrize(
     ("case", "replicas", "words"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -58,6 +59,7 @@ def test_lengths_that_the_model_must_know() -> None:
     same(_of_many_lengths(PIPELINE, lengths), _of_many_lengths({}, lengths))
 
 
+@pytest.mark.exhaustive
 def test_lengths_that_a_stage_must_know_without_the_weights(ranks: Callable[..., Any]) -> None:
     """The second stage does not hold what the model looks up by position."""
     lengths = (10, 7)

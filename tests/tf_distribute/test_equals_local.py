@@ -195,6 +195,7 @@ def outputs_of(backend: str, **settings: Any) -> Any:
         return trainer.predict(small_model(), cases.vectors()[0])
 
 
+@pytest.mark.exhaustive
 def test_predictions_of_several_processes(ranks: Callable[..., Any]) -> None:
     reference = outputs_of("local")
     words = {"backend__strategy": WORKERS, "backend__devices": 1}
