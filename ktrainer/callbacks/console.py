@@ -103,7 +103,7 @@ class PlainProgress(_Progress):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._print(headline(self.model, self.world, self.trainer))
+        self._print(headline(self.model, self.world, self.trainer, self.train_state.differences))
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         self.meter.update(self.progress)
@@ -151,7 +151,7 @@ class RichProgress(_Progress):
 
         self.close()
         self.console = _console()
-        self._say(headline(self.model, self.world, self.trainer))
+        self._say(headline(self.model, self.world, self.trainer, self.train_state.differences))
         # Redrawn by hand: a thread of its own would compete with the step for the interpreter.
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
         self._live.start()

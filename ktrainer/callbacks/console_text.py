@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ktrainer.callbacks.throughput import Rates
@@ -52,16 +52,19 @@ def _loss_first(name: str) -> tuple[bool, str]:
     return (name != "loss", name)
 
 
-def headline(model: Any, world: World, trainer: Any) -> str:
+def headline(model: Any, world: World, trainer: Any, differences: Iterable[str] = ()) -> str:
     """Model, processes and backend; a line per argument of `fit` that a key overrides, and per kind
-    of difference from one process."""
+    of difference from one process.
+
+    Args:
+        differences: lines of `known_differences`.
+    """
     parameters = count_text(sum(math.prod(v.shape) for v in model.trainable_variables))
     backend = getattr(getattr(getattr(trainer, "config", None), "backend", None), "name", None)
     ranks = "1 process" if world.size == 1 else f"{world.size} processes"
     parts = [f"training {model.name}", f"{parameters} parameters", ranks]
     first = ", ".join([*parts, f"backend {backend}"] if backend else parts)
-    more = [*getattr(trainer, "overruled", ())]
-    more += getattr(getattr(trainer, "state", None), "differences", ())
+    more = [*getattr(trainer, "overruled", ()), *differences]
     return "\n".join([first, *(f"  {line}" for line in more)])
 
 

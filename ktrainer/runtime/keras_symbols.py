@@ -172,6 +172,8 @@ keras.src.backend.common.global_state
 keras.src.backend.common.stateless_scope
     StatelessScope().stateless_scope
         pipeline, tf_distribute: key of the global state; leaving the scope for a while
+    in_stateless_scope()
+        steps: called; a function that is compiled by itself cannot assign in one
 keras.src.backend.common.symbolic_scope
     in_symbolic_scope()
         steps: called; Keras infers shapes
@@ -417,6 +419,15 @@ tensorflow.python.eager.polymorphic_function.polymorphic_function
         steps: read; whether its Python branches are on tensors
     Function()._experimental_autograph_options
         steps: read; how its Python branches are turned into graphs
+    Function()._jit_compile
+        steps: read; whether it is compiled by itself
+    Function()._default_values
+        steps: read; binds arguments to its signature
+    Function._clone(self, python_function)
+        steps: called; a compiled function is traced with the step
+tensorflow.python.eager.polymorphic_function.function_type_utils
+    canonicalize_function_inputs(args, kwargs, function_type, default_values, is_pure)
+        steps: called; arguments become the tensors of its signature
 tensorflow.python.eager.polymorphic_function.autograph_util
     py_func_from_autograph(python_func, autograph_options)
         steps: called; turns the Python branches of such a function into a graph

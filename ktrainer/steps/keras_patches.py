@@ -35,11 +35,10 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
-from tensorflow.python.autograph.core.ag_ctx import ControlStatusCtx, Status
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.eager.polymorphic_function.autograph_util import py_func_from_autograph
 
 from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 
@@ -64,7 +63,7 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Itera
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", _next_seed),
         (tf_core.Variable, "_direct_assign", _direct_assign),
-        (polymorphic_function.Function, "__call__", _traced_with_the_step),
+        (polymorphic_function.Function, "__call__", traced_with_the_step),
     ]
     replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
     applying = _Applying(context)
@@ -217,23 +216,6 @@ def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
     return next_seed
 
 
-def _traced_with_the_step(context: StepContext, original: Callable[..., Any]) -> Any:
-    def call(self: Any, *args: Any, **named: Any) -> Any:
-        function, options = self.python_function, self._experimental_autograph_options
-        specs = self.input_signature or ()
-        args = (*map(_as_in_signature, args, specs), *args[len(specs) :])
-        if tf.executing_eagerly() or not self._autograph:
-            return function(*args, **named)
-        with ControlStatusCtx(Status.ENABLED, options):
-            return py_func_from_autograph(function, options)(*args, **named)
-
-    return call
-
-
-def _as_in_signature(value: Any, spec: Any) -> Any:
-    return tf.convert_to_tensor(value, spec.dtype) if isinstance(spec, tf.TensorSpec) else value
-
-
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
     def direct_assign(self: Any, value: Any) -> Any:
         context.assigned[id(self)] = self
@@ -260,6 +242,8 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         if applying.depth == 0:
+            if context.collectives is not None or context.capture or context.guard is not None:
+                context.refuse_compiled("it applies an optimizer")
             applying.hooked = False
             context.applies += 1
             if context.capture:

@@ -23,6 +23,12 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [o for key, o in found.items() if key not in inner]
 
 
+def is_linear(optimizer: Any) -> bool:
+    """Return whether an optimizer's steps are proportional to its gradients, as those of SGD are:
+    others divide them by their own size, or square them."""
+    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.SGD)
+
+
 def _layers(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers(include_self=True, recursive=True))
 

@@ -76,6 +76,8 @@ class StepContext(TracedContext):
         assigned: variables that the step assigned, by id.
         applies: how many times an optimizer was applied.
         xla: whether the step is compiled with XLA, in which nothing can be communicated.
+        compiled: the name of a function with `jit_compile=True` that the step calls, while that is
+            traced; nothing can be communicated in it either, nor may its tensors be kept here.
         merge_replicas: `merge_replicas(update, gradients)` runs `update(gradients)` once for all
             replicas of this process, with reduced gradients; None where a process has one.
         guard: skips updates; None: none is skipped.
@@ -104,6 +106,7 @@ class StepContext(TracedContext):
     assigned: dict[int, Any] = field(default_factory=dict)
     applies: int = 0
     xla: bool = False
+    compiled: str = ""
     merge_replicas: Callable[[Callable[[list[Any]], Any], list[Any]], Any] | None = None
     order: InOrder = field(default_factory=InOrder)
     guard: UpdateGuard | None = None
@@ -181,9 +184,11 @@ class StepContext(TracedContext):
             total = self.denominators[self._next]
             self._next += 1
             return tf.cast(total, local.dtype)
-        return self.sum(local)
+        return self.sum(local, "a loss counts what it is divided by on all ranks")
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def sum(
+        self, tensor: tf.Tensor, why: str = "BatchNormalization with synchronized=True does"
+    ) -> tf.Tensor:
         """`tensor` summed over ranks, in the forward pass; differentiable.
 
         What ranks differentiate is their own mean loss L, of which only w counts: gradients
@@ -191,7 +196,7 @@ class StepContext(TracedContext):
         """
         if self.collectives is None or self.record:
             return tensor
-        self.refuse_xla("BatchNormalization with synchronized=True does")
+        self.refuse_xla(why)
         return self.across(tensor)
 
     def across(self, tensor: tf.Tensor, weight_of_all: tf.Tensor | None = None) -> tf.Tensor:
@@ -224,12 +229,25 @@ class StepContext(TracedContext):
         """Refuse to communicate where that cannot be compiled.
 
         Raises:
-            ModelError: the step is compiled with XLA.
+            ModelError: the step, or a function that it calls, is compiled with XLA.
         """
+        self.refuse_compiled(what)
         if self.xla:
             raise ModelError(
                 f"this model communicates in its forward pass ({what}), which XLA cannot compile; "
                 "set trainer.xla=false, or remove it"
+            )
+
+    def refuse_compiled(self, what: str) -> None:
+        """Refuse what a function with `jit_compile=True` cannot do.
+
+        Raises:
+            ModelError: one is traced now.
+        """
+        if self.compiled:
+            raise ModelError(
+                f"{self.compiled} is a tf.function with jit_compile=True, but XLA cannot compile "
+                f"what it does ({what}). Remove jit_compile=True, or move that out of the function"
             )
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from ktrainer.distributed.collectives import densified
 from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
 from ktrainer.steps.embedding_gradients import CommonSlices, mark_common
 from ktrainer.steps.keras_patches import keras_patches
-from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.optimizers import is_linear, optimizers_of
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import python_step, rows_of
 from ktrainer.steps.update_guard import LossOfStep
@@ -48,6 +48,7 @@ class GradientPass:
         loss: the mean loss; None where the model keeps none.
         denominators: those that losses were divided by.
         changed: Python attributes that the step changed, by name.
+        scaled: paths of variables whose optimizer scales small gradients up, as all but SGD do.
         squared_slices: how many rows of each variable were looked up, by path, where the optimizer
             squares the gradient of each lookup by itself, as all but SGD do.
     """
@@ -57,6 +58,7 @@ class GradientPass:
     loss: float | None = None
     denominators: list[tf.Tensor] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    scaled: set[str] = field(default_factory=set)
     squared_slices: Counter[str] = field(default_factory=Counter)
 
 
@@ -136,6 +138,8 @@ class GradientPasses:
             total, count = loss.sums()
             done = GradientPass(loss=float(total / count) if count > 0 else None)
         for optimizer, gradients, variables in context.captured:
+            if not is_linear(optimizer):
+                done.scaled.update(v.path for v in variables)
             done.squared_slices += _squared_slices(optimizer, gradients, variables)
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
@@ -168,7 +172,7 @@ def combined(parts: Sequence[GradientPass], weights: Sequence[float]) -> Gradien
 
 
 def _squared_slices(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
-    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.SGD):
+    if is_linear(optimizer):
         return Counter()
     pairs = zip(gradients, variables, strict=True)
     return Counter(

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import keras
@@ -47,7 +47,7 @@ _MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
 _MOST_ROW_BYTES = 16 * 2**20
 _FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
 
-# What each model was compiled with when it was checked.
+# What each model was compiled with when it was checked, and what was found besides.
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -62,14 +62,15 @@ def check_first_update(
         feeds: all that are open; the first one's examples are used.
 
     Returns:
-        On rank 0, the paths of variables whose gradients are no more than rounding errors.
+        On rank 0, the paths of variables whose gradients are no more than rounding errors, which
+        their optimizers scale up; as they were found if the model was checked before.
     """
     split = split_of(config, plan)
     if config.health.verify == "off" or split.parts == 1:
         return ()
     exact = config.trainer.loss_scope == "global"  # whatever the loss is
-    if _is_checked(model, (split, exact)):
-        return ()
+    if (known := _known(model, (split, exact))) is not None:
+        return known
     batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
     if not world.is_root:
         return ()
@@ -82,6 +83,7 @@ def check_first_update(
     except Exception as error:
         _say_skipped(error, config)
         return ()
+    _remember(model, (split, exact), noise)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     return noise
@@ -102,17 +104,25 @@ def _paused(feeds: Sequence[Feed]) -> Iterator[None]:
         yield
 
 
-def _is_checked(model: keras.Model, how: tuple[Split, bool]) -> bool:
-    """Whether the model was checked as it is compiled now; from now on it is."""
-    now = [getattr(model, name, None) for name in ("_compile_loss", "optimizer")]
-    before = _checked.get(model)
+def _known(model: keras.Model, how: tuple[Split, bool]) -> Sequence[str] | None:
+    """What was found if the model was checked as it is compiled now, else None; from now on it
+    counts as checked."""
+    if (before := _checked.get(model)) is not None:
+        checked, compiled, noise = before
+        now = zip(compiled, _compiled(model), strict=True)
+        if checked == how and all(old() is new for old, new in now):
+            return cast("Sequence[str]", noise)
+    _remember(model, how, ())
+    return None
+
+
+def _remember(model: keras.Model, how: tuple[Split, bool], noise: Sequence[str]) -> None:
     # Weakly, as they may know the model, which would then never go.
-    _checked[model] = how, [_reference(each) for each in now]
-    return (
-        before is not None
-        and before[0] == how
-        and all(old() is new for old, new in zip(before[1], now, strict=True))
-    )
+    _checked[model] = how, [_reference(each) for each in _compiled(model)], noise
+
+
+def _compiled(model: keras.Model) -> list[Any]:
+    return [getattr(model, name, None) for name in ("_compile_loss", "optimizer")]
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
@@ -124,7 +134,7 @@ def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
     try:
         batch = feed.peek(rows)
     except Exception as error:
-        return None, f"its data cannot be looked at before training ({_first_line(error)})"
+        return None, f"its data cannot be looked at before training ({first_line(error)})"
     return (batch, None) if batch is not None else (None, "there is no batch")
 
 
@@ -260,7 +270,7 @@ def _bytes(leaf: Any) -> float:
 def _say_skipped(error: Exception, config: Config) -> None:
     if config.logging.progress == "none":
         return
-    why = str(error) if isinstance(error, CheckSkipped) else _first_line(error)
+    why = str(error) if isinstance(error, CheckSkipped) else first_line(error)
     print(
         f"ktrainer: health.verify did not check the model: {why}. {_FULL_CHECK}",
         file=sys.stderr,
@@ -268,6 +278,7 @@ def _say_skipped(error: Exception, config: Config) -> None:
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What a display says of an error."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

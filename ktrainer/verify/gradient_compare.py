@@ -15,7 +15,8 @@ from ktrainer.verify.diagnosis import TOLERANCES, cause, common_factor
 from ktrainer.verify.eager_pass import GradientPass, GradientPasses
 from ktrainer.verify.side_effects import CheckSkipped
 
-_ONLY_ROUNDING = 0.1  # two sums of one gradient that differ by more have no digit in common
+_ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "half": 2.0**-10}  # of a number's size
+_ONLY_ROUNDING = 0.01  # rounding errors of two sums differ by more, their own size being 1
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,24 @@ def difference(
 
 
 def rounding_only(whole: GradientPass, split: GradientPass, model: keras.Model) -> list[str]:
-    """The paths of variables whose gradients are tiny, and other ones in parts than at once: errors
-    of a sum that is zero, as for the bias of an attention's keys."""
+    """The paths of variables whose gradients are no more than rounding errors of a sum that is
+    zero, as for the bias of an attention's keys, and are scaled up by their optimizer.
+
+    They differ in parts, and are smaller than one rounding error of the largest gradient: a sum
+    that has a term of that size cannot tell them from zero. A sum of smaller terms could, so a
+    variable that is listed may have a true gradient; one that is not may have none.
+    """
     pairs = list(_pairs(whole, split))
-    floor = TOLERANCES[precision_of(model)].check_floor
-    smallest = floor * max(max(_norm(a), _norm(b)) for _, a, b in pairs)
+    largest = max(max(_norm(a), _norm(b)) for _, a, b in pairs)
+    precision = precision_of(model)
+    smallest = _ROUNDING[precision] * largest
+    within = max(_ONLY_ROUNDING, TOLERANCES[precision].check)
     return [
         name
         for name, a, b in pairs
-        if 0 < max(_norm(a), _norm(b)) <= smallest and _norm(a - b) > _ONLY_ROUNDING * _norm(a)
+        if name in whole.scaled
+        and 0 < max(_norm(a), _norm(b)) <= smallest
+        and _norm(a - b) > within * _norm(a)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What training cannot have in common with one process, or with `Model.fit`; known before it."""
+"""Differences from one process, and from `Model.fit`, that are known before training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import keras
 
 from ktrainer.data import Feed
+from ktrainer.verify.first_update_check import first_line
 from ktrainer.verify.update_split import Split
 
-_RATES = ("rate", "stddev", "dropout", "recurrent_dropout")  # of layers, 0 where they draw nothing
+# Of layers, 0 where they draw nothing.
+_RATES = ("rate", "stddev", "dropout", "recurrent_dropout", "factor")
 _NAMED = 3
 
 
@@ -19,17 +21,29 @@ def known_differences(
 ) -> Iterator[str]:
     """Lines for the display, one for each kind of difference.
 
+    An error in here is no error of the run: it becomes a line.
+
     Args:
         model: before a pipeline cuts it.
         feed: of the training data.
-        rounding_only: paths of variables whose gradients are no more than rounding errors.
+        rounding_only: paths of variables whose gradients are no more than rounding errors, which
+            their optimizers scale up.
     """
+    try:
+        yield from _differences(model, feed, split, rounding_only)
+    except Exception as error:
+        yield f"differences from one process cannot be listed: {first_line(error)}"
+
+
+def _differences(
+    model: keras.Model, feed: Feed, split: Split, rounding_only: Sequence[str]
+) -> Iterator[str]:
     if split.replicas * split.microbatches > 1:
         yield from _of_local_batches(model, split)
-        if rounding_only and not isinstance(model.optimizer, keras.optimizers.SGD):
+        if rounding_only:
             yield (
-                f"unlike one process: the gradient of {_list(rounding_only)} is rounding errors, "
-                "which the optimizer scales up; outputs do not depend on it"
+                f"unlike one process: the gradient of {_list(rounding_only)} is no more than "
+                "rounding errors, which the optimizer scales up"
             )
     if feed.num_batches is None:
         yield (
@@ -57,7 +71,14 @@ def _normalises(layer: Any) -> bool:
 
 def _draws(layer: Any) -> bool:
     rates = [getattr(layer, name) for name in _RATES if hasattr(layer, name)]
-    return bool(layer._seed_generators) and (not rates or any(rates))
+    return bool(layer._seed_generators) and (not rates or not all(map(_is_zero, rates)))
+
+
+def _is_zero(rate: Any) -> bool:
+    """Return whether a layer's rate is the number 0; it may be anything of the user's."""
+    if isinstance(rate, tuple):
+        return all(map(_is_zero, rate))
+    return isinstance(rate, (int, float)) and rate == 0
 
 
 def _list(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from ktrainer.callbacks import (
 from ktrainer.callbacks.console_text import (
     count_text,
     final_report,
+    headline,
     metrics_text,
     rate_text,
     span_text,
@@ -184,6 +185,12 @@ def test_rich_display_of_unknown_lengths(monkeypatch) -> None:
     batches = tf.data.Dataset.from_tensor_slices(data(30)).batch(10).filter(lambda x, y: True)
     small_model().fit(batches, verbose=0, shuffle=False, callbacks=[RichProgress()])
     assert "3 steps" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+
+
+def test_the_headline_names_differences() -> None:
+    lines = ("unlike one process: this", "unlike Model.fit: that")
+    text = headline(small_model(), distributed.SingleWorld(), None, lines)
+    assert text.splitlines()[1:] == [f"  {line}" for line in lines]
 
 
 def test_events_of_the_loop() -> None:

@@ -1,4 +1,4 @@
-"""Updates in functions and branches of a step are summed over ranks, each with its own."""
+"""Updates in functions, branches and loops of a step are summed over ranks, each with its own."""
 
 from __future__ import annotations
 
@@ -48,9 +48,17 @@ def _model(kind: str, rank: int) -> Any:
                 self.update(which, x)
             return 0
 
+        @tf.function
+        def update_in_a_loop(self, x: Any) -> None:
+            for _ in tf.range(2):
+                for which in range(2):
+                    self.update(which, x / 2)
+
         def train_step(self, data: Any) -> dict[str, Any]:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            for which in range(2):
+            if kind == "loop":
+                self.update_in_a_loop(x)
+            for which in range(2 if kind != "loop" else 0):
                 if kind == "function":
                     self.update_in_a_function(which, x)
                 elif kind == "branch" and which == 0:
@@ -76,30 +84,7 @@ def _train(kind: str) -> list[np.ndarray]:
         return [np.array(v.numpy()) for v in model.weights_of]
 
 
-def test_a_function_with_a_signature_gets_tensors() -> None:
-    import tensorflow as tf
-
-    from ktrainer.steps.keras_patches import keras_patches
-    from ktrainer.steps.step_context import StepContext
-
-    spec = tf.TensorSpec([], tf.float32)
-
-    class Scaled:
-        @tf.function(input_signature=[spec, spec])
-        def call(self, x: Any, y: Any = 2) -> Any:
-            return x / y, x.dtype.name
-
-        @tf.function
-        def free(self, x: Any, *, y: Any = 2) -> Any:
-            return x / y
-
-    with keras_patches(StepContext(tf.ones([], tf.float64))):
-        value, dtype = Scaled().call(3, 2)
-        assert (float(value), dtype) == (1.5, "float32")
-        assert Scaled().free(3, y=4) == 0.75
-
-
-@pytest.mark.parametrize("kind", ["function", "branch"])
+@pytest.mark.parametrize("kind", ["function", "branch", "loop"])
 def test_each_update_gets_its_own_gradients(ranks: Callable[..., Any], kind: str) -> None:
     total = ROWS * (ROWS - 1) / 2 / BATCH  # of the means of all batches
     for first, second in ranks(2).run(_train, kind):

@@ -99,6 +99,31 @@ def test_mixed_float16_replicas_agree_on_the_loss_scale(
         close(ours[0], truth[0], 0, 5e-4)
 
 
+def compiled_by_xla(strategy: str) -> int:
+    """How many functions of an update with `trainer.xla` are."""
+    import tensorflow as tf
+
+    from ktrainer.backends.tf_distribute.replicas.replica_accumulation import ReplicaAccumulation
+    from ktrainer.steps import StepOptions
+
+    spec = (tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64))
+    scalars = [tf.TensorSpec([2], tf.float64), tf.TensorSpec([0], tf.float64)]
+    with trainer(strategy) as it:
+        model, options = small_model(), StepOptions(xla=True)
+        program = it.backend.prepare(model, options)
+        program.build(spec)
+        parts = ReplicaAccumulation(
+            model, options, program.replicas, spec, program._logged["train"]
+        )
+        graph = parts.phase("compute").get_concrete_function(spec, *scalars).graph
+    calls = [op for op in graph.get_operations() if op.type.endswith("PartitionedCall")]
+    return sum(op.get_attr("_XlaMustCompile") for op in calls)
+
+
+def test_xla_compiles_the_step_of_each_replica(ranks: Callable[..., Any]) -> None:
+    assert under(ranks, "mirrored", compiled_by_xla, "mirrored") == [2]
+
+
 @pytest.mark.quick("mirrored")
 @pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
 def test_mixed_bfloat16(ranks: Callable[..., Any], strategy: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ NORMALISED = (
 )
 DRAWN = "unlike one process: drops draws random numbers for each local batch"
 ROUNDING = (
-    "unlike one process: the gradient of attends/key/bias is rounding errors, which the optimizer "
-    "scales up; outputs do not depend on it"
+    "unlike one process: the gradient of attends/key/bias is no more than rounding errors, which "
+    "the optimizer scales up"
 )
 LENGTH = (
     "unlike Model.fit: Keras counts one optimizer iteration too many in each epoch of data of "
@@ -63,17 +64,20 @@ def _data(kind: str) -> Any:
     return data if kind == "known" else data.filter(lambda x, _: tf.reduce_all(x < 100))
 
 
-def displayed(kind: str, optimizer: str, *words: str) -> list[str]:
-    """The lines below the first one of what `fit` displays."""
+def displayed(kind: str, optimizer: str, *words: str, fits: int = 1) -> list[str]:
+    """The lines below the first one of what each `fit` displays."""
     settings = ["logging.progress=plain", "logging.csv=false", "trainer.epochs=1", *words]
     with redirect_stdout(io.StringIO()) as text, Trainer(None, (), settings) as trainer:
-        trainer.fit(_model(optimizer), _data(kind))
+        model = _model(optimizer)
+        for _ in range(fits):
+            trainer.fit(model, _data(kind))
     return [each.strip() for each in text.getvalue().splitlines() if "unlike" in each]
 
 
 def test_ranks(ranks: Callable[..., Any]) -> None:
-    first, second = ranks(2).run(displayed, "known", "adam", "backend=data_parallel", deadline=120)
-    assert (first, second) == ([NORMALISED, DRAWN, ROUNDING], [])
+    words = "known", "adam", "backend=data_parallel"
+    first, second = ranks(2).run(displayed, *words, fits=2, deadline=120)
+    assert (first, second) == ([NORMALISED, DRAWN, ROUNDING] * 2, [])
 
 
 def test_ranks_without_an_optimizer_that_scales_rounding(ranks: Callable[..., Any]) -> None:
@@ -84,3 +88,137 @@ def test_ranks_without_an_optimizer_that_scales_rounding(ranks: Callable[..., An
 @pytest.mark.parametrize(("kind", "expected"), [("known", []), ("unknown", [LENGTH])])
 def test_one_process(ranks: Callable[..., Any], kind: str, expected: list[str]) -> None:
     assert ranks(1).run(displayed, kind, "adam") == [expected]
+
+
+def _drawing(layer: Any) -> list[str]:
+    """What is said of a model with one layer."""
+    import keras
+
+    from ktrainer.verify.known_differences import known_differences
+    from ktrainer.verify.update_split import Split
+
+    inputs = keras.Input((4, 4, 3))
+    feed = SimpleNamespace(num_batches=1)
+    model = keras.Model(inputs, layer(inputs))
+    return list(known_differences(model, feed, Split(replicas=2), ()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["weight", "array", "float32", "half", "text"])
+def test_what_is_called_a_rate_may_be_anything(kind: str) -> None:
+    import keras
+
+    class Drops(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="drops")
+            self.generator = keras.random.SeedGenerator(0)
+            rates = {"array": np.zeros(3), "float32": np.float32(0.5), "half": 0.5, "text": "0"}
+            self.rate = rates.get(kind)
+            if kind == "weight":
+                self.rate = self.add_weight(shape=(3,), initializer="zeros")
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    assert _drawing(Drops()) == [DRAWN]
+
+
+def test_layers_that_draw_nothing_are_not_named() -> None:
+    from keras import layers
+
+    for layer in (layers.RandomRotation(0.0), layers.RandomContrast(0.0), layers.Dropout(0)):
+        assert _drawing(layer) == []
+    assert _drawing(layers.RandomRotation(0.1, name="drops")) == [DRAWN]
+    assert _drawing(layers.RandomFlip(name="drops")) == [DRAWN]
+
+
+def test_an_error_in_a_line_is_one_of_the_display() -> None:
+    import keras
+
+    class Broken(keras.layers.Layer):
+        @property
+        def rate(self) -> float:
+            raise ValueError("no rate yet")
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    assert _drawing(Broken()) == [
+        "differences from one process cannot be listed: ValueError: no rate yet"
+    ]
+
+
+def _rounding_only(model: Any, x: Any, y: Any) -> list[str]:
+    import tensorflow as tf
+
+    from ktrainer.data.local_batch import take_slice
+    from ktrainer.verify.batch_invariant_random import RandomDraws
+    from ktrainer.verify.eager_pass import GradientPasses, eager_passes
+    from ktrainer.verify.gradient_compare import rounding_only
+
+    draws, batch = RandomDraws(), (tf.constant(x), tf.constant(y))
+    with eager_passes(draws):
+        passes = GradientPasses(model, True, draws)
+        whole = passes.whole(batch)
+        halves = [take_slice(batch, len(x), part, 2) for part in range(2)]
+        return rounding_only(whole, passes.split(halves, [0.5, 0.5]), model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "scaled sgd", "scaled adam", "own"])
+def test_the_bias_of_keys_is_rounding(dtype: str, optimizer: str) -> None:
+    import keras
+    from keras import layers
+
+    class OfItsOwn(keras.Model):
+        """Compiled without an optimizer, which is rmsprop by default."""
+
+        def train_step(self, data: Any) -> Any:
+            import tensorflow as tf
+
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            weights = self.trainable_variables
+            self.own.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4, 6), dtype=dtype)
+    x = layers.MultiHeadAttention(2, 3, name="attends", dtype=dtype)(inputs, inputs)
+    x = layers.Dense(1, dtype=dtype)(layers.Flatten(dtype=dtype)(x))
+    kind = OfItsOwn if optimizer == "own" else keras.Model
+    model = kind(inputs, x, dtype=dtype)
+    chosen: Any = keras.optimizers.get(
+        optimizer.rpartition(" ")[2] if kind is keras.Model else "sgd"
+    )
+    if optimizer.startswith("scaled"):
+        chosen = keras.optimizers.LossScaleOptimizer(chosen)
+    if kind is OfItsOwn:
+        model.own = chosen
+        model.compile(loss="mse")
+    else:
+        model.compile(chosen, "mse")
+    chosen.build(model.trainable_variables)
+    random = np.random.default_rng(0)
+    data = random.normal(size=(16, 4, 6)).astype(dtype), random.normal(size=(16, 1)).astype(dtype)
+    expected = ["attends/key/bias"] if optimizer.endswith("adam") else []
+    assert _rounding_only(model, *data) == expected
+
+
+def test_a_small_gradient_is_not_rounding() -> None:
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.verify.eager_pass import GradientPass
+    from ktrainer.verify.gradient_compare import rounding_only
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="d")])
+    weights = model.trainable_variables
+
+    def one(bias: float) -> GradientPass:
+        gradients: list[Any] = [tf.constant([[27.0]]), tf.constant([bias])]
+        return GradientPass([gradients], [weights], scaled={v.path for v in weights})
+
+    assert rounding_only(one(1.3e-5), one(0.9e-5), model) == []
+    assert rounding_only(one(1.3e-6), one(0.9e-6), model) == [weights[1].path]
+    assert rounding_only(one(1.3e-6), one(1.3e-6), model) == []
