@@ -141,7 +141,7 @@ class World(ABC):
         if (error := self.interrupted_by) is not None:
             first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise WorldError(
-                f"rank {self.rank} can communicate no more, since it stopped waiting for an "
+                f"rank {self.rank} can no longer communicate, since it stopped waiting for an "
                 "operation that other ranks may still be in: they would get wrong numbers. End "
                 f"this process and resume from the last checkpoint. The wait ended by {first_line}"
             ) from error
