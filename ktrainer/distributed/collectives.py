@@ -30,27 +30,27 @@ Gradient = Any  # tf.Tensor | tf.IndexedSlices
 
 
 @cache
-def _turn() -> tf.Tensor:
-    """The handle of a number that every collective changes, before and after.
+def _order_variable() -> tf.Tensor:
+    """The handle of a variable that every collective changes, before and after.
 
     TensorFlow runs operations that change the same variable in the order in which they were traced,
     also those in branches, loops and functions, which control dependencies do not reach.
     """
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="ktrainer_turn")
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="ktrainer_order")
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([], tf.int64))
         return handle
 
 
-def _take_turn() -> tf.Operation:
-    return tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=tf.ones([], tf.int64))
+def _advance_order() -> tf.Operation:
+    return tf.raw_ops.AssignAddVariableOp(resource=_order_variable(), value=tf.ones([], tf.int64))
 
 
 class InOrder:
     """Runs collectives one after another in the order in which they were traced.
 
     A strategy's own are chained by control dependencies alone: TensorFlow keeps their order in
-    branches too, and a turn would make replicas of one process wait for each other.
+    branches too, and the variable would make replicas of one process wait for each other.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class InOrder:
                 outputs = collective()
             self._last = [outputs[0].op]
             return outputs
-        with tf.control_dependencies([_take_turn()]):
+        with tf.control_dependencies([_advance_order()]):
             outputs = collective()
         with tf.control_dependencies([outputs[0].op]):
-            self._last = [_take_turn()]
+            self._last = [_advance_order()]
         return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:

@@ -45,10 +45,10 @@ def call_with_deadline(
 
     thread = threading.Thread(target=run, name="ktrainer-blocking", daemon=True)
     end = time.monotonic() + world.deadline
-    thread.start()
-    thread.join(_POLL_SECONDS)
     said: str | None = None
     try:
+        thread.start()
+        thread.join(_POLL_SECONDS)
         while not found:
             remaining = end - time.monotonic()
             if said is None and remaining <= world.answer_seconds:

@@ -111,23 +111,40 @@ class ElasticWorld(MpiWorld):
         return self._broken
 
     def has_lost(self, error: BaseException) -> bool:
-        """Return whether an error means a lost rank, not one that raised or did not answer."""
-        return is_loss(error) or (self.broken and isinstance(error, PeerLost))
+        """Return whether an error means a lost rank, not one that raised or did not answer, and
+        this rank can heal."""
+        lost = is_loss(error) or (self.broken and isinstance(error, PeerLost))
+        return lost and self._can_heal
 
-    def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
+    @property
+    def _can_heal(self) -> bool:
+        """True unless a wait was interrupted by anything but a loss, of which MPI tells all ranks:
+        others may be in that operation still, and it may be one of those that heal."""
+        return isinstance(self.interrupted_by, PeerLost | MPI.Exception | None)
+
+    def wait(self, request: Any, what: str, *buffers: Any) -> None:
         try:
             super().wait(request, what, *buffers)
         except DeadlineExceeded:
             if not self._kill_silent():
                 raise
-            self._raise_killed(request, what)
-            self.interrupted_by = None  # the wait has ended after all
+            self.interrupted_by = None  # the wait ends after all, or by a loss
+            try:
+                self._raise_killed(request, what)
+            except BaseException as error:
+                self.record_interruption(error)
+                raise
         except PeerLost:
             self.revoke()
             raise
 
+    def record_interruption(self, error: BaseException) -> None:
+        if self._can_heal:  # from what was recorded before; perhaps not from this
+            self.interrupted_by = None
+        super().record_interruption(error)
+
     def check_usable(self) -> None:
-        if not self._broken:  # else the communicators are revoked: MPI's errors make ranks heal
+        if not self._can_heal:  # else communicators may be revoked: MPI's errors make ranks heal
             super().check_usable()
 
     def answer(self, what: str) -> None:
@@ -183,7 +200,9 @@ class ElasticWorld(MpiWorld):
 
         Raises:
             DeadlineExceeded: a rank neither failed nor called it.
+            WorldError: a wait was interrupted by anything but a loss.
         """
+        self.check_usable()
         self.revoke()
         before = self.members
         if not self._called:  # ranks that are about to agree on something learn of it by this
@@ -270,12 +289,12 @@ class ElasticWorld(MpiWorld):
     def _all_agree(self, comm: MPI.Intracomm, mine: bool) -> bool:
         flag = np.array([int(mine)], np.int32)
         try:
-            self._poll(cast(Any, comm).Iagree(flag), "agree on the surviving ranks")
+            self._poll(cast(Any, comm).Iagree(flag), "agree on the surviving ranks", flag)
         except MPI.Exception:  # the same on all: one more was lost meanwhile
             return False
         return bool(flag[0])
 
-    def _poll(self, request: MPI.Request, what: str) -> None:
+    def _poll(self, request: MPI.Request, what: str, buffer: np.ndarray) -> None:
         """Wait for a request that completes in spite of failures."""
         end = time.monotonic() + self.deadline
         try:
@@ -286,7 +305,7 @@ class ElasticWorld(MpiWorld):
                 time.sleep(50e-6)
         finally:
             if request:
-                self.keep_unfinished(request)
+                self.keep_unfinished(request, buffer)
 
     def _describe_others(self) -> str:
         return describe_others(self.members, self.stable_rank)

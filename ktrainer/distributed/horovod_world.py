@@ -43,6 +43,14 @@ class HorovodWorld(World):
         _end_with_an_uncaught_exception()
 
     def _wait(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check_usable()
+        try:
+            return self._result(what, call, *args, **kwargs)
+        except BaseException as error:  # other ranks make the rest of this operation's messages
+            self.record_interruption(error)
+            raise
+
+    def _result(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._count += 1  # the same on every rank: host messages are made in one order
         future = self._pool.submit(call, *args, name=f"oob.{self._count}", **kwargs)
         try:

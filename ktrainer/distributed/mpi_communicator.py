@@ -72,19 +72,19 @@ class MpiComm(World):
     def keep_if_interrupted(self, owner: Any) -> None:
         self._owners.add(owner)
 
-    def keep_unfinished(self, request: Any, *buffers: np.ndarray) -> None:
+    def keep_unfinished(self, request: Any, *buffers: Any) -> None:
         """Keep a request that the exception under way leaves unfinished, and its buffers; note that
         this exception has interrupted the wait for it."""
         self.record_interruption(cast(BaseException, sys.exception()))
         keep_for_mpi(request, *buffers)
 
     @abstractmethod
-    def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
+    def wait(self, request: Any, what: str, *buffers: Any) -> None:
         """Wait for an MPI request, at most `deadline` seconds.
 
         Args:
-            buffers: of a collective, kept as long as MPI may use them; requests between two ranks
-                keep their own.
+            buffers: of a collective, and other objects that MPI writes to, kept as long as MPI may
+                use them; requests between two ranks keep their own.
 
         Raises:
             DeadlineExceeded: naming rank, step and `what`.
@@ -150,7 +150,7 @@ class MpiComm(World):
             DeadlineExceeded: a rank does not open it.
         """
         copy, request = self.comm.Idup()
-        self.wait(request, "open a communicator")
+        self.wait(request, "open a communicator", copy)  # MPI fills in its handle at the end
         return copy
 
     def watch(self, comm: MPI.Intracomm) -> None:
@@ -218,7 +218,7 @@ class MpiGroup(MpiComm):
     def keep_if_interrupted(self, owner: Any) -> None:
         self._world.keep_if_interrupted(owner)
 
-    def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
+    def wait(self, request: Any, what: str, *buffers: Any) -> None:
         self._world.wait(request, f"{what} among {self._among}", *buffers)
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
@@ -25,13 +24,14 @@ from ktrainer.distributed.stall_report import (
     silent_ranks,
     stall_message,
 )
+from ktrainer.distributed.world import ended_by
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError, name_ranks
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
-_absent: DeadlineExceeded | None = None  # raised by the start of all ranks
+_interrupted_by: BaseException | None = None  # the start of all ranks, before all had come
 
 
 class MpiWorld(MpiComm):
@@ -82,7 +82,7 @@ class MpiWorld(MpiComm):
 
         return call_with_deadline(self, split, f"open {name}")
 
-    def wait(self, request: Any, what: str, *buffers: np.ndarray) -> None:
+    def wait(self, request: Any, what: str, *buffers: Any) -> None:
         start = time.monotonic()
         next_poll, others = POLL_SECONDS, None
         try:
@@ -149,17 +149,21 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
     Raises:
         DeadlineExceeded: naming the ranks that have not.
         PeerLost: a rank has failed.
+        WorldError: an earlier call has ended before all had come.
     """
-    if _absent is not None:
+    global _interrupted_by
+    if (error := _interrupted_by) is not None:
         raise WorldError(
-            f"rank {comm.rank} has waited for the start of all ranks before, and some did not "
-            "come: the next operation would be taken for that one. Start all processes again."
-        ) from _absent
+            f"rank {comm.rank} stopped waiting for the start of all ranks before all had come: its "
+            "next operation would be taken for that one. Start all processes again. "
+            f"{ended_by(error)}"
+        ) from error
     began = time.monotonic()
     stall_report = StallReport(comm, _STARTUP_TAG)
     answer_seconds = min(ANSWER_SECONDS, seconds / 4)
+    request, next_poll = None, 0.0
     try:
-        request, next_poll = comm.Ibarrier(), 0.0
+        request = comm.Ibarrier()
         while not request.Test():
             waited = time.monotonic() - began
             if waited > next_poll:
@@ -169,29 +173,28 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
                 answers = stall_report.ask("here", answer_seconds)
                 if request.Test():  # all have arrived meanwhile, and some answer no more
                     return
-                _raise_absent(comm, seconds, answers, request)
+                _raise_absent(comm, seconds, answers)
             time.sleep(1e-4 if waited < _STARTUP_SPIN_SECONDS else 1e-2)
     except MPI.Exception as error:
         raise PeerLost(
             f"rank {comm.rank} lost a peer at the start of all ranks: {error}"
         ) from error
+    finally:
+        if request:  # MPI has not ended it: this is an exception's way out
+            _interrupted_by = sys.exception()
+            keep_for_mpi(request, stall_report)
 
 
-def _raise_absent(
-    comm: MPI.Intracomm, seconds: float, answers: Mapping[int, str], request: MPI.Request
-) -> None:
-    """End the barrier and raise, unless all answer: the last one has arrived just now."""
-    global _absent
+def _raise_absent(comm: MPI.Intracomm, seconds: float, answers: Mapping[int, str]) -> None:
+    """Raise unless all answer: the last one has arrived just now."""
     missing = silent_ranks(comm.size, comm.rank, answers)
     if missing:
-        keep_for_mpi(request)
         not_there = (
             f"Not there: {name_ranks(missing)}, which did not come to `Trainer(...)`, or to where "
             "the world is opened otherwise: stopped, failed, busy before it, or on another path."
         )
         setting = "world.start_deadline"
-        _absent = DeadlineExceeded(comm.rank, 0, _STARTUP, seconds, not_there, setting)
-        raise _absent
+        raise DeadlineExceeded(comm.rank, 0, _STARTUP, seconds, not_there, setting)
 
 
 def _check_groups(every: Sequence[tuple[int, ...]]) -> None:

@@ -139,11 +139,10 @@ class World(ABC):
             WorldError: caused by the error that ended the wait.
         """
         if (error := self.interrupted_by) is not None:
-            first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise WorldError(
-                f"rank {self.rank} can communicate no more, since it stopped waiting for an "
+                f"rank {self.rank} can no longer communicate, since it stopped waiting for an "
                 "operation that other ranks may still be in: they would get wrong numbers. End "
-                f"this process and resume from the last checkpoint. The wait ended by {first_line}"
+                f"this process and resume from the last checkpoint. {ended_by(error)}"
             ) from error
 
     def keep_if_interrupted(self, owner: Any) -> None:  # noqa: B027 - most worlds have no requests
@@ -173,6 +172,12 @@ class SingleWorld(World):
     ) -> np.ndarray:
         array = np.asarray(value)
         return array.astype(np.float64) if op == "average" and array.dtype.kind in "iub" else array
+
+
+def ended_by(error: BaseException) -> str:
+    """A sentence about the error that ended a wait, without the stacks that it may hold."""
+    first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return f"The wait was ended by {first_line}"
 
 
 def for_reduction(value: Any, op: ReduceOp) -> tuple[np.ndarray, np.dtype]:

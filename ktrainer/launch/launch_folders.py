@@ -53,8 +53,8 @@ def _namespace() -> int:
 
 @contextlib.contextmanager
 def mpi_folder(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """MPI settings for a folder that holds what MPI would else leave behind when it is killed: the
-    ranks' shared-memory segments, and the session folder of mpirun.
+    """MPI settings for a folder that holds what MPI would otherwise leave behind when it is killed:
+    the ranks' shared-memory segments, and the session folder of mpirun.
 
     mpirun names the latter by its process id, and does not start where there is one of that name
     already: "The PMIx server's listener thread failed to start". Process ids come again.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.harness import PerRank, RankDied, RankError, Ranks, RanksTimeout, leaks
+from tests.dist.harness import PerRank, RankLost, RankError, Ranks, RanksTimeout, leaks
 
 Group = Callable[..., Ranks]
 
@@ -52,7 +52,7 @@ def _sleep_on(rank: int, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def _die_on(rank: int) -> None:
+def _end_on(rank: int) -> None:
     from ktrainer import distributed
 
     if distributed.current_world().rank == rank:
@@ -126,8 +126,8 @@ def test_late_rank_is_named_with_its_stack_and_group_is_replaced(ranks: Group) -
 
 
 def test_lost_rank_is_named(ranks: Group) -> None:
-    with pytest.raises(RankDied, match="rank 1 died"):
-        ranks(2, "late").run(_die_on, 1)
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        ranks(2, "late").run(_end_on, 1)
 
 
 def test_rank_that_leaves_something_behind_fails(ranks: Group) -> None:

@@ -141,13 +141,13 @@ def test_different_paths_are_found() -> None:
             assert "rank 1 in 'another way'" in said
 
 
-def test_after_a_deadline_a_rank_communicates_no_more() -> None:
+def test_after_a_deadline_a_rank_can_no_longer_communicate() -> None:
     """The answer to a late sum would be taken for that to the next one."""
     with started("late", 2) as processes:
         for rank, process in processes.items():
             waited, then = process.communicate(timeout=60)[0].splitlines()
             assert "rank 0 waited 0.5 s" in waited
-            assert f"DeadlineExceeded rank {rank} can communicate no more" in then
+            assert f"DeadlineExceeded rank {rank} can no longer communicate" in then
 
 
 @pytest.mark.exhaustive

@@ -137,11 +137,11 @@ def _sums_after_one_rank_was_late() -> list[float | str]:
     return found
 
 
-def test_after_a_deadline_a_rank_communicates_no_more(ranks: Callable[..., Any]) -> None:
+def test_after_a_deadline_a_rank_can_no_longer_communicate(ranks: Callable[..., Any]) -> None:
     """Its next operation, whatever it was, would be taken for the other ranks' next."""
     first, late = ranks(2, "late").run(_sums_after_one_rank_was_late)
     assert "rank 0 waited 0.2 s" in first[0]
-    assert "rank 0 can communicate no more" in first[1]
+    assert "rank 0 can no longer communicate" in first[1]
     assert first[0].partition("\n")[0] in first[1]
     assert late[0] == 2.0
     assert "rank 1 waited 0.2 s" in late[1]

@@ -146,7 +146,7 @@ def test_after_a_deadline_nothing_of_the_world_is_used(
     found, _ = ranks(2, "late").run(_use_again, interrupted)
     assert len(found) == 4
     for said, caused in found:
-        assert "rank 0 can communicate no more" in said
+        assert "rank 0 can no longer communicate" in said
         assert caused
 
 

@@ -21,7 +21,7 @@ from ktrainer.checkpoint.format.value_encoding import encode_json
 from ktrainer.distributed import SingleWorld
 from tests.checkpoint.stages import same, values, whole_model
 from tests.checkpoint.whole import write_checkpoint
-from tests.dist.harness import RankDied
+from tests.dist.harness import RankLost
 from tests.faults.runs import CASES, killed_after, train
 from tests.faults.stages import save_with_fault
 from tests.faults.test_resume import differences
@@ -80,7 +80,7 @@ def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> 
 @pytest.mark.parametrize(("rank", "fault"), [(1, "dies at a file"), (0, "dies at the rename")])
 def test_row_01_killed_stage(ranks, tmp_path, rank: int, fault: str) -> None:
     """A run resumes from the checkpoint before; the rest of the new one is cleared up."""
-    with pytest.raises(RankDied, match="died"):
+    with pytest.raises(RankLost, match="is lost"):
         ranks(2, "killed").run(save_with_fault, str(tmp_path), 2, rank, fault)
     store = Store(tmp_path)
     latest = store.latest()

@@ -10,6 +10,8 @@ from pathlib import Path
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from tests.launch.conftest import launch_command
 
+SETTINGS = ["OMPI_MCA_btl_sm_backing_directory", "PRTE_MCA_prte_tmpdir_base"]
+
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
@@ -29,26 +31,44 @@ def test_a_folder_goes_with_its_launch(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
+def folders_of(launcher: int) -> list[Path]:
+    """What a launcher of this process id has in shared memory."""
+    return [*Path("/dev/shm").glob(f"ktrainer-*-{launcher}-*")]
+
+
 def test_mpi_leaves_nothing_that_a_later_launch_could_meet(tmp_path: Path) -> None:
     """mpirun does not start where a killed one of the same process id has left its session."""
-    script = tmp_path / "script.py"
+    script, used = tmp_path / "script.py", tmp_path / "used"
     script.write_text(
-        "import os, signal, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
-        "    os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)"
+        "import os, signal, sys, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '0':\n"
+        "    with open(sys.argv[1], 'w') as file:\n"
+        f"        print(*(os.environ.get(name, '') for name in {SETTINGS}), file=file)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "time.sleep(60)"
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {**os.environ, "TMPDIR": str(temporary)}
-    done = subprocess.run(launch_command("-n", 2, script), env=env, timeout=60, check=False)
-    assert done.returncode != 0
+    with subprocess.Popen(launch_command("-n", 2, script, used), env=env) as launcher:
+        assert launcher.wait(timeout=60) != 0
+    folders = {Path(name) for name in used.read_text().split()}
+    assert folders, "where mpirun and the ranks had their files"
+    for folder in folders:
+        assert f"-{launcher.pid}-" in folder.name
+        assert not folder.exists()
+    assert folders_of(launcher.pid) == []
     assert names(temporary) == set()
 
 
 def test_settings_of_the_user_stay() -> None:
     with mpi_folder({}) as all_of_them:
-        (name, *_) = all_of_them
-    with mpi_folder({name: "/mine"}) as others:
-        assert {*others} == {*all_of_them} - {name}
+        assert {*all_of_them} <= {*SETTINGS}
+    for name in all_of_them:
+        with mpi_folder({name: "/mine"}) as others:
+            assert {*others} == {*all_of_them} - {name}
+    with mpi_folder(dict.fromkeys(SETTINGS, "/mine")) as none:
+        assert none == {}
 
 
 def test_what_killed_launchers_left_is_cleared_up(tmp_path: Path) -> None:

@@ -47,5 +47,5 @@ class RanksTimeout(AssertionError):
     """Ranks did not finish within the deadline; the message says where each one stood."""
 
 
-class RankDied(AssertionError):
-    """A rank ended in the middle of a task."""
+class RankLost(AssertionError):
+    """A rank was lost in the middle of a task."""

@@ -21,7 +21,7 @@ import psutil
 from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness import leaks, wire
-from tests.dist.harness.errors import Outcome, RankDied, RankError, RanksTimeout
+from tests.dist.harness.errors import Outcome, RankLost, RankError, RanksTimeout
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 90.0  # mpirun and the import of mpi4py, on a machine that is busy
@@ -86,7 +86,7 @@ class Ranks:
         Raises:
             RankError: a rank raised; the message holds its traceback.
             RanksTimeout: a rank did not return in time; the group is ended.
-            RankDied: a rank ended; so does the group.
+            RankLost: a rank was lost; the group is ended.
         """
         outcomes = self.outcomes(function, *args, deadline=deadline, **kwargs)
         if any(outcome.error is not None for outcome in outcomes):
@@ -241,7 +241,7 @@ class Ranks:
                 try:
                     message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
-                    error = self._failure(RankDied, task, f"rank {rank} died", outcomes)
+                    error = self._failure(RankLost, task, f"rank {rank} is lost", outcomes)
                     raise error from None
                 value, error, text, seconds, reusable = wire.unpack_result(message)
                 self._reusable &= reusable
