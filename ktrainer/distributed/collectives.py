@@ -30,20 +30,20 @@ Gradient = Any  # tf.Tensor | tf.IndexedSlices
 
 
 @cache
-def _turn() -> tf.Tensor:
-    """The handle of a number that every collective changes, before and after.
+def _turn(lane: str) -> tf.Tensor:
+    """The handle of a number that every collective of a lane changes, before and after.
 
     TensorFlow runs operations that change the same variable in the order in which they were traced,
     also those in branches, loops and functions, which control dependencies do not reach.
     """
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="ktrainer_turn")
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=f"ktrainer_{lane}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([], tf.int64))
         return handle
 
 
-def _take_turn() -> tf.Operation:
-    return tf.raw_ops.AssignAddVariableOp(resource=_turn(), value=tf.ones([], tf.int64))
+def _take_turn(lane: str) -> tf.Operation:
+    return tf.raw_ops.AssignAddVariableOp(resource=_turn(lane), value=tf.ones([], tf.int64))
 
 
 class InOrder:
@@ -51,9 +51,14 @@ class InOrder:
 
     A strategy's own are chained by control dependencies alone: TensorFlow keeps their order in
     branches too, and a turn would make replicas of one process wait for each other.
+
+    Args:
+        lane: collectives of different lanes have no order among each other, so they need
+            communicators of their own, and a thread each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str = "turn") -> None:
+        self._lane = lane
         self._last: list[tf.Operation] = []
         self._numbered = 0
 
@@ -72,10 +77,10 @@ class InOrder:
                 outputs = collective()
             self._last = [outputs[0].op]
             return outputs
-        with tf.control_dependencies([_take_turn()]):
+        with tf.control_dependencies([_take_turn(self._lane)]):
             outputs = collective()
         with tf.control_dependencies([outputs[0].op]):
-            self._last = [_take_turn()]
+            self._last = [_take_turn(self._lane)]
         return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:
@@ -84,6 +89,23 @@ class InOrder:
             return list(tensors)
         with tf.control_dependencies(self._last):
             return [tf.identity(tensor) for tensor in tensors]
+
+
+def call_on_host(
+    call: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """The outputs of a function of NumPy arrays, eagerly or in the function that is being traced.
+
+    Args:
+        call: takes the arrays of `inputs`, and returns one array for each of `dtypes`, or a bare
+            one.
+    """
+    if not tf.executing_eagerly():
+        return list(tf.numpy_function(call, list(inputs), list(dtypes), stateful=True))
+    # Not by numpy_function, which cannot read a scalar of bfloat16.
+    found = call(*(np.asarray(tensor.numpy()) for tensor in inputs))
+    outputs = [found] if isinstance(found, np.ndarray) else found
+    return [tf.convert_to_tensor(x, d) for x, d in zip(outputs, dtypes, strict=True)]
 
 
 class GradientCollectives(ABC):

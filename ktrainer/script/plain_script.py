@@ -6,11 +6,15 @@ import ast
 from collections.abc import Iterator
 
 # Names and modules that only a script with its own Trainer, or with its own steps, uses.
-_TRAINER_NAMES = {"Trainer", "Config", "load_config", "trainer", "config", "backends", "steps"}
+_TRAINER_NAMES = {
+    *("Trainer", "Config", "load_config", "trainer", "config", "backends", "steps"),
+    "dataparallel",
+}
 
 
 def is_plain(source: bytes) -> bool:
-    """Return whether a script trains with Keras: it uses neither a Trainer nor a configuration.
+    """Return whether a script trains with Keras: it uses neither a Trainer nor a configuration, nor
+    communicates itself.
 
     False for a script that does not compile: running it reports the error.
     """
