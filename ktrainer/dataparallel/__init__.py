@@ -13,7 +13,7 @@ ranks.py        rank, size, facts               collectives.py, rows.py, objects
 gradient_tape.py, optimizer.py, gradients.py, local_aggregation.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
 channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
-rank_group.py   the channels of a process set; sums.py: the engine's buckets on one
+rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
 host_calls.py, reductions.py   calls from eager and compiled code
 adasum.py, join.py, process_sets.py, unavailable.py
 """

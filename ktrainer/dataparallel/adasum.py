@@ -13,11 +13,14 @@ float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.errors import WorldError
+
+if TYPE_CHECKING:
+    from ktrainer.distributed.mpi_communicator import MpiComm
 
 _TAG = 72
 

@@ -7,7 +7,7 @@ All of them work eagerly and inside of `tf.function`, where their order is that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -21,10 +21,13 @@ from ktrainer.dataparallel.options import (
     refuse_devices,
 )
 from ktrainer.dataparallel.process_sets import ProcessSet
-from ktrainer.dataparallel.rank_group import Lane, RankGroup
+from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.dataparallel.reductions import reduce_list, reduce_one
 from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.lane import Lane
 
 
 def allreduce(

@@ -9,6 +9,7 @@ import tensorflow as tf
 from ktrainer.dataparallel.gradients import make_reduction
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
+from ktrainer.errors import ModelError
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -35,6 +36,7 @@ class DistributedGradientTape(tf.GradientTape):
 
     Raises:
         ConfigError: an argument cannot be.
+        ModelError: `gradtape` is no tape.
     """
 
     __slots__ = ("_reduction",)
@@ -54,7 +56,6 @@ class DistributedGradientTape(tf.GradientTape):
         *,
         bucket_cap_mb: float = 25,
     ) -> None:
-        object.__setattr__(self, "__dict__", vars(gradtape))  # both are one tape
         self._reduction = make_reduction(
             "all-reduce of a tape's gradients",
             compression=compression,
@@ -66,6 +67,11 @@ class DistributedGradientTape(tf.GradientTape):
             device_sparse=device_sparse,
             gradient_predivide_factor=gradient_predivide_factor,
         )
+        if not isinstance(gradtape, tf.GradientTape):
+            raise ModelError(
+                f"DistributedGradientTape wraps a tf.GradientTape, not {type(gradtape).__name__}."
+            )
+        object.__setattr__(self, "__dict__", vars(gradtape))  # both are one tape
 
     def gradient(
         self,

@@ -7,16 +7,17 @@ joined; without it a call is refused while ranks have joined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ktrainer.dataparallel.adasum import adasum_over_ranks
 from ktrainer.dataparallel.calls import Call
-from ktrainer.dataparallel.channel import Channel
 from ktrainer.distributed.array_transfer import broadcast_arrays
-from ktrainer.distributed.mpi_rows import exchange_rows, gather_rows
 from ktrainer.errors import WorldError, name_ranks
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.channel import Channel
 
 Arrays = list[np.ndarray]
 Present = Sequence[int]
@@ -45,23 +46,25 @@ def carry_out(channel: Channel, call: Call, given: Any) -> Any:
 
 
 def take_part(channel: Channel, call: Call, present: Present) -> None:
-    """Do the part of a rank that has joined in a call of the others."""
+    """Do the part of a rank that has joined in a call of the others, unless it is refused there."""
     handler = HANDLERS[call.kind]
-    _check_joined(channel, call, handler, present)
-    assert handler.neutral is not None
-    handler.run(channel, call, handler.neutral(call), present)
+    if handler.neutral is not None and _roots_are(present, call):
+        handler.run(channel, call, handler.neutral(call), present)
 
 
 def _check_joined(channel: Channel, call: Call, handler: Handler, present: Present) -> None:
     joined = [channel.world.ranks[k] for k in range(channel.size) if k not in present]
-    rooted = call.kind in ("broadcast", "object from a root")
-    root_joined = rooted and call.detail not in present
-    if joined and (handler.neutral is None or root_joined):
+    if joined and (handler.neutral is None or not _roots_are(present, call)):
         raise WorldError(
             f"{call.operation} cannot run, because {name_ranks(joined)} called join(): ranks that "
             "have joined take part in sums and other reductions, gathers, barriers, and broadcasts "
             "from other ranks. Call it before the first rank joins, or after join() has returned."
         )
+
+
+def _roots_are(present: Present, call: Call) -> bool:
+    """Whether the root of a call, if it has one, has not joined."""
+    return call.kind not in ("broadcast", "object from a root") or call.detail in present
 
 
 def _reduce(channel: Channel, call: Call, arrays: Arrays, present: Present) -> Arrays:
@@ -89,6 +92,8 @@ def _neutral_of_reduction(call: Call) -> Arrays:
 
 
 def _gather(channel: Channel, call: Call, arrays: Arrays, present: Present) -> Arrays:
+    from ktrainer.distributed.mpi_rows import gather_rows  # importing MPI starts it
+
     gathered, world = [], channel.world
     for array in arrays:
         mine, rows = np.array([len(array)], np.int64), np.empty(channel.size, np.int64)
@@ -110,6 +115,8 @@ def _placeholders(call: Call) -> Arrays:
 
 
 def _exchange(channel: Channel, call: Call, arrays: Arrays, present: Present) -> Arrays:
+    from ktrainer.distributed.mpi_rows import exchange_rows
+
     array, splits = arrays
     return list(exchange_rows(channel.world, array, splits, str(call)))
 

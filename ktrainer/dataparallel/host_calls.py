@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,9 +12,11 @@ from tensorflow.python.ops import control_flow_util
 
 from ktrainer.dataparallel.calls import Call
 from ktrainer.dataparallel.handlers import carry_out
-from ktrainer.dataparallel.rank_group import Lane
-from ktrainer.distributed.collectives import InOrder, call_on_host
+from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.lane import Lane
 
 
 def in_order(
@@ -29,7 +30,7 @@ def in_order(
         dtypes: the types of its outputs.
     """
     refuse_xla()
-    return InOrder(lane.lane)(partial(call_on_host, host, inputs, dtypes))
+    return InOrder(lane.lane).on_host(host, inputs, dtypes)
 
 
 def call_in_order(

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import queue
 import threading
+from typing import TYPE_CHECKING
 
 from ktrainer.dataparallel.handlers import take_part
-from ktrainer.dataparallel.rank_group import Lane
 from ktrainer.dataparallel.state import group_of
+from ktrainer.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.lane import Lane
 
 
 def join() -> int:
     """Wait until all ranks have called it, and take part in their calls meanwhile.
 
     Reductions, gathers, broadcasts from ranks that have not joined and barriers among all ranks may
-    be called meanwhile, eagerly and in compiled functions; other calls raise an error on all ranks.
+    be called meanwhile, eagerly and in compiled functions; other calls raise an error.
 
     Returns:
         The rank that has joined last; of several between two calls the highest one.
@@ -51,15 +55,23 @@ def _serve(lane: Lane, done: queue.Queue[int | BaseException]) -> None:
     """Take part in calls until all ranks have joined; put their number, or an error."""
     taken = 0
     try:
-        while True:
-            with lane.next_call() as (present, call):
-                if call is None:
-                    break
-                if call.kind in ("bucket", "slices"):
-                    lane.sums.take_part(call)
-                else:
-                    take_part(lane, call, present)
+        while _take_part_in_next(lane):
             taken += 1
         done.put(taken)
     except BaseException as error:
         done.put(error)
+
+
+def _take_part_in_next(lane: Lane) -> bool:
+    """Take part in the next call of the others; return False if all ranks have joined."""
+    try:
+        with lane.next_call() as (present, call):
+            if call is None:
+                return False
+            if call.kind in ("bucket", "slices"):
+                lane.sums.take_part(call)
+            else:
+                take_part(lane, call, present)
+    except DivergenceError:
+        pass  # raised on the ranks that are in different calls, too: they decide what follows
+    return True

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from ktrainer.dataparallel.channel import Channel
-from ktrainer.dataparallel.sums import ChannelSums
 from ktrainer.distributed import World
 from ktrainer.errors import WorldError
 
 if TYPE_CHECKING:
-    from ktrainer.distributed.mpi_communicator import MpiGroup
+    from ktrainer.dataparallel.lane import Lane
     from ktrainer.distributed.mpi_world import MpiWorld
-
-GRADIENTS, OTHERS = "dataparallel_gradients", "dataparallel_others"
-
-
-class Lane(Channel):
-    """A channel, and sums of floats on it."""
-
-    def __init__(self, world: MpiGroup, lane: str) -> None:
-        super().__init__(world, lane)
-        self.sums = ChannelSums(self)
-
-    def close(self) -> None:
-        self.sums.close()
-        super().close()
 
 
 class RankGroup:
@@ -56,6 +40,8 @@ class RankGroup:
             self._open(cast("MpiWorld", world), ranks)
 
     def _open(self, world: MpiWorld, ranks: Sequence[int] | None) -> None:
+        # Importing MPI starts it.
+        from ktrainer.dataparallel.lane import GRADIENTS, OTHERS, Lane
         from ktrainer.distributed.mpi_communicator import MpiGroup
 
         if ranks is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,9 +13,11 @@ from ktrainer.dataparallel.adasum import check_ranks
 from ktrainer.dataparallel.calls import call_of, specs_of
 from ktrainer.dataparallel.host_calls import call_in_order, in_order, refuse_xla
 from ktrainer.dataparallel.options import Compression, ReduceOp
-from ktrainer.dataparallel.rank_group import Lane
 from ktrainer.distributed.collectives import Gradient, InOrder, densified
 from ktrainer.errors import ModelError
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.lane import Lane
 
 _ADDS = (ReduceOp.SUM, ReduceOp.AVERAGE)
 

@@ -27,6 +27,7 @@ import tensorflow as tf
 from ktrainer.distributed.gradient_buffers import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
+DEFAULT_LANE = "turn"
 
 
 @cache
@@ -57,7 +58,7 @@ class InOrder:
             communicators of their own, and a thread each.
     """
 
-    def __init__(self, lane: str = "turn") -> None:
+    def __init__(self, lane: str = DEFAULT_LANE) -> None:
         self._lane = lane
         self._last: list[tf.Operation] = []
         self._numbered = 0
@@ -83,6 +84,34 @@ class InOrder:
             self._last = [_take_turn(self._lane)]
         return outputs
 
+    def on_host(
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[tf.Tensor],
+        dtypes: Sequence[tf.DType],
+    ) -> list[tf.Tensor]:
+        """The outputs of a host function, which starts only after the collective before has ended.
+
+        Args:
+            call: takes the arrays of `inputs`, and returns one array for each of `dtypes`, or a
+                bare one.
+        """
+        if tf.executing_eagerly():
+            return _call_eagerly(call, inputs, dtypes)
+        if self._lane == DEFAULT_LANE:
+            return self(lambda: list(tf.numpy_function(call, list(inputs), list(dtypes))))
+
+        def made() -> list[tf.Tensor]:
+            # TensorFlow orders all stateful functions, so this one has no state: the turn that it
+            # gets keeps it from being computed before the step.
+            turn = tf.raw_ops.ReadVariableOp(resource=_turn(self._lane), dtype=tf.int64)
+            outputs = tf.numpy_function(
+                lambda turn, *arrays: call(*arrays), [turn, *inputs], list(dtypes), stateful=False
+            )
+            return list(outputs)
+
+        return self(made)
+
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:
         """`tensors`, available only once all collectives so far have ended."""
         if tf.executing_eagerly():
@@ -91,18 +120,11 @@ class InOrder:
             return [tf.identity(tensor) for tensor in tensors]
 
 
-def call_on_host(
+def _call_eagerly(
     call: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
-    """The outputs of a function of NumPy arrays, eagerly or in the function that is being traced.
-
-    Args:
-        call: takes the arrays of `inputs`, and returns one array for each of `dtypes`, or a bare
-            one.
-    """
-    if not tf.executing_eagerly():
-        return list(tf.numpy_function(call, list(inputs), list(dtypes), stateful=True))
-    # Not by numpy_function, which cannot read a scalar of bfloat16.
+    """The outputs of a host function, now. Not by numpy_function, which cannot read a scalar of
+    bfloat16."""
     found = call(*(np.asarray(tensor.numpy()) for tensor in inputs))
     outputs = [found] if isinstance(found, np.ndarray) else found
     return [tf.convert_to_tensor(x, d) for x, d in zip(outputs, dtypes, strict=True)]

@@ -20,12 +20,7 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
-from ktrainer.distributed.collectives import (
-    Gradient,
-    GradientCollectives,
-    InOrder,
-    call_on_host,
-)
+from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
 from ktrainer.distributed.mpi_communicator import MpiComm
@@ -92,7 +87,7 @@ class MpiGradients(GradientCollectives):
             parts = [gradients[i] for i in bucket]
             call = self._timed(self.bucket_call(parts))
             dtypes = [part.dtype for part in parts]
-            outputs = order(partial(call_on_host, call, [weight, *parts], dtypes))
+            outputs = order.on_host(call, [weight, *parts], dtypes)
             for i, output in zip(bucket, outputs, strict=True):
                 reduced[i] = tf.ensure_shape(output, gradients[i].shape)
         for i, gradient in enumerate(gradients):
@@ -104,7 +99,7 @@ class MpiGradients(GradientCollectives):
         narrow = vector.dtype if vector.dtype in _HALVES else None
         vector = tf.cast(vector, tf.float32) if narrow else vector
         call = self._timed(self._sum_array)
-        (total,) = order(partial(call_on_host, call, [vector], [vector.dtype]))
+        (total,) = order.on_host(call, [vector], [vector.dtype])
         total = tf.ensure_shape(total, vector.shape)
         return tf.cast(total, narrow) if narrow else total
 
@@ -267,9 +262,8 @@ class MpiGradients(GradientCollectives):
     ) -> tf.IndexedSlices:
         gather = self._timed(self.gather_slices)
         dtypes = [slices.values.dtype, slices.indices.dtype]
-        values, indices = order(
-            partial(call_on_host, gather, [weight, slices.values, slices.indices], dtypes)
-        )
+        inputs = [weight, slices.values, slices.indices]
+        values, indices = order.on_host(gather, inputs, dtypes)
         values.set_shape([None, *slices.values.shape[1:]])
         indices.set_shape([None])
         return tf.IndexedSlices(values, indices, slices.dense_shape)
