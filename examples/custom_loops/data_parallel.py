@@ -69,8 +69,9 @@ def main() -> None:
 
     sdp.init()
     pin_device()
+    keras.config.set_floatx(options.dtype)  # of losses
     keras.config.set_dtype_policy(options.dtype)
-    keras.utils.set_random_seed(sdp.rank())  # other weights on each rank, until they are broadcast
+    keras.utils.set_random_seed(0)  # the order of the data must be the same on every rank
     (x, y), (x_test, y_test) = mnist(folder)
 
     model = build_model()
