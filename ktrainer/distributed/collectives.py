@@ -100,17 +100,29 @@ class InOrder:
             return _call_eagerly(call, inputs, dtypes)
         if self._lane == DEFAULT_LANE:
             return self(lambda: list(tf.numpy_function(call, list(inputs), list(dtypes))))
+        return self._without_state(call, inputs, dtypes)
 
-        def made() -> list[tf.Tensor]:
-            # TensorFlow orders all stateful functions, so this one has no state: the turn that it
-            # gets keeps it from being computed before the step.
+    def _without_state(
+        self, call: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """`on_host` in a lane of its own.
+
+        TensorFlow orders all stateful functions, so that lanes would wait for each other; this one
+        has no state. Such a function may run early, or not at all if no value depends on it: so it
+        gets the turn, and gives what the turn is increased by.
+        """
+
+        def counted(turn: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+            found = call(*arrays)
+            return [*([found] if isinstance(found, np.ndarray) else found), np.int64(1)]
+
+        with tf.control_dependencies([_take_turn(self._lane)]):
             turn = tf.raw_ops.ReadVariableOp(resource=_turn(self._lane), dtype=tf.int64)
-            outputs = tf.numpy_function(
-                lambda turn, *arrays: call(*arrays), [turn, *inputs], list(dtypes), stateful=False
+            *outputs, done = tf.numpy_function(
+                counted, [turn, *inputs], [*dtypes, tf.int64], stateful=False
             )
-            return list(outputs)
-
-        return self(made)
+        self._last = [tf.raw_ops.AssignAddVariableOp(resource=_turn(self._lane), value=done)]
+        return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:
         """`tensors`, available only once all collectives so far have ended."""

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.dataparallel.helpers import modes, started, values
+from tests.dataparallel.helpers import caught, modes, started, values
 from tests.dist.small import more
 
 SHAPES = [(), (3, 1, 4), (0, 2)]
@@ -163,3 +163,39 @@ def test_collectives_are_differentiable(ranks: Callable[..., Any]) -> None:
             ours = [factors[0][0], factors[1][0], factors[1][1]]
             close(found["exchange", mode], ours if rank == 0 else [factors[1][2], [0, 0], [0, 0]])
         assert "has no gradient" in found["min"]
+
+
+def _unused() -> list[float]:
+    """Results that nothing depends on: the calls are made all the same, once a step."""
+    import tensorflow as tf
+
+    with started() as hvd:
+        step = tf.function(lambda x: (hvd.oob_allreduce(x), hvd.allreduce(x), None)[2])
+        for _ in range(3):
+            step(tf.constant(1.0))
+        constant = tf.function(lambda: hvd.oob_allreduce(tf.constant(float(hvd.rank()))))
+        return [float(constant()) for _ in range(3)]
+
+
+def test_a_call_whose_result_is_unused_is_made(ranks: Callable[..., Any]) -> None:
+    assert ranks(2).run(_unused) == [[0.5] * 3] * 2
+
+
+def _skipped() -> str:
+    """Rank 1 makes a call whose result is unused; rank 0 makes none: that is noticed."""
+    import tensorflow as tf
+
+    with started() as hvd:
+
+        @tf.function(autograph=False)
+        def step(x: Any) -> Any:
+            if hvd.rank() == 1:
+                hvd.allreduce(x, name="unused")
+            return hvd.allreduce(x, name="used")
+
+        return caught(lambda: step(tf.constant(1.0)))
+
+
+def test_an_unused_call_of_one_rank_is_noticed(ranks: Callable[..., Any]) -> None:
+    for error in ranks(2).run(_skipped):
+        assert "'unused'" in error

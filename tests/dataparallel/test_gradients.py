@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,10 @@ def test_a_saved_model_loads_without_ktrainer(ranks: Callable[..., Any], tmp_pat
     assert done.returncode == 0, done.stderr
 
 
+def _apply(optimizer: Any, variable: Any, gradient: Any) -> None:
+    optimizer.apply([gradient], [variable])
+
+
 def _overflow() -> list[Any]:
     import keras
     import tensorflow as tf
@@ -258,11 +263,11 @@ def _overflow() -> list[Any]:
                 optimizer = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(optimizer))
             else:
                 optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))
-            step = tf.function(optimizer.apply, autograph=False)
+            step = tf.function(partial(_apply, optimizer, variable), autograph=False)
             optimizer.build([variable])
             bad = np.inf if hvd.rank() == 1 else 1.0  # overflows on one rank only
-            step([tf.constant([bad, 1.0])], [variable])
-            step([tf.constant([2.0, 4.0]) * float(optimizer.dynamic_scale)], [variable])
+            step(tf.constant([bad, 1.0]))
+            step(tf.constant([2.0, 4.0]) * float(optimizer.dynamic_scale))
             found.append((variable.numpy().tolist(), float(optimizer.dynamic_scale)))
         return found
 
