@@ -95,7 +95,7 @@ class LearningRateScheduleCallback(Callback):
         start_epoch, end_epoch: its epochs; `end_epoch` None: to the end.
         staircase: whether a function is given whole epochs only; else it gets epoch + batch/steps
             at each batch.
-        momentum_correction: see above.
+        momentum_correction: scale the momentum slots by new/old when the rate changes.
         steps_per_epoch: batches in an epoch; default: Keras' number.
     """
 

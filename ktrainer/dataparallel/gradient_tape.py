@@ -56,6 +56,7 @@ class DistributedGradientTape(tf.GradientTape):
         *,
         bucket_cap_mb: float = 25,
     ) -> None:
+        """Share the state of a tape."""
         self._reduction = make_reduction(
             "all-reduce of a tape's gradients",
             compression=compression,
@@ -67,11 +68,7 @@ class DistributedGradientTape(tf.GradientTape):
             device_sparse=device_sparse,
             gradient_predivide_factor=gradient_predivide_factor,
         )
-        if not isinstance(gradtape, tf.GradientTape):
-            raise ModelError(
-                f"DistributedGradientTape wraps a tf.GradientTape, not {type(gradtape).__name__}."
-            )
-        object.__setattr__(self, "__dict__", vars(gradtape))  # both are one tape
+        object.__setattr__(self, "__dict__", _state_of(gradtape))  # both are one tape
 
     def gradient(
         self,
@@ -89,3 +86,11 @@ class DistributedGradientTape(tf.GradientTape):
         # None is a leaf; IndexedSlices would be flattened further with `expand_composites`.
         reduced = self._reduction(tf.nest.flatten(found), flat)
         return tf.nest.pack_sequence_as(sources, reduced)
+
+
+def _state_of(tape: Any) -> dict[str, Any]:
+    if not isinstance(tape, tf.GradientTape):
+        raise ModelError(
+            f"DistributedGradientTape wraps a tf.GradientTape, not {type(tape).__name__}."
+        )
+    return vars(tape)

@@ -51,8 +51,9 @@ def DistributedOptimizer(
         backward_passes_per_step: add up the gradients of so many calls of `apply`, made dense,
             before they are reduced and applied: one update, and one iteration.
         average_aggregated_gradients: divide their sum by `backward_passes_per_step`.
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
-            num_groups, groups, process_set, bucket_cap_mb: as for `DistributedGradientTape`.
+        device_dense, device_sparse, compression, sparse_as_dense, op: as for the tape,
+            `DistributedGradientTape`.
+        gradient_predivide_factor, num_groups, groups, process_set, bucket_cap_mb: likewise.
 
     Returns:
         `optimizer` itself.
