@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -115,7 +116,7 @@ def test_pipeline(ranks, data_folder, tmp_path, case):
 def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch):
     parser = argparse.ArgumentParser()
     run_command.add_arguments(parser)
-    for path in EXAMPLES.glob("*.py"):
+    for path in EXAMPLES.rglob("*.py"):
         said = ast.get_docstring(ast.parse(path.read_text())).replace("\\\n", "")
         for line in re.findall(r"^ *ktrainer run (.*)", said, re.MULTILINE):
             args = parser.parse_args(shlex.split(line))
@@ -143,6 +144,7 @@ def test_data_that_cannot_be_downloaded_names_the_option(monkeypatch):
 def test_no_example_is_forgotten():
     known = {*SAYS, *SAYS_IN_STAGES, "custom_loop", "data"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == known
+    assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {"data_parallel"}
 
 
 def _custom_loop(*words: str) -> str:
@@ -161,6 +163,43 @@ def test_a_custom_loop_is_the_same_under_strategies(ranks):
     for loss, accuracy in numbers[1:]:
         assert abs(loss - numbers[0][0]) < 2e-4
         assert abs(accuracy - numbers[0][1]) < 0.006  # two of 360 images
+
+
+def test_a_data_parallel_loop_is_that_of_one_process(ranks, data_folder, tmp_path):
+    """20 steps in float64 on two ranks and on one: the same losses, and the same weights."""
+    script, said = str(EXAMPLES / "custom_loops" / "data_parallel.py"), {}
+    weights = {}
+    for size in (1, 2):
+        path = tmp_path / f"{size}.weights.h5"
+        words = ["--data-dir", str(data_folder), "--steps=20", "--dtype=float64"]
+        said[size] = ranks(size).run(
+            _run_script, script, *words, f"--checkpoint={path}", deadline=180
+        )
+        assert said[size][1:] == [""] * (size - 1), "only rank 0 may print"
+        with h5py.File(path) as file:
+            weights[size] = []
+            file.visititems(
+                lambda _, x, to=weights[size]: (
+                    to.append(x[()]) if isinstance(x, h5py.Dataset) else None
+                )
+            )
+    assert re.search(r"step 0  loss 2\.\d+\naccuracy 0\.\d+ after 20 steps", said[1][0])
+    assert said[2][0] == said[1][0]
+    assert len(weights[1]) == 8
+    for one, two in zip(weights[1], weights[2], strict=True):
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-10)
+
+
+@pytest.mark.exhaustive
+def test_a_data_parallel_loop_learns_mnist(ranks, shared_data):
+    if shared_data is None:
+        pytest.skip("needs MNIST's images: KTRAINER_DATA=FOLDER")
+    script = str(EXAMPLES / "custom_loops" / "data_parallel.py")
+    words = ["--data-dir", str(shared_data), "--steps=500"]
+    said = ranks(2).run(_run_script, script, *words, deadline=300)
+    accuracy = re.search(r"accuracy (0\.\d+) after 500", said[0])
+    assert accuracy, said[0]
+    assert float(accuracy[1]) > 0.9
 
 
 @pytest.mark.exhaustive

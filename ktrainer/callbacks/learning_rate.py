@@ -120,7 +120,7 @@ class LearningRate(Callback):
                     continue  # nothing is configured: never touch the rate
                 _rates[optimizer] = rate = _Rate(_float_rate(optimizer))
                 if rate.base is None:
-                    rate.variable = _multiply_schedule(optimizer)
+                    rate.variable = multiply_schedule(optimizer)
                     model.train_function = None  # it may have been traced without the factor
             elif rate.base is not None:
                 rate.reconcile(_present(optimizer))  # the user's own change between two fits
@@ -180,7 +180,7 @@ class LearningRate(Callback):
         if not self.momentum_correction or new == old or old == 0:
             return
         placement = placement_of(self.model)
-        for slot in _velocities(optimizer):
+        for slot in velocities(optimizer):
             if placement is not None and not placement.holds(slot):
                 continue
             slot.assign(slot * keras.ops.cast(new / old, slot.dtype))
@@ -239,7 +239,7 @@ def _present(optimizer: Any) -> float:
     return float(optimizer._learning_rate.numpy())
 
 
-def _multiply_schedule(optimizer: Any) -> Any:
+def multiply_schedule(optimizer: Any) -> Any:
     """Multiply the values of the optimizer's own schedule by a variable; return the variable.
 
     The schedule object is unchanged, so saved models hold the user's schedule. The method is
@@ -256,7 +256,7 @@ def _multiply_schedule(optimizer: Any) -> Any:
     return factor
 
 
-def _velocities(optimizer: Any) -> list[Any]:
+def velocities(optimizer: Any) -> list[Any]:
     """Slots that hold past steps times their learning rate."""
     if isinstance(optimizer, keras.optimizers.SGD):
         slots = getattr(optimizer, "momentums", [])

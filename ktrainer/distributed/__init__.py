@@ -3,7 +3,7 @@
 world_factory.py        detects the launcher, and opens the world that fits it
 world.py                the interface of all worlds: `World`
 mpi_world.py, elastic_world.py, horovod_world.py, cluster_world.py    the worlds
-mpi_communicator.py, array_transfer.py, mpi_chunks.py   messages and arrays between ranks
+mpi_communicator.py, array_transfer.py, mpi_chunks.py, mpi_rows.py   messages and arrays
 rank_layout.py          the grid of partitions and replicas
 collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
 mpi_gradients.py, horovod_gradients.py    sum gradients; gradient_buffers.py: host memory for it

@@ -27,23 +27,26 @@ import tensorflow as tf
 from ktrainer.distributed.gradient_buffers import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
+DEFAULT_LANE = "order"
 
 
 @cache
-def _order_variable() -> tf.Tensor:
-    """The handle of a variable that every collective changes, before and after.
+def _order_variable(lane: str) -> tf.Tensor:
+    """The handle of a variable that every collective of a lane changes, before and after.
 
     TensorFlow runs operations that change the same variable in the order in which they were traced,
     also those in branches, loops and functions, which control dependencies do not reach.
     """
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name="ktrainer_order")
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int64, shape=[], shared_name=f"ktrainer_{lane}")
         tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([], tf.int64))
         return handle
 
 
-def _advance_order() -> tf.Operation:
-    return tf.raw_ops.AssignAddVariableOp(resource=_order_variable(), value=tf.ones([], tf.int64))
+def _advance_order(lane: str) -> tf.Operation:
+    return tf.raw_ops.AssignAddVariableOp(
+        resource=_order_variable(lane), value=tf.ones([], tf.int64)
+    )
 
 
 class InOrder:
@@ -51,9 +54,14 @@ class InOrder:
 
     A strategy's own are chained by control dependencies alone: TensorFlow keeps their order in
     branches too, and the variable would make replicas of one process wait for each other.
+
+    Args:
+        lane: collectives of different lanes have no order among each other, so they need
+            communicators of their own, and a thread each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lane: str = DEFAULT_LANE) -> None:
+        self._lane = lane
         self._last: list[tf.Operation] = []
         self._numbered = 0
 
@@ -72,10 +80,52 @@ class InOrder:
                 outputs = collective()
             self._last = [outputs[0].op]
             return outputs
-        with tf.control_dependencies([_advance_order()]):
+        with tf.control_dependencies([_advance_order(self._lane)]):
             outputs = collective()
         with tf.control_dependencies([outputs[0].op]):
-            self._last = [_advance_order()]
+            self._last = [_advance_order(self._lane)]
+        return outputs
+
+    def on_host(
+        self,
+        call: Callable[..., Any],
+        inputs: Sequence[tf.Tensor],
+        dtypes: Sequence[tf.DType],
+    ) -> list[tf.Tensor]:
+        """The outputs of a host function, which starts only after the collective before has ended.
+
+        Args:
+            call: takes the arrays of `inputs`, and returns one array for each of `dtypes`, or a
+                bare one.
+        """
+        if tf.executing_eagerly():
+            return _call_eagerly(call, inputs, dtypes)
+        if self._lane == DEFAULT_LANE:
+            return self(lambda: list(tf.numpy_function(call, list(inputs), list(dtypes))))
+        return self._without_state(call, inputs, dtypes)
+
+    def _without_state(
+        self, call: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+    ) -> list[tf.Tensor]:
+        """`on_host` in a lane of its own.
+
+        TensorFlow orders all stateful functions, so that lanes would wait for each other; this one
+        has no state. Such a function may run early, or not at all if no value depends on it: so it
+        gets the order variable, and gives what that is increased by.
+        """
+
+        def counted(order: np.ndarray, *arrays: np.ndarray) -> list[Any]:
+            found = call(*arrays)
+            return [*([found] if isinstance(found, np.ndarray) else found), np.int64(1)]
+
+        with tf.control_dependencies([_advance_order(self._lane)]):
+            order = tf.raw_ops.ReadVariableOp(resource=_order_variable(self._lane), dtype=tf.int64)
+            *outputs, done = tf.numpy_function(
+                counted, [order, *inputs], [*dtypes, tf.int64], stateful=False
+            )
+        self._last = [
+            tf.raw_ops.AssignAddVariableOp(resource=_order_variable(self._lane), value=done)
+        ]
         return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:
@@ -84,6 +134,16 @@ class InOrder:
             return list(tensors)
         with tf.control_dependencies(self._last):
             return [tf.identity(tensor) for tensor in tensors]
+
+
+def _call_eagerly(
+    call: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """The outputs of a host function, now. Not by numpy_function, which cannot read a scalar of
+    bfloat16."""
+    found = call(*(np.asarray(tensor.numpy()) for tensor in inputs))
+    outputs = [found] if isinstance(found, np.ndarray) else found
+    return [tf.convert_to_tensor(x, d) for x, d in zip(outputs, dtypes, strict=True)]
 
 
 class GradientCollectives(ABC):

@@ -4,9 +4,9 @@ Dense gradients are packed, already weighted, into buckets of at most `bucket_mb
 reverse order of the variables, which is about the order in which the backward pass finishes
 them; each bucket is one all-reduce that starts as soon as its last gradient is there.
 
-16-bit gradients, and all floats under `compression="fp16"`, cross the wire as 16 bits and are
-added up in float32: each rank sums one segment of the bucket and sends the sum to the others
-(a reduce-scatter followed by an all-gather).
+16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
+and are added up in float32: each rank sums one segment of the bucket and sends the sum to the
+others (a reduce-scatter followed by an all-gather).
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOr
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
 from ktrainer.distributed.mpi_communicator import MpiComm
+from ktrainer.distributed.mpi_rows import gather_rows
 
 _HALVES = (tf.float16, tf.bfloat16)
+_WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class MpiGradients(GradientCollectives):
@@ -34,7 +36,7 @@ class MpiGradients(GradientCollectives):
     Args:
         world: the processes, or a group of them; gradients use a communicator of their own.
         bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own).
-        compression: `"none"`, or `"fp16"` for 16-bit floats on the wire.
+        compression: `"none"`, or `"fp16"` or `"bf16"` for 16-bit floats on the wire.
         sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
             their rows are gathered from all ranks.
     """
@@ -54,9 +56,12 @@ class MpiGradients(GradientCollectives):
         if isinstance(world, ElasticWorld):
             self.atomic = True
             world.on_change.append(self.open)
-        self._bucket_bytes = int(bucket_mb * 2**20)
-        self._fp16 = compression == "fp16"
+        self.set_wire(compression, bucket_mb)
         self.sparse_as_dense = sparse_as_dense
+
+    def set_wire(self, compression: str, bucket_mb: float) -> None:
+        """Set what floats are sent as, and the largest bucket in MiB."""
+        self._wire, self._bucket_bytes = _WIRES[compression], int(bucket_mb * 2**20)
 
     def open(self) -> None:
         """Duplicate the world's communicator; again when its ranks have changed."""
@@ -80,8 +85,9 @@ class MpiGradients(GradientCollectives):
         reduced: list[Gradient] = list(gradients)
         for bucket in self._buckets(gradients):
             parts = [gradients[i] for i in bucket]
-            call = self._bucket_function(parts)
-            outputs = order(partial(_numpy_function, call, [weight, *parts], parts[0].dtype))
+            call = self._timed(self.bucket_call(parts))
+            dtypes = [part.dtype for part in parts]
+            outputs = order.on_host(call, [weight, *parts], dtypes)
             for i, output in zip(bucket, outputs, strict=True):
                 reduced[i] = tf.ensure_shape(output, gradients[i].shape)
         for i, gradient in enumerate(gradients):
@@ -93,7 +99,7 @@ class MpiGradients(GradientCollectives):
         narrow = vector.dtype if vector.dtype in _HALVES else None
         vector = tf.cast(vector, tf.float32) if narrow else vector
         call = self._timed(self._sum_array)
-        (total,) = order(partial(_numpy_function, call, [vector], vector.dtype))
+        (total,) = order.on_host(call, [vector], [vector.dtype])
         total = tf.ensure_shape(total, vector.shape)
         return tf.cast(total, narrow) if narrow else total
 
@@ -144,12 +150,16 @@ class MpiGradients(GradientCollectives):
             open_bucket[gradient.dtype] = (bucket, filled + nbytes)
         return buckets
 
-    def _bucket_function(self, parts: Sequence[tf.Tensor]) -> Callable[..., list[np.ndarray]]:
-        """The host function that reduces one bucket; it owns the bucket's buffers."""
+    def bucket_call(self, parts: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
+        """The host function of (weight, *arrays) that reduces one bucket; it owns its buffers.
+
+        Args:
+            parts: tensors, or `tf.TensorSpec`s, of one dtype and static shapes.
+        """
         dtype = parts[0].dtype
         wire = self._wire_of(dtype)
         if wire is not None:
-            return self._timed(partial(self._reduce_halves, wire))
+            return partial(self._reduce_halves, wire)
         sizes = [part.shape.num_elements() for part in parts]
         if None in sizes:
             raise ValueError(f"gradients must have static shapes, got {[p.shape for p in parts]}")
@@ -158,14 +168,13 @@ class MpiGradients(GradientCollectives):
         numpy_dtype = np.dtype(dtype.as_numpy_dtype)
         send = BufferPool(starts[-1], numpy_dtype)
         receive = BufferPool(starts[-1], numpy_dtype)
-        return self._timed(partial(self._reduce_bucket, send, receive, starts))
+        return partial(self._reduce_bucket, send, receive, starts)
 
     def _wire_of(self, dtype: Any) -> np.dtype | None:
         """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
         dtype = tf.as_dtype(dtype)
-        if dtype in _HALVES or (self._fp16 and dtype.is_floating):
-            return np.dtype((dtype if dtype in _HALVES else tf.float16).as_numpy_dtype)
-        return None
+        wire = dtype if dtype in _HALVES else self._wire if dtype.is_floating else None
+        return None if wire is None else np.dtype(wire.as_numpy_dtype)
 
     def _start_in_place(self, array: np.ndarray) -> Any:
         return self.comm.Iallreduce(MPI.IN_PLACE, array)
@@ -251,56 +260,32 @@ class MpiGradients(GradientCollectives):
     def _reduce_slices(
         self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
     ) -> tf.IndexedSlices:
-        gather = self._timed(self._gather_slices)
+        gather = self._timed(self.gather_slices)
         dtypes = [slices.values.dtype, slices.indices.dtype]
-        values, indices = order(
-            lambda: list(tf.numpy_function(gather, [weight, slices.values, slices.indices], dtypes))
-        )
+        inputs = [weight, slices.values, slices.indices]
+        values, indices = order.on_host(gather, inputs, dtypes)
         values.set_shape([None, *slices.values.shape[1:]])
         indices.set_shape([None])
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
-    def _gather_slices(
+    def gather_slices(
         self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
+        """The weighted rows of all ranks and their indices, at once; none of a rank of weight 0."""
         if weight == 0:
             values, indices = values[:0], indices[:0]
         values = values * values.dtype.type(weight)
-        wire = values.astype(np.float16) if self._fp16 else values
+        narrow = self._wire_of(values.dtype)
+        wire = values if narrow is None else values.astype(narrow)
         rows = np.empty(self.size, np.int64)
         mine = np.array([len(indices)], np.int64)
         request = self.comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
-        return (
-            self._gather_rows(wire, rows).astype(values.dtype, copy=False),
-            self._gather_rows(indices, rows),
-        )
-
-    def _gather_rows(self, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The rows of all ranks, ordered by rank."""
-        row_bytes = array.dtype.itemsize * int(np.prod(array.shape[1:]))
-        gathered = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
-        lengths = rows * row_bytes
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        spec: Any = [gathered.reshape(-1).view(np.uint8), (lengths, starts), MPI.BYTE]
-        request = self.comm.Iallgatherv(send, spec)
-        what = "all-gather of sparse gradients"
-        self.world.wait(request, what, send, gathered, starts, lengths)
-        return gathered
+        gather = partial(gather_rows, self.world, self.comm, rows=rows)
+        return gather(wire).astype(values.dtype, copy=False), gather(indices)
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)
         request = self.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
-
-
-def _numpy_function(
-    call: Callable[..., Any], inputs: list[tf.Tensor], dtype: tf.DType
-) -> list[tf.Tensor]:
-    """`tf.numpy_function` with as many outputs as `inputs` has tensors of `dtype`."""
-    outputs = [dtype for tensor in inputs[1:]] or [dtype]
-    made = tf.numpy_function(call, inputs, outputs, stateful=True)
-    # Called eagerly, a function with one output returns it bare.
-    return [made] if isinstance(made, tf.Tensor) else list(made)

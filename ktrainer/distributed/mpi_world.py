@@ -92,7 +92,14 @@ class MpiWorld(MpiComm):
                 if others is None and waited > self.deadline - self.answer_seconds:
                     others = self.who_is_missing(what)
                 elif waited > self.deadline:
-                    raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others or "")
+                    raise DeadlineExceeded(
+                        self.rank,
+                        self.step,
+                        what,
+                        self.deadline,
+                        others or "",
+                        self.deadline_setting,
+                    )
                 if waited > next_poll:
                     next_poll = waited + POLL_SECONDS
                     self.answer(what)

@@ -29,6 +29,7 @@ class World(ABC):
             unless several processes hold one copy of the model together.
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
+        deadline_setting: how its user sets that, for error messages.
         heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
         interrupted_by: the error that ended a wait before the operation that it was for. Other
             ranks may be in that operation still, and would take this rank's next one for it.
@@ -40,6 +41,7 @@ class World(ABC):
     local_size: int = 1
     step: int = 0
     deadline: float = 300.0
+    deadline_setting: str = "world.deadline"
     name: str = "world"
     heals: bool = False
     interrupted_by: BaseException | None = None

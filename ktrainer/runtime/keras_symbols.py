@@ -35,6 +35,8 @@ keras.src.trainers.trainer
         pipeline: called; the loss of the last stage
     Trainer._assert_compile_called(self, method_name)
         script: called; Keras' own error for a model that is not compiled
+    Trainer._resolve_auto_jit_compile(self)
+        dataparallel: replaced; XLA cannot communicate
     Trainer._flatten_metrics_in_order(self, logs)
         script, trainer: called; the order of the values that `evaluate` returns
     Trainer()._compile_loss
@@ -215,7 +217,7 @@ keras.src.optimizers.base_optimizer
     global_norm(value_list)
         pipeline: replaced; over all stages
     BaseOptimizer.apply(self, grads, trainable_variables)
-        steps, script: replaced; gradients are reduced first of all, then hooked and clipped
+        steps, script, dataparallel: replaced; gradients are reduced first of all, then clipped
     BaseOptimizer.apply_gradients(self, grads_and_vars)
         script: replaced; refused in a loop of the script's own
     BaseOptimizer._backend_apply_gradients(self, grads, trainable_variables)
@@ -227,20 +229,20 @@ keras.src.optimizers.base_optimizer
     BaseOptimizer._use_weight_decay(self, variable)
         tf_distribute: called; sharded variables
     BaseOptimizer()._trainable_variables
-        steps, pipeline, script, checkpoint, elastic: read; the slots of each variable
+        steps, pipeline, script, checkpoint, elastic, dataparallel: read; the slots of each variable
     BaseOptimizer()._trainable_variables_indices, _exclude_from_weight_decay
         steps, pipeline, script: changed; variables move, or have no values
     BaseOptimizer()._exclude_from_weight_decay_cache
         steps: changed; variables move
     BaseOptimizer()._learning_rate
-        steps, pipeline, callbacks: read; a schedule, or a variable
+        steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
     BaseOptimizer()._iterations, _variables
         pipeline: read; the variables that are no slots
     BaseOptimizer()._model_variables_moving_average
         tf_distribute, pipeline: read; averages of sharded variables, and of stages
 keras.src.optimizers.loss_scale_optimizer
     LossScaleOptimizer.apply(self, grads, trainable_variables)
-        steps: replaced; gradients are reduced first of all
+        steps, dataparallel: replaced; gradients are reduced first of all
     LossScaleOptimizer.check_finite(self, grads)
         pipeline: replaced; over all stages
     LossScaleOptimizer._tf_apply(self, grads, trainable_variables)
@@ -342,9 +344,12 @@ tensorflow.python.eager.context
 tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2
     CoordinatedJob
         tf_distribute: called; a lost process is noticed
+tensorflow.python.ops.control_flow_util
+    GraphOrParentsInXlaContext(graph)
+        dataparallel: called; XLA cannot communicate
 tensorflow.python.framework.ops
     get_default_graph()
-        steps: called; the scope of a strategy in a compiled step
+        steps, dataparallel: called; the scope of a strategy in a compiled step; XLA
     Graph._distribution_strategy_stack
         steps: changed; the scope of a strategy in a compiled step
     Graph._variable_creator_stack

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 # What only a script with its own Trainer, or with its own steps, uses.
 _NAMES = {"Trainer", "Config", "load_config"}
-_MODULES = {"trainer", "config", "backends", "steps"}
+_MODULES = {"trainer", "config", "backends", "steps", "dataparallel"}
 
 
 def is_plain(source: bytes) -> bool:
-    """Return whether a script trains with Keras: it uses neither a Trainer nor a configuration.
+    """Return whether a script trains with Keras: it uses neither a Trainer nor a configuration, nor
+    communicates itself.
 
     False for a script that does not compile: running it reports the error.
     """

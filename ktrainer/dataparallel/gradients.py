@@ -1,0 +1,112 @@
+"""Reduction of a step's gradients, as the tape and the optimizer do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.dataparallel.options import (
+    Compression,
+    ReduceOp,
+    bucket_megabytes,
+    checked_compression,
+    checked_op,
+    refuse_devices,
+)
+from ktrainer.dataparallel.process_sets import ProcessSet
+from ktrainer.dataparallel.reductions import reduce_list
+from ktrainer.dataparallel.state import group_of
+from ktrainer.errors import ConfigError, ModelError
+from ktrainer.steps.step_context import current_step, with_shape_of
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """How gradients are reduced over ranks.
+
+    Attributes:
+        operation: names it in messages.
+        op, compression, sparse_as_dense, bucket_mb, process_set: the arguments of the tape and the
+            optimizer.
+    """
+
+    operation: str
+    op: ReduceOp
+    compression: Compression
+    sparse_as_dense: bool
+    bucket_mb: float
+    process_set: ProcessSet | None
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients of `variables`, reduced over ranks; None stays None.
+
+        Raises:
+            ModelError: a Trainer runs this step, and reduces its gradients itself.
+        """
+        _refuse_in_trainer(self.operation)
+        group, found = group_of(self.process_set), list(gradients)
+        present = [k for k, gradient in enumerate(found) if gradient is not None]
+        if group.size == 1 or not present:
+            return found
+        shaped = [_shaped(found[k], variables[k]) for k in present]
+        if self.sparse_as_dense:
+            shaped = [tf.convert_to_tensor(gradient) for gradient in shaped]
+        reduced = reduce_list(
+            group.gradients, shaped, self.op, self.operation, self.compression, self.bucket_mb
+        )
+        for k, gradient in zip(present, reduced, strict=True):
+            found[k] = gradient
+        return found
+
+
+def make_reduction(
+    operation: str,
+    *,
+    compression: Any,
+    op: Any,
+    sparse_as_dense: bool,
+    bucket_cap_mb: float,
+    process_set: ProcessSet | None,
+    device_dense: str,
+    device_sparse: str,
+    gradient_predivide_factor: float,
+) -> GradientReduction:
+    """A reduction with checked settings.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+    refuse_devices(device_dense, device_sparse)
+    op = checked_op(op)
+    if gradient_predivide_factor != 1 and op is not ReduceOp.AVERAGE:
+        raise ConfigError(
+            "it splits the division of an average, so it needs op=Average. Leave it out.",
+            path="gradient_predivide_factor",
+            value=gradient_predivide_factor,
+        )
+    group_of(process_set)
+    return GradientReduction(
+        operation,
+        op,
+        checked_compression(compression),
+        sparse_as_dense,
+        bucket_megabytes(bucket_cap_mb),
+        process_set,
+    )
+
+
+def _shaped(gradient: Any, variable: Any) -> Any:
+    """A gradient with the static shape of what it is of, which some have forgotten."""
+    return with_shape_of(gradient, variable) if hasattr(variable, "shape") else gradient
+
+
+def _refuse_in_trainer(operation: str) -> None:
+    if current_step() is not None:
+        raise ModelError(
+            f"{operation}: ktrainer's Trainer runs this step, and sums its gradients over ranks "
+            "already. Take the plain tape and optimizer in a model that a Trainer fits; "
+            "DistributedGradientTape and DistributedOptimizer are for loops of your own."
+        )

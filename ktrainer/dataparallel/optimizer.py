@@ -1,0 +1,127 @@
+"""A Keras 3 optimizer that reduces gradients over ranks before all else.
+
+`DistributedOptimizer` changes the instance that it gets: only its `apply` is another, so its class,
+configuration and variables are the same, and a saved model loads where ktrainer is not installed.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import keras
+
+from ktrainer.dataparallel.gradients import GradientReduction, make_reduction
+from ktrainer.dataparallel.keras_hooks import hook_keras, is_distributed, reducing
+from ktrainer.dataparallel.local_aggregation import LocalAggregation
+from ktrainer.dataparallel.options import Compression, ReduceOp
+from ktrainer.dataparallel.process_sets import ProcessSet
+from ktrainer.dataparallel.state import opened
+from ktrainer.errors import ConfigError, ModelError
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    *,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Compression = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet | None = None,
+    bucket_cap_mb: float = 25,
+) -> Any:
+    """Let a Keras 3 optimizer reduce gradients over ranks, first of all, and then apply them.
+
+    Clipping and the check of a loss scale see reduced gradients. It works in loops of one's own,
+    eagerly and in `tf.function`, and in `model.compile` and `model.fit`, where each rank gives its
+    own data; XLA, which cannot communicate, is off there unless it is asked for.
+
+    Args:
+        optimizer: a Keras 3 optimizer; it is changed in place.
+        name: names its reductions in messages.
+        use_locking: changes nothing, as in Keras.
+        backward_passes_per_step: add up the gradients of so many calls of `apply`, made dense,
+            before they are reduced and applied: one update, and one iteration.
+        average_aggregated_gradients: divide their sum by `backward_passes_per_step`.
+        device_dense, device_sparse, compression, sparse_as_dense, op: as for the tape,
+            `DistributedGradientTape`.
+        gradient_predivide_factor, num_groups, groups, process_set, bucket_cap_mb: likewise.
+
+    Returns:
+        `optimizer` itself.
+
+    Raises:
+        ModelError: it is no Keras 3 optimizer, or is distributed already.
+        ConfigError: an argument cannot be.
+    """
+    _check_optimizer(optimizer)
+    reduction = make_reduction(
+        f"all-reduce of gradients of {name or optimizer.name!r}",
+        compression=compression,
+        op=op,
+        sparse_as_dense=sparse_as_dense,
+        bucket_cap_mb=bucket_cap_mb,
+        process_set=process_set,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        gradient_predivide_factor=gradient_predivide_factor,
+    )
+    if backward_passes_per_step < 1:
+        raise ConfigError(
+            "an update has at least one backward pass.",
+            path="backward_passes_per_step",
+            value=backward_passes_per_step,
+        )
+    aggregation = None
+    if backward_passes_per_step > 1:
+        aggregation = LocalAggregation(backward_passes_per_step, average_aggregated_gradients)
+    hook_keras(opened().replaced)
+    optimizer.apply = MethodType(_make_apply(reduction, aggregation), optimizer)
+    return optimizer
+
+
+def _make_apply(reduction: GradientReduction, aggregation: LocalAggregation | None) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        gradients = list(grads)
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+
+        def update(found: list[Any]) -> None:
+            with reducing() as first:
+                found = reduction(found, variables) if first else found
+                type(self).apply(self, found, trainable_variables)
+
+        if aggregation is None:
+            update(gradients)
+            return
+        if not self.built:
+            self.build(variables)
+        aggregation.add(gradients, variables, update)
+
+    # None: not that of a single call.
+    apply.ktrainer_reduction = None if aggregation else reduction  # type: ignore[attr-defined]
+    return apply
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    opened()
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ModelError(
+            f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__module__}."
+            f"{type(optimizer).__name__}. Use one of keras.optimizers; with optimizers of "
+            "TensorFlow 1, wrap the tape: DistributedGradientTape."
+        )
+    if is_distributed(optimizer):
+        raise ModelError(
+            f"the optimizer {optimizer.name!r} is distributed already: gradients would be reduced "
+            "twice. Call DistributedOptimizer once for each optimizer."
+        )

@@ -1,0 +1,119 @@
+"""Reductions of lists of tensors over the ranks of a process set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from ktrainer.dataparallel.adasum import check_ranks
+from ktrainer.dataparallel.calls import call_of, specs_of
+from ktrainer.dataparallel.host_calls import call_in_order, in_order, refuse_xla
+from ktrainer.dataparallel.options import Compression, ReduceOp
+from ktrainer.distributed.collectives import Gradient, InOrder, densified
+from ktrainer.errors import ModelError
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.lane import Lane
+
+_ADDS = (ReduceOp.SUM, ReduceOp.AVERAGE)
+
+
+def reduce_list(
+    lane: Lane,
+    tensors: Sequence[Gradient],
+    op: ReduceOp,
+    operation: str,
+    compression: Compression = Compression.none,
+    bucket_mb: float = 25.0,
+) -> list[Gradient]:
+    """Each tensor reduced over the ranks of a channel, in a fixed order.
+
+    Args:
+        tensors: of floats and integers, of the same shapes and types on every rank. The slices of
+            IndexedSlices may differ in number; only sums and averages keep them sparse.
+        op: averages of integers are rounded down.
+        operation: names the calls in messages.
+        compression: of floats that are summed or averaged.
+        bucket_mb: largest fused buffer, in MiB.
+
+    Returns:
+        Tensors of the same shapes and types, bitwise equal on all ranks.
+    """
+    refuse_xla()
+    operation = f"{operation} ({op.value})"
+    if op is ReduceOp.ADASUM:
+        return _adasum(lane, [densified(tensor) for tensor in tensors], operation)
+    tensors = [t if op in _ADDS else densified(t) for t in tensors]
+    fused = [k for k, t in enumerate(tensors) if op in _ADDS and t.dtype.is_floating]
+    mean = op is ReduceOp.AVERAGE
+    sums = lane.sums.configured(operation, compression.value, bucket_mb, mean)
+    weight = tf.constant(1 / lane.size if mean else 1.0, tf.float64)
+    static = [k for k in fused if _has_static_shape(tensors[k])]
+    reduced = list(tensors)
+    found = sums.reduce([tensors[k] for k in static], weight, InOrder(lane.lane))
+    for k, total in zip(static, found, strict=True):
+        reduced[k] = total
+    for k in sorted(set(fused) - set(static)):
+        (reduced[k],) = in_order(lane, sums.reduce_now, [weight, tensors[k]], [tensors[k].dtype])
+    for k in sorted(set(range(len(tensors))) - set(fused)):
+        reduced[k] = _reduce_one(lane, tensors[k], op, operation)
+    for total, tensor in zip(reduced, tensors, strict=True):
+        if isinstance(total, tf.Tensor):
+            total.set_shape(tensor.shape)
+    return reduced
+
+
+def reduce_one(
+    lane: Lane, tensor: tf.Tensor, op: ReduceOp, operation: str, compression: Compression
+) -> tf.Tensor:
+    """A tensor reduced over ranks; differentiable if it is a sum or an average.
+
+    The gradient of a sum over ranks is the sum of the ranks' gradients; likewise an average's.
+    """
+
+    @tf.custom_gradient
+    def reduced(value: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            if op not in _ADDS:
+                raise ModelError(
+                    f"{operation} ({op.value}) has no gradient. Differentiate a sum or an average, "
+                    "or stop the gradient with tf.stop_gradient."
+                )
+            name = f"gradient of {operation}"
+            return reduce_list(lane, [upstream], op, name, compression)[0]
+
+        return reduce_list(lane, [value], op, operation, compression)[0], gradient
+
+    return reduced(tensor)
+
+
+def _has_static_shape(tensor: Gradient) -> bool:
+    return isinstance(tensor, tf.IndexedSlices) or tensor.shape.is_fully_defined()
+
+
+def _reduce_one(lane: Lane, tensor: Gradient, op: ReduceOp, operation: str) -> tf.Tensor:
+    make = partial(_reduction, operation, op.value)
+    return call_in_order(lane, make, [densified(tensor)])[0]
+
+
+def _reduction(operation: str, op: str, array: np.ndarray) -> Any:
+    return call_of(operation, "reduce", specs_of([array]), op)
+
+
+def _adasum(lane: Lane, tensors: list[tf.Tensor], operation: str) -> list[Gradient]:
+    check_ranks(lane.size)
+    integers = [tensor.dtype.name for tensor in tensors if not tensor.dtype.is_floating]
+    if integers:
+        raise ModelError(f"Adasum combines gradients, which are floats, not {integers[0]}.")
+    if not tensors:
+        return []
+    reduced = call_in_order(
+        lane, lambda *arrays: call_of(operation, "adasum", specs_of(arrays)), tensors
+    )
+    for total, tensor in zip(reduced, tensors, strict=True):
+        total.set_shape(tensor.shape)
+    return reduced

@@ -1,0 +1,66 @@
+"""Names of other libraries that have no meaning here, and what to use instead."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ktrainer.errors import SetupError
+
+_SESSIONS = (
+    "{name} belongs to the sessions of TensorFlow 1, which TensorFlow 2.0 replaced in 2019; its "
+    "estimators, whose hooks it was for, left with TensorFlow 2.16. Call "
+    "broadcast_variables(model.variables, root_rank=0), and the same for optimizer.variables, once "
+    "both are built; with model.fit use callbacks.BroadcastGlobalVariablesCallback(0)."
+)
+_TIMELINE = (
+    "{name} belongs to Horovod's engine. Use TensorFlow's profiler, "
+    "tf.profiler.experimental.start; with backend.engine=horovod of the Trainer, Horovod reads "
+    "HOROVOD_TIMELINE itself."
+)
+_SPARK = (
+    "{name} runs Horovod on a cluster of another framework. Start the script itself on all nodes: "
+    "with `ktrainer run -n N script.py`, mpirun, or srun in a Slurm job."
+)
+_LOCAL = "{name} is not available: every gradient of a tape or an optimizer is reduced."
+
+INSTEAD = {
+    "BroadcastGlobalVariablesHook": _SESSIONS,
+    "broadcast_global_variables": _SESSIONS,
+    "broadcast_object_fn": _SESSIONS,
+    "elastic": (
+        "{name} restarts a loop of one's own when ranks are lost, which ktrainer.dataparallel does "
+        "not do. Train with Trainer.fit and `ktrainer run --heal`, which replaces lost ranks and "
+        "lets others join; or save checkpoints and start again."
+    ),
+    "run": _SPARK,
+    "spark": _SPARK,
+    "ray": _SPARK,
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    "SyncBatchNormalization": (
+        "{name} is not available in loops of your own. Use keras.layers.BatchNormalization("
+        "synchronized=True) in a model that ktrainer's Trainer fits: its statistics are those of "
+        "the batches of all ranks."
+    ),
+    "BestModelCheckpoint": (
+        "{name}: use keras.callbacks.ModelCheckpoint(save_best_only=True) on rank 0, after "
+        "callbacks.MetricAverageCallback()."
+    ),
+    "PartialDistributedGradientTape": _LOCAL,
+    "PartialDistributedOptimizer": _LOCAL,
+    "TensorFlowState": "{name}: see elastic.",
+    "DistributedAdasumOptimizer": "{name}: use DistributedOptimizer(optimizer, op=Adasum).",
+}
+
+
+def refuse_name(module: str, name: str) -> NoReturn:
+    """Raise for an attribute that a module does not have.
+
+    Raises:
+        SetupError: other libraries have it; says what to use. (Not an AttributeError, whose message
+            `from module import name` would drop.)
+        AttributeError: they do not, either.
+    """
+    if name in INSTEAD:
+        raise SetupError(INSTEAD[name].format(name=name))
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
