@@ -70,14 +70,14 @@ class DatasetSource(Source):
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
         self._shuffles = shuffles(dataset)
-        self._opened = 0
+        self._opened = self._opened_before = 0  # how often, and before this pass
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
         self._skipped = 0  # batches that its pipeline skips
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         self._open_at_epoch(epoch, skip)
-        return self._pieces(self._values)
+        return self._pieces(skip)
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         # The pipeline must be the same for TensorFlow, up to how much it had skipped.
@@ -97,7 +97,7 @@ class DatasetSource(Source):
             ) from error
         if _DRAWS not in state:
             self._opened += 1  # see `state`
-        return self._pieces(self._values)
+        return self._pieces(skip)
 
     def state(self) -> bytes | None:
         if self._iterator is None:
@@ -127,18 +127,31 @@ class DatasetSource(Source):
         yield "its tf.data pipeline calls Python, in other threads meanwhile" if called else None
 
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
-        # Every iterator draws a seed from the pipeline's shuffles: the same epochs must see the
-        # same orders as in Model.fit.
-        wanted = self.openings * epoch
-        while self._opened < wanted and not self.endless:
-            iter(self._dataset)
-            self._opened += 1
+        self._open_up_to(self.openings * epoch)
+        self._opened_before = self._opened
         self._opened += 1
         self._iterator, self._values = elements(self._pipeline(skip))
         self._skipped = skip
 
-    def _pieces(self, values: Iterator[Any]) -> Iterator[Piece]:
-        return self._cut_pieces(values) if self._cut else self._whole_pieces(values)
+    def _open_up_to(self, openings: int) -> None:
+        """Open the pipeline as often as Keras does.
+
+        Every iterator draws a seed from the pipeline's shuffles: the same epochs, and whatever reads
+        the dataset afterwards, must see the same orders.
+        """
+        while self._opened < openings and not self.endless:
+            iter(self._dataset)
+            self._opened += 1
+
+    def _pieces(self, taken: int) -> Iterator[Piece]:
+        values = self._values
+        try:
+            for piece in self._cut_pieces(values) if self._cut else self._whole_pieces(values):
+                taken += 1
+                yield piece
+        finally:  # a reader that knows the number of batches does not ask for one more
+            if taken == self.num_batches:
+                self._open_up_to(self._opened_before + self.openings)
 
     def _pipeline(self, skip: int) -> tf.data.Dataset:
         dataset = self._dataset.skip(skip) if skip else self._dataset

@@ -54,8 +54,14 @@ def _differences(
 
 def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
     layers = list(model._flatten_layers())
-    if normalising := [each.path or each.name for each in layers if _normalises(each)]:
-        remedy = "" if split.microbatches > 1 else "; synchronized=True uses the whole batch's"
+    parts = split.microbatches > 1  # which nothing synchronizes
+    normalising = [
+        each.path or each.name
+        for each in layers
+        if _normalises(each) and (parts or not each.synchronized)
+    ]
+    if normalising:
+        remedy = "" if parts else "; synchronized=True uses the whole batch's"
         yield (
             f"unlike one process: {_list(normalising)} (BatchNormalization) uses the statistics of "
             f"each local batch{remedy}"
@@ -65,8 +71,7 @@ def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
 
 
 def _normalises(layer: Any) -> bool:
-    normalises = isinstance(layer, keras.layers.BatchNormalization)
-    return normalises and layer.trainable and not layer.synchronized
+    return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
 def _draws(layer: Any) -> bool:

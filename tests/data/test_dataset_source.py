@@ -5,10 +5,12 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from ktrainer import Trainer
 from ktrainer.data.dataset_iterator import elements
 from ktrainer.errors import DataError
 from tests.data.feeds import Recorder, feed, flat, numbered, rows
@@ -148,3 +150,23 @@ def test_elements_are_those_of_the_dataset() -> None:
             tf.nest.assert_same_structure(ours, theirs)
             for a, b in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+def test_what_reads_a_shuffled_dataset_after_a_fit_sees_the_order_of_keras() -> None:
+    def orders(fit: Any, evaluate: Any) -> list[Any]:
+        keras.utils.set_random_seed(1)
+        x = np.arange(12, dtype="float32").reshape(12, 1)
+        data = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(12).batch(4)
+        held_out = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(12).batch(4)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        fit(model, data, epochs=2, validation_data=held_out, verbose=0)
+        fit(model, data, epochs=1, validation_data=held_out, validation_steps=1, verbose=0)
+        evaluate(model, held_out, verbose=0)
+        return [list(each.as_numpy_iterator()) for each in (data, held_out)]
+
+    trainer = Trainer({"seed": 1})
+    theirs = orders(keras.Model.fit, keras.Model.evaluate)
+    keras.tree.map_structure(
+        np.testing.assert_array_equal, orders(trainer.fit, trainer.evaluate), theirs
+    )
