@@ -150,6 +150,13 @@ def _custom_loop(*words: str) -> str:
     return _run_script(str(EXAMPLES / "custom_loop.py"), "trainer.epochs=1", *words)
 
 
+def test_a_custom_loop_is_the_same_on_two_processes(ranks):
+    (expected,) = ranks(1).run(_custom_loop, "backend=local", deadline=120)
+    assert re.fullmatch(r"epoch 1  loss \d\.\d+  val_accuracy 0\.\d+\n", expected), expected
+    said = ranks(2).run(_custom_loop, "backend=data_parallel", "backend.engine=mpi", deadline=120)
+    assert said == [expected, ""]
+
+
 @pytest.mark.exhaustive
 def test_a_custom_loop_is_the_same_under_strategies(ranks):
     strategies = ["mirrored", "central_storage"]

@@ -88,8 +88,8 @@ def _refuse(trainer: Trainer) -> NoReturn:
     error = ModelError(
         f"this script applies gradients in its own loop{where}. ktrainer cannot split such a loop "
         f"over ranks, replicas or stages (backend={trainer.backend.name}). Put the step into "
-        "`train_step` of a keras.Model and call `fit`; or use `trainer.run` with "
-        "backend=tf_distribute; or run one process with backend=local."
+        "`train_step` of a keras.Model and call `fit`; or make a ktrainer.Trainer, whose `run` "
+        "calls a step under all backends but pipeline; or run one process with backend=local."
     )
     error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph repeats its code above
     raise error

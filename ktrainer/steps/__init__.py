@@ -9,6 +9,8 @@ metric_logs.py                                     logs that are results of metr
 metric_states.py, metric_reduction.py              states that add up; their sums over ranks
 named_variables.py                                 the variables of a model's state, by unique names
 variable_placement.py, remote_variable.py          variables that other processes hold
+loop_step.py, assigned_variables.py                a step of a loop of the user's own, on one rank
+variable_broadcast.py                              equal variables on all ranks
 strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy
 step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small parts
 

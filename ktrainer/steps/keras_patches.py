@@ -47,12 +47,13 @@ _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo
 
 
 @contextmanager
-def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None]:
+def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -> Iterator[None]:
     """Trace a Keras step, called inside, as one share of an update.
 
     Args:
         context: the share and its surroundings.
-        optimizers: those that the step may apply; classes that override `apply` are covered.
+        optimizers: those that the step may apply; classes that override `apply` are covered. None:
+            any that there are.
     """
     BatchNormalization = keras.layers.BatchNormalization
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -76,11 +77,22 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Itera
         yield
 
 
-def _classes_that_apply(optimizers: Sequence[Any]) -> list[type]:
-    classes = {cls: None for o in optimizers for cls in type(o).__mro__ if "apply" in vars(cls)}
+def _classes_that_apply(optimizers: Sequence[Any] | None) -> list[type]:
+    if optimizers is None:
+        every = list(_with_subclasses(BaseOptimizer))
+    else:
+        every = [cls for o in optimizers for cls in type(o).__mro__]
+    classes = {cls: None for cls in every if "apply" in vars(cls)}
     classes[BaseOptimizer] = None
     classes[keras.optimizers.LossScaleOptimizer] = None
     return list(classes)
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
+        yield from _with_subclasses(subclass)
 
 
 def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -132,13 +144,15 @@ def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         # Keras counts each part of a loss once a batch, but with its rows where their number is
         # static, as it is in a pipeline, and in a step that runs eagerly.
-        if isinstance(sample_weight, int):
+        if isinstance(sample_weight, int) and not context.sums:
             eagerly = tf.executing_eagerly()
             rows = tf.cast(sample_weight, self.dtype)
             sample_weight = (
                 rows * tf.cast(context.weight, self.dtype) if context.in_global_loss else rows
             )
             sample_weight = sample_weight if eagerly else None
+        if context.sums and isinstance(sample_weight, (int, float, type(None))):
+            values, sample_weight = _part_of_sum(context, self.dtype, values, sample_weight)
         if sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank:
             values, sample_weight = _share_of(context, self.dtype, values, sample_weight)
         return original(self, values, sample_weight)
@@ -158,6 +172,15 @@ def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any)
     if sample_weight is None:
         return tf.identity(tensor), tf.fill(tf.shape(tensor)[:1], part)
     return values, tf.cast(sample_weight, dtype) * part
+
+
+def _part_of_sum(context: StepContext, dtype: Any, values: Any, weight: Any) -> tuple[Any, Any]:
+    """A scalar and its weight so that the parts of all ranks count as their sum, once."""
+    tensor = ops.convert_to_tensor(values, dtype)
+    if context.collectives is None or tensor.shape.rank != 0:
+        return values, weight
+    size = context.collectives.size
+    return tensor * size, ops.convert_to_tensor((1 if weight is None else weight) / size, dtype)
 
 
 def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -237,6 +260,8 @@ def _as_in_signature(value: Any, spec: Any) -> Any:
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
     def direct_assign(self: Any, value: Any) -> Any:
         context.assigned[id(self)] = self
+        if context.on_assign is not None and not context.updating:
+            context.on_assign(self, value)
         return original(self, value)
 
     return direct_assign
@@ -296,9 +321,11 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
             for hook in context.hooks:
                 gradients = list(hook(gradients, variables))
         applying.depth += 1
+        context.updating = True
         try:
             return original(self, gradients, given)
         finally:
             applying.depth -= 1
+            context.updating = applying.depth > 0
 
     return apply

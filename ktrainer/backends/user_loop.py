@@ -1,0 +1,77 @@
+"""A training loop of the user's own in one process; other backends derive theirs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from ktrainer.distributed.world import World
+
+ReduceOp = Literal["sum", "mean"]
+
+
+class UserLoop:
+    """Distributes batches, runs steps and reduces results, for a loop of the user's own.
+
+    Args:
+        world: the ranks; its step counts the steps that are run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._steps: dict[Callable[..., Any], Any] = {}
+        self._scheduled: list[Any] = []
+
+    @property
+    def strategy(self) -> tf.distribute.Strategy:
+        """The strategy that steps run under."""
+        return tf.distribute.get_strategy()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Context in which models, optimizers and metrics are made."""
+        return nullcontext()
+
+    def distribute(self, dataset: tf.data.Dataset) -> Any:
+        """The batches of `dataset`, in parts for `run`."""
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a step, compiled; return its result on each replica."""
+        with self._running():
+            return self._compiled(step)(*args)
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, op: ReduceOp, value: Any) -> Any:
+        """A result of `run`, summed or averaged over all replicas."""
+        return tf.nest.map_structure(
+            lambda each: self.strategy.reduce(op.upper(), each, axis=None), value
+        )
+
+    def schedule(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Run a step, whose result `join` returns."""
+        self._scheduled.append(self.run(step, args))
+
+    def join(self) -> list[Any]:
+        """Wait for all scheduled steps; the sums of their results over replicas, in order."""
+        results, self._scheduled = self._scheduled, []
+        return self.reduce("sum", results)
+
+    def _compiled(self, step: Callable[..., Any]) -> Any:
+        if step not in self._steps:
+            self._steps[step] = self._compile(step)
+        return self._steps[step]
+
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        strategy = self.strategy
+        return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context of a step: counts it."""
+        if tf.executing_eagerly():
+            self.world.step += 1
+        yield
