@@ -9,6 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from ktrainer.distributed.world import World
+from ktrainer.steps.loop_step import as_function
 
 ReduceOp = Literal["sum", "mean"]
 
@@ -66,8 +67,7 @@ class UserLoop:
         return self._steps[step]
 
     def _compile(self, step: Callable[..., Any]) -> Any:
-        strategy = self.strategy
-        return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
+        return as_function(step)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

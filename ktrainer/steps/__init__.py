@@ -6,6 +6,7 @@ update_in_parts.py, accumulated_update.py          accumulation: the algorithm; 
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
 sparse_gradients.py, update_guard.py               sums of gradients; skipped updates
 metric_logs.py                                     logs that are results of metrics
+mean_metrics.py                                    the weight of a rank's numbers in a mean
 metric_states.py, metric_reduction.py              states that add up; their sums over ranks
 named_variables.py                                 the variables of a model's state, by unique names
 variable_placement.py, remote_variable.py          variables that other processes hold

@@ -75,9 +75,9 @@ class LoopStep:
 
 def as_function(step: Callable[..., Any]) -> Any:
     """A user's step as a `tf.function`, which converts its Python branches and loops."""
-    return (
-        step if isinstance(step, tf.types.experimental.PolymorphicFunction) else tf.function(step)
-    )
+    if isinstance(step, tf.types.experimental.PolymorphicFunction):
+        return step
+    return tf.function(step, reduce_retracing=True)
 
 
 def loop_context(

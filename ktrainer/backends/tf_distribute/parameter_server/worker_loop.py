@@ -13,6 +13,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_loop import StrategyLoop
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import adding_at_once
 from ktrainer.backends.user_loop import ReduceOp
 from ktrainer.data.distributed_dataset import require_dataset
+from ktrainer.errors import ConfigError
 
 
 class WorkerLoop(StrategyLoop):
@@ -34,11 +35,13 @@ class WorkerLoop(StrategyLoop):
         require_dataset(dataset)
         return dataset
 
+    @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         result = self._sent(step, args)
         self._workers.wait_for([result], "a step of the user's own")
         return result.fetch()
 
+    @tf.autograph.experimental.do_not_convert
     def schedule(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._scheduled.append(self._sent(step, args))
 
@@ -52,6 +55,13 @@ class WorkerLoop(StrategyLoop):
 
     def _sent(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Have a worker run a step; a `RemoteValue`, at once."""
+        if not tf.executing_eagerly():
+            raise ConfigError(
+                "with parameter servers a step is sent to a worker, which a tf.function cannot do: "
+                "call trainer.run or schedule outside of it (the step itself is compiled)",
+                path="backend.strategy",
+                value="parameter_server",
+            )
         self.world.step += 1
         with adding_at_once(), sharded_variables():
             return self._workers.schedule(self._compiled(step), args)

@@ -61,6 +61,10 @@ class StrategyLoop(UserLoop):
         )
         return self._strategy.experimental_distribute_dataset(dataset.with_options(options))
 
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        strategy = self._strategy
+        return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         with super()._running(), self._guard():
