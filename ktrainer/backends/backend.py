@@ -33,9 +33,14 @@ class Backend(ABC):
         config: the resolved configuration.
         plan: what the configuration means here.
         world: the ranks.
+
+    Attributes:
+        name: as in the configuration.
+        strategy: the `tf.distribute.Strategy` that steps run under; None: there is none.
     """
 
     name: str
+    strategy: Any = None
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         self.config, self.plan, self.world = config, plan, world
@@ -70,6 +75,10 @@ class Backend(ABC):
             ConfigError: they cannot.
         """
         return self.open_loop()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Context in which models, optimizers and metrics are made, if they need one."""
+        return nullcontext()
 
     def open_loop(self) -> UserLoop:
         """Make `loop`, when it is first needed."""

@@ -38,16 +38,6 @@ class RankLoop(UserLoop):
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
         self._sum = tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
 
-    @property
-    def strategy(self) -> tf.distribute.Strategy:
-        raise ConfigError(
-            "data_parallel has no tf.distribute strategy, as its replicas are processes. Use "
-            "trainer.world.size for their number, and trainer.scope, distribute, run and reduce; "
-            "or choose backend=tf_distribute (or local).",
-            path="backend",
-            value="data_parallel",
-        )
-
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._data.shard != "batch":
             raise ConfigError(
@@ -71,14 +61,15 @@ class RankLoop(UserLoop):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, op: ReduceOp, value: Any) -> Any:
-        tensors = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(value)]
-        if not tensors:
+        leaves = tf.nest.flatten(value)
+        present = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        if not present:
             return value
         with self._running():
-            sums = self._sum(tensors)
-        if op == "mean":
-            sums = [total / self._collectives.size for total in sums]
-        return tf.nest.pack_sequence_as(value, sums)
+            sums = self._sum([tf.convert_to_tensor(leaves[i]) for i in present])
+        for i, total in zip(present, sums, strict=True):
+            leaves[i] = total if op == "sum" else total / self._collectives.size
+        return tf.nest.pack_sequence_as(value, leaves)
 
     def _compile(self, step: Callable[..., Any]) -> LoopStep:
         return LoopStep(step, self._collectives, self.world.stable_rank, self._count)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -26,15 +26,6 @@ class UserLoop:
         self._steps: dict[Callable[..., Any], Any] = {}
         self._scheduled: list[Any] = []
 
-    @property
-    def strategy(self) -> tf.distribute.Strategy:
-        """The strategy that steps run under."""
-        return tf.distribute.get_strategy()
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Context in which models, optimizers and metrics are made."""
-        return nullcontext()
-
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         """The batches of `dataset`, in parts for `run`."""
         return dataset
@@ -49,7 +40,7 @@ class UserLoop:
     def reduce(self, op: ReduceOp, value: Any) -> Any:
         """A result of `run`, summed or averaged over all replicas."""
         return tf.nest.map_structure(
-            lambda each: self.strategy.reduce(op.upper(), each, axis=None), value
+            lambda each: None if each is None else tf.convert_to_tensor(each), value
         )
 
     def schedule(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -68,7 +68,7 @@ def _is_library(file: str) -> bool:
 
 def _under_strategy_of(trainer: Trainer) -> bool:
     """Return whether the script runs this code as a replica of the Trainer's strategy."""
-    strategy = getattr(trainer.backend, "strategy", None)
+    strategy = trainer.backend.strategy
     return (
         strategy is not None
         and tf.distribute.has_strategy()

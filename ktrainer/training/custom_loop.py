@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from ktrainer.errors import ConfigError
+
 # TensorFlow is imported where it is used: a Trainer sets it up first.
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -37,16 +39,27 @@ class CustomLoop:
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
-        """The `tf.distribute.Strategy` that trains.
+        """The `tf.distribute.Strategy` that trains; under `local` TensorFlow's default.
 
         Raises:
             ConfigError: the backend has none.
         """
-        return self.backend.loop.strategy
+        import tensorflow as tf
+
+        backend = self.backend
+        if backend.strategy is None and backend.name != "local":
+            raise ConfigError(
+                f"{backend.name} has no tf.distribute strategy. The number of replicas is "
+                "trainer.world.replicas. Choose backend=tf_distribute (or local) where a strategy "
+                "is needed.",
+                path="backend",
+                value=backend.name,
+            )
+        return backend.strategy or tf.distribute.get_strategy()
 
     def scope(self) -> AbstractContextManager[Any]:
         """Context in which a model, optimizers and metrics are made as the backend wants them."""
-        return self.backend.loop.scope()
+        return self.backend.scope()
 
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         """Batches for `run`: each global batch of a `tf.data.Dataset`, a part for each replica.

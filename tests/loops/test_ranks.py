@@ -166,7 +166,7 @@ def refused(name: str) -> str:
     ("name", "message"),
     [
         ("run", "Let trainer.fit run the steps"),
-        ("strategy", "Use trainer.world.size"),
+        ("strategy", "trainer.world.replicas"),
         ("shard", "Set data.shard=batch"),
         ("rows", "end it with `.batch(batch_size)`"),
         ("arrays", "takes a tf.data.Dataset"),
@@ -195,6 +195,8 @@ def scheduled(backend: str) -> Any:
             it.schedule(step, part)
         results = [{key: int(value) for key, value in each.items()} for each in it.join()]
         assert it.join() == []
+        it.schedule(lambda: None)
+        assert it.join() == [None]
         return results, int(seen.result())
 
 

@@ -47,11 +47,7 @@ _EXTRA_SECONDS = 30.0  # for TensorFlow itself
 
 
 class TfDistribute(Backend):
-    """Runs the model's steps on the replicas of a strategy.
-
-    Attributes:
-        strategy: the `tf.distribute.Strategy`.
-    """
+    """Runs the model's steps on the replicas of a strategy."""
 
     name = "tf_distribute"
 

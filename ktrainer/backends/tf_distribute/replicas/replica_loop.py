@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.move_into_strategy import scope_of
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
     ReplicaScope,
@@ -17,7 +16,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     outside_stateless_scope,
     with_settings_of_this_thread,
 )
-from ktrainer.backends.user_loop import UserLoop
+from ktrainer.backends.user_loop import ReduceOp, UserLoop
 from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.world import World
@@ -44,13 +43,6 @@ class StrategyLoop(UserLoop):
         super().__init__(world)
         self._strategy, self._guard, self._auto_shard = strategy, guard, auto_shard
 
-    @property
-    def strategy(self) -> tf.distribute.Strategy:
-        return self._strategy
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return scope_of(self._strategy)
-
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         require_dataset(dataset)
         if self._strategy is tf.distribute.get_strategy():
@@ -60,6 +52,14 @@ class StrategyLoop(UserLoop):
             tf.data.experimental.AutoShardPolicy, self._auto_shard.upper()
         )
         return self._strategy.experimental_distribute_dataset(dataset.with_options(options))
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, op: ReduceOp, value: Any) -> Any:
+        def reduced(each: Any) -> Any:
+            return None if each is None else self._strategy.reduce(op.upper(), each, axis=None)
+
+        with self._guard():
+            return tf.nest.map_structure(reduced, value)
 
     def _compile(self, step: Callable[..., Any]) -> Any:
         strategy = self._strategy
