@@ -1,6 +1,7 @@
-"""A training loop of one's own, under any tf.distribute strategy.
+"""A training loop of one's own, under any backend but `pipeline`.
 
     python examples/custom_loop.py
+    ktrainer run -n 2 examples/custom_loop.py backend=data_parallel
     python examples/custom_loop.py backend=tf_distribute backend.strategy=mirrored backend.devices=2
     ktrainer run -n 2 examples/custom_loop.py backend=tf_distribute \\
         backend.strategy=multi_worker_mirrored

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.backends import open_backend
-from ktrainer.backends.tf_distribute.custom_loop import CustomLoop, leaves_strategy_scope
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster_environment import cluster_asked
 from ktrainer.config.command_line import launcher_words
@@ -27,6 +26,7 @@ from ktrainer.runtime.tensorflow_logging import loud_tensorflow, quiet_tensorflo
 from ktrainer.state.progress import Progress
 from ktrainer.state.train_state import TrainState
 from ktrainer.training.context import RunContext, RunFolder, check_nested, resolve_model
+from ktrainer.training.custom_loop import CustomLoop, leaves_strategy_scope
 from ktrainer.training.recovery_protocol import NoRecovery
 from ktrainer.verify.verify_mode import configure_for_verify
 

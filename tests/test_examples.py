@@ -148,8 +148,19 @@ def test_no_example_is_forgotten():
 
 
 def _custom_loop(*words: str) -> str:
-    make_devices()
     return _run_script(str(EXAMPLES / "custom_loop.py"), "trainer.epochs=1", *words)
+
+
+def _custom_loop_on_devices(*words: str) -> str:
+    make_devices()
+    return _custom_loop(*words)
+
+
+def test_a_custom_loop_is_the_same_on_two_processes(ranks):
+    (expected,) = ranks(1).run(_custom_loop, "backend=local", deadline=120)
+    assert re.fullmatch(r"epoch 1  loss \d\.\d+  val_accuracy 0\.\d+\n", expected), expected
+    said = ranks(2).run(_custom_loop, "backend=data_parallel", "backend.engine=mpi", deadline=120)
+    assert said == [expected, ""]
 
 
 @pytest.mark.exhaustive
@@ -157,7 +168,7 @@ def test_a_custom_loop_is_the_same_under_strategies(ranks):
     strategies = ["mirrored", "central_storage"]
     under = [["backend=tf_distribute", f"backend.strategy={name}"] for name in strategies]
     runs = [["backend=local"], *([*words, "backend.devices=2"] for words in under)]
-    said = [ranks(1, ONE_PROCESS).run(_custom_loop, *words)[0] for words in runs]
+    said = [ranks(1, ONE_PROCESS).run(_custom_loop_on_devices, *words)[0] for words in runs]
     assert re.fullmatch(r"epoch 1  loss \d\.\d+  val_accuracy 0\.\d+\n", said[0]), said[0]
     numbers = [[float(word) for word in re.findall(r"\d\.\d+", text)] for text in said]
     for loss, accuracy in numbers[1:]:

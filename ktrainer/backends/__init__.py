@@ -5,6 +5,7 @@ local.py          one process
 data_parallel.py  each process has the whole model and trains on its rows of every batch
 pipeline/         each process has stages of the model
 tf_distribute/    TensorFlow's strategies
+user_loop.py      loops of the user's own in one process; rank_loop.py: on several ranks
 """
 
 from __future__ import annotations

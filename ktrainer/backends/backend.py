@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.errors import ConfigError
 from ktrainer.runtime.devices import claim_device
 
 if TYPE_CHECKING:
     import keras
 
+    from ktrainer.backends.user_loop import UserLoop
     from ktrainer.config import Config
     from ktrainer.distributed import World
     from ktrainer.plan.run_plan import Plan
@@ -30,9 +33,14 @@ class Backend(ABC):
         config: the resolved configuration.
         plan: what the configuration means here.
         world: the ranks.
+
+    Attributes:
+        name: as in the configuration.
+        strategy: the `tf.distribute.Strategy` that steps run under; None: there is none.
     """
 
     name: str
+    strategy: Any = None
 
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         self.config, self.plan, self.world = config, plan, world
@@ -58,6 +66,29 @@ class Backend(ABC):
         """Context for everything the Trainer does with a model, parts of which other processes may
         hold."""
         return nullcontext()
+
+    @cached_property
+    def loop(self) -> UserLoop:
+        """How the steps of a loop of the user's own run.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        return self.open_loop()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Context in which models, optimizers and metrics are made, if they need one."""
+        return nullcontext()
+
+    def open_loop(self) -> UserLoop:
+        """Make `loop`, when it is first needed."""
+        raise ConfigError(
+            f"a loop of your own cannot run under {self.name}, which splits the model itself. Let "
+            "trainer.fit run the steps, with the model's own train_step where it must be special; "
+            "or choose backend=data_parallel, tf_distribute or local.",
+            path="backend",
+            value=self.name,
+        )
 
     @property
     def communication_seconds(self) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from ktrainer.backends.backend import Backend
+from ktrainer.backends.rank_loop import RankLoop
+from ktrainer.backends.user_loop import UserLoop
 from ktrainer.errors import ConfigError
 from ktrainer.steps import CompiledProgram, Program, StepOptions
 from ktrainer.steps.move_out_of_strategy import unwrap_variables
@@ -34,6 +36,11 @@ class DataParallel(Backend):
         unwrap_variables(model)  # of a strategy of the user's own
         # Not the rank, which changes when others are lost: the step is not compiled again then.
         return CompiledProgram(model, options, self._collectives, self.world.stable_rank)
+
+    def open_loop(self) -> UserLoop:
+        if self._collectives is None:
+            return UserLoop(self.world)
+        return RankLoop(self.world, self._collectives, self.config.data)
 
     @property
     def communication_seconds(self) -> float | None:

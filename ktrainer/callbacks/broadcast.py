@@ -9,18 +9,17 @@ different weights; here it happens before the first step.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
-from ktrainer.distributed.array_transfer import broadcast_arrays, buckets
-from ktrainer.errors import DivergenceError, ModelError
+from ktrainer.distributed.array_transfer import broadcast_arrays
+from ktrainer.errors import ModelError
 from ktrainer.state.progress import Progress
 from ktrainer.steps.named_variables import all_variables, model_variables, view_of
+from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.steps.variable_placement import Placement, placement_of
 
 
@@ -107,49 +106,3 @@ def _has_variables(model: Any) -> bool:
     itself, and then counts as not built, while its layers are."""
     layers = list(model._flatten_layers(include_self=False))
     return model.built or (bool(layers) and all(layer.built for layer in layers))
-
-
-def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: int = 0) -> None:
-    """Set `named` variables to the values of rank `root`, bitwise, in few fused messages."""
-    if world.size == 1:
-        return
-    arrays = [view_of(variable) for _, variable in named]
-    _check_same_variables(named, arrays, world)
-    sizes = [array.nbytes for array in arrays]
-    del arrays  # releases the memory of values that are replaced
-    for bucket in buckets(sizes):
-        variables = [named[i][1] for i in bucket]
-        mine = [view_of(variable) for variable in variables]
-        received = broadcast_arrays(mine, world, root, "broadcast of variables")
-        if world.rank != root:
-            for variable, value in zip(variables, received, strict=True):
-                variable.assign(value)
-
-
-def _check_same_variables(
-    named: Sequence[tuple[str, Any]], arrays: Sequence[np.ndarray], world: World
-) -> None:
-    """Compare shapes and dtypes between ranks first: a broadcast of different sizes would corrupt
-    values or hang. Names may differ: Keras numbers layers by process history."""
-    specs = [f"{array.dtype}{list(array.shape)}" for array in arrays]
-    digest = zlib.crc32("\n".join(specs).encode())
-    both = np.array([digest, -digest], np.int64)
-    highest, lowest = world.oob_allreduce(both, "max", "comparison of variables")
-    if highest == -lowest:
-        return
-    here = [f"{name} {spec}" for (name, _), spec in zip(named, specs, strict=True)]
-    every = world.allgather(here, "comparison of variables")
-    lines = []
-    first, *others = world.ranks
-    for rank, theirs in zip(others, every[1:], strict=True):
-        for k in range(max(len(every[0]), len(theirs))):
-            ours = every[0][k] if k < len(every[0]) else "(no such variable)"
-            other = theirs[k] if k < len(theirs) else "(no such variable)"
-            if ours.split(" ")[-1] != other.split(" ")[-1]:
-                lines.append(f"variable {k}: rank {first} has {ours}, rank {rank} has {other}")
-                break
-    raise DivergenceError(
-        "ranks hold different variables, so they cannot be broadcast: "
-        + "; ".join(lines)
-        + ". Build the same model, and its optimizers, on every rank."
-    )

@@ -136,8 +136,8 @@ class DatasetSource(Source):
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.
 
-        Every iterator draws a seed from the pipeline's shuffles: the same epochs, and whatever reads
-        the dataset afterwards, must see the same orders.
+        Every iterator draws a seed from the pipeline's shuffles: the same epochs, and whatever
+        reads the dataset afterwards, must see the same orders.
         """
         while self._opened < openings and not self.endless:
             iter(self._dataset)

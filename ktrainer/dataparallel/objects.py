@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.callbacks.broadcast import broadcast_variables as broadcast_named
 from ktrainer.dataparallel.calls import Call, call_of, specs_of
 from ktrainer.dataparallel.handlers import carry_out
 from ktrainer.dataparallel.host_calls import call_in_order
@@ -16,6 +15,7 @@ from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import DataError, ModelError
+from ktrainer.steps.variable_broadcast import broadcast_variables as broadcast_named
 
 
 def broadcast_variables(

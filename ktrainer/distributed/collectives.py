@@ -141,7 +141,8 @@ def _call_eagerly(
 ) -> list[tf.Tensor]:
     """The outputs of a host function, now. Not by numpy_function, which cannot read a scalar of
     bfloat16."""
-    found = call(*(np.asarray(tensor) for tensor in inputs))
+    arrays = [each.numpy() if isinstance(each, tf.Tensor) else each for each in inputs]
+    found = call(*map(np.asarray, arrays))
     outputs = [found] if isinstance(found, np.ndarray) else found
     return [tf.convert_to_tensor(x, d) for x, d in zip(outputs, dtypes, strict=True)]
 

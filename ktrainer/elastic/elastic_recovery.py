@@ -16,7 +16,6 @@ import numpy as np
 
 from ktrainer.callbacks import Checkpoint
 from ktrainer.callbacks.base import emit
-from ktrainer.callbacks.broadcast import broadcast_variables
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
@@ -35,6 +34,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.variable_broadcast import broadcast_variables
 
 if TYPE_CHECKING:
     from ktrainer.training.recovery_protocol import ResumableLoop

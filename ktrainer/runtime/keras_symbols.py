@@ -365,6 +365,18 @@ tensorflow.python.framework.ops
 tensorflow.python.framework.func_graph
     FuncGraph
         pipeline: called; shapes of losses
+tensorflow.python.distribute.distribute_lib
+    _DefaultDistributionExtended._num_replicas_in_sync
+        steps: replaced; a step of the user's own sees ranks as replicas
+    _DefaultReplicaContext.replica_id_in_sync_group
+        steps: replaced; the same
+    _DefaultReplicaContext.all_reduce(self, reduce_op, value, options)
+        steps: replaced; the same
+tensorflow.python.ops.nn_impl_distribute
+    compute_average_loss(per_example_loss, sample_weight, global_batch_size)
+        steps: replaced; divides by the examples of all ranks
+    scale_regularization_loss(regularization_loss)
+        steps: replaced; divides by the number of ranks that have rows
 tensorflow.python.distribute.merge_call_interim
     maybe_merge_call(fn, strategy, *args, **kwargs)
         tf_distribute: replaced; an update runs once for all replicas
@@ -385,6 +397,8 @@ tensorflow.python.distribute.coordinator.values
     RemoteValueImpl()._has_fetched_to_local, _status_available_event
         tf_distribute: read; the progress of workers
 tensorflow.python.data.ops.iterator_ops
+    OwnedIterator.__init__(self, dataset, components, element_spec)
+        data: called; an iterator that compares its batches between ranks
     OwnedIterator()._iterator_resource
         data: read; saves the position of a pipeline
 tensorflow.python.ops.script_ops
@@ -443,9 +457,9 @@ tensorflow.python.autograph.core.ag_ctx
         steps: read; has the branches of what such a function calls turned into graphs too
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
-        verify: its methods that assign are replaced; a pass leaves variables as they were
+        steps, verify: its methods that assign are replaced; assignments are noted, or undone
     ResourceVariable
-        verify: its methods that assign are replaced; a pass leaves variables as they were
+        steps, verify: its methods that assign are replaced; assignments are noted, or undone
     BaseResourceVariable._strided_slice_assign
         verify: replaced; a pass leaves variables as they were
 """

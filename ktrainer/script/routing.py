@@ -210,7 +210,7 @@ class Routing:
 
 def splits(trainer: Trainer) -> bool:
     """Return whether a batch is divided among several ranks, replicas or stages."""
-    strategy = getattr(trainer.backend, "strategy", None)
+    strategy = trainer.backend.strategy
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     return has_other_ranks(trainer.world) or replicas > 1 or trainer.backend.name == "pipeline"
 

@@ -68,7 +68,7 @@ def _is_library(file: str) -> bool:
 
 def _under_strategy_of(trainer: Trainer) -> bool:
     """Return whether the script runs this code as a replica of the Trainer's strategy."""
-    strategy = getattr(trainer.backend, "strategy", None)
+    strategy = trainer.backend.strategy
     return (
         strategy is not None
         and tf.distribute.has_strategy()
@@ -88,9 +88,9 @@ def _refuse(trainer: Trainer) -> NoReturn:
     error = ModelError(
         f"this script applies gradients in its own loop{where}. ktrainer cannot split such a loop "
         f"over ranks, replicas or stages (backend={trainer.backend.name}). Put the step into "
-        "`train_step` of a keras.Model and call `fit`; or keep the loop and average its gradients "
-        "with ktrainer.dataparallel; or use `trainer.run` with backend=tf_distribute; or run one "
-        "process with backend=local."
+        "`train_step` of a keras.Model and call `fit`; or make a ktrainer.Trainer, whose `run` "
+        "calls a step under all backends but pipeline; or keep the loop and average its gradients "
+        "with ktrainer.dataparallel; or run one process with backend=local."
     )
     error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph repeats its code above
     raise error

@@ -72,7 +72,7 @@ class StrategyProxy:
     """
 
     def __init__(self, trainer: Trainer, name: str) -> None:
-        own = getattr(trainer.backend, "strategy", None)
+        own = trainer.backend.strategy
         self._strategy = tf.distribute.get_strategy() if own is None else own
         self._backend = trainer.backend
         if own is None and trainer.world.is_root:

@@ -8,9 +8,12 @@ loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples o
 reduce_gradients.py, embedding_gradients.py        the sum of gradients over ranks; of embeddings
 update_guard.py                                    skips updates that would spoil the model
 metric_logs.py                                     logs that are results of metrics
+mean_metrics.py                                    the weight of a rank's numbers in a mean
 metric_states.py, metric_reduction.py              states that add up; their sums over ranks
 named_variables.py                                 the variables of a model's state, by unique names
 variable_placement.py, remote_variable.py          variables that other processes hold
+loop_step.py, assigned_variables.py                a step of a loop of the user's own, on one rank
+variable_broadcast.py                              equal variables on all ranks
 strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy
 step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small parts
 

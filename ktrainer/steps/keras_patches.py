@@ -39,6 +39,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.inner_functions import traced_with_the_step
+from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 
@@ -46,19 +47,20 @@ _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo
 
 
 @contextmanager
-def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Iterator[None]:
+def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -> Iterator[None]:
     """Trace a Keras step, called inside, as one share of an update.
 
     Args:
         context: the share and its surroundings.
-        optimizers: those that the step may apply; classes that override `apply` are covered.
+        optimizers: those that the step may apply; classes that override `apply` are covered. None:
+            any that there are.
     """
     BatchNormalization = keras.layers.BatchNormalization
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (loss_module, "reduce_weighted_values", _reduce_weighted_values),
         (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
         (tf.GradientTape, "gradient", gradient_of_sums),
-        (reduction_metrics.Mean, "update_state", _update_mean),
+        (reduction_metrics.Mean, "update_state", update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", _next_seed),
@@ -75,11 +77,22 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] = ()) -> Itera
         yield
 
 
-def _classes_that_apply(optimizers: Sequence[Any]) -> list[type]:
-    classes = {cls: None for o in optimizers for cls in type(o).__mro__ if "apply" in vars(cls)}
+def _classes_that_apply(optimizers: Sequence[Any] | None) -> list[type]:
+    if optimizers is None:
+        every = list(_with_subclasses(BaseOptimizer))
+    else:
+        every = [cls for o in optimizers for cls in type(o).__mro__]
+    classes = {cls: None for cls in every if "apply" in vars(cls)}
     classes[BaseOptimizer] = None
     classes[keras.optimizers.LossScaleOptimizer] = None
     return list(classes)
+
+
+def _with_subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = cls.__subclasses__()
+    for subclass in subclasses:
+        yield from _with_subclasses(subclass)
 
 
 def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -125,38 +138,6 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
         return context.as_mean(ops.divide_no_nan(total * part, counted))
 
     return reduce_weighted_values
-
-
-def _update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        # Keras counts each part of a loss once a batch, but with its rows where their number is
-        # static, as it is in a pipeline, and in a step that runs eagerly.
-        if isinstance(sample_weight, int):
-            eagerly = tf.executing_eagerly()
-            rows = tf.cast(sample_weight, self.dtype)
-            sample_weight = (
-                rows * tf.cast(context.weight, self.dtype) if context.in_global_loss else rows
-            )
-            sample_weight = sample_weight if eagerly else None
-        if sample_weight is None or tf.convert_to_tensor(sample_weight).shape.rank:
-            values, sample_weight = _share_of(context, self.dtype, values, sample_weight)
-        return original(self, values, sample_weight)
-
-    return update_state
-
-
-def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """A mean's values, and what this share weighs them with: ranks count gathered rows once."""
-    tensor = ops.convert_to_tensor(values)
-    if tensor.shape.rank == 0:
-        weight = tf.cast(context.weight, dtype)
-        return tensor, weight if sample_weight is None else sample_weight
-    if not context.gathered or not context.is_over_examples(tensor):
-        return values, sample_weight
-    part = tf.cast(context.part(tensor), dtype)
-    if sample_weight is None:
-        return tf.identity(tensor), tf.fill(tf.shape(tensor)[:1], part)
-    return values, tf.cast(sample_weight, dtype) * part
 
 
 def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -219,6 +200,8 @@ def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
     def direct_assign(self: Any, value: Any) -> Any:
         context.assigned[id(self)] = self
+        if context.on_assign is not None and not context.updating:
+            context.on_assign(self, value)
         return original(self, value)
 
     return direct_assign
@@ -280,9 +263,11 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
             for hook in context.hooks:
                 gradients = list(hook(gradients, variables))
         applying.depth += 1
+        context.updating = True
         try:
             return original(self, gradients, given)
         finally:
             applying.depth -= 1
+            context.updating = applying.depth > 0
 
     return apply

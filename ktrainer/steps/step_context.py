@@ -91,6 +91,11 @@ class StepContext(TracedContext):
         in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
         split: the batch is split into microbatches, so rows cannot be gathered within a step.
+        sums: a rank's scalars are parts of a sum over ranks, as in a loop of the user's own, and
+            not means of its rows.
+        on_assign: called with a Keras variable and its new value before it is assigned, but not
+            where an optimizer assigns.
+        updating: an optimizer assigns now.
     """
 
     weight: tf.Tensor
@@ -118,6 +123,9 @@ class StepContext(TracedContext):
     gathered: list[GatheredRows] = field(default_factory=list)
     in_global_loss: bool = False
     split: bool = False
+    sums: bool = False
+    on_assign: Callable[[Any, Any], None] | None = None
+    updating: bool = False
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:

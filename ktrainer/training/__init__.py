@@ -2,5 +2,6 @@
 
 run.py opens, loop.py trains, evaluation.py evaluates and predicts
 call_arguments.py, fit_settings.py, triggers.py, context.py, default_callbacks.py: parts of a call
+custom_loop.py: the Trainer's face for loops of the user's own
 resume.py, recovery_protocol.py, preemption.py: checkpoints at the start; lost ranks; signals
 """

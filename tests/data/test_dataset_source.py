@@ -160,8 +160,8 @@ def test_what_reads_a_shuffled_dataset_after_a_fit_sees_the_order_of_keras() -> 
         held_out = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(12).batch(4)
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        fit(model, data, epochs=2, validation_data=held_out, verbose=0)
-        fit(model, data, epochs=1, validation_data=held_out, validation_steps=1, verbose=0)
+        fit(model, data, epochs=2, validation_data=held_out, shuffle=False, verbose=0)
+        fit(model, data, validation_data=held_out, validation_steps=1, shuffle=False, verbose=0)
         evaluate(model, held_out, verbose=0)
         return [list(each.as_numpy_iterator()) for each in (data, held_out)]
 

@@ -20,6 +20,7 @@ from ktrainer import Trainer
 # isort: split
 import keras
 import numpy as np
+import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from tests.contracts import playing, running
@@ -27,8 +28,9 @@ from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist import losses
 from tests.dist.cases import CASES, difference, several
 from tests.dist.harness import keras_state
+from tests.loops.cases import CASES as LOOPS
+from tests.loops.cases import largest_difference, outcomes
 from tests.tf_distribute.running import make_devices
-from tests.tf_distribute.test_custom import trained
 from tests.tf_distribute.test_features import half_precision
 
 FOLDER = Path(sys.argv[1])
@@ -44,7 +46,7 @@ def main() -> None:
     os.chdir(FOLDER)
     make_devices()  # as tests of other strategies have them
     trainer(join="step").close()  # a worker or server does not return from here
-    found = {"joined": joined, "contracts": contracts}[sys.argv[2]]()
+    found = {"joined": joined, "contracts": contracts, "loops": loops}[sys.argv[2]]()
     (FOLDER / "found.json").write_text(json.dumps(found))
 
 
@@ -81,7 +83,6 @@ def contracts() -> dict[str, str]:
     for policy in ("mixed_float16", "mixed_bfloat16"):
         for bad in (None, 18):
             checks[f"{policy} {bad}"] = lambda p=policy, b=bad: half_precision_equals(p, b)
-    checks["loop of one's own"] = own_loop
     for name in playing.TOUCHING:
         checks[f"callback {name}"] = lambda name=name: stock_callback(name)
     return {name: said(check) for name, check in checks.items()}
@@ -112,11 +113,47 @@ def half_precision_equals(policy: str, bad: int | None) -> None:
         np.testing.assert_allclose(mine, value, rtol=0, atol=1e-6)
 
 
-def own_loop() -> None:
-    (ours, weights), (reference, expected) = trained("parameter_server"), trained("local")
-    np.testing.assert_allclose(ours, reference, rtol=1e-5)
-    for mine, value in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(mine, value, rtol=1e-4, atol=1e-6)
+def loops() -> dict[str, Any]:
+    """Loops of the user's own, and asynchronous steps of one."""
+    names = [name for name in LOOPS if name not in ("in_branches", "in_functions")]
+    pairs = zip(outcomes("parameter_server", names), outcomes("local", names), strict=True)
+    gaps = {n: largest_difference(*pair) for n, pair in zip(names, pairs, strict=True)}
+    return {"gaps": gaps, "scheduled": scheduled(), "in a function": in_a_function()}
+
+
+def scheduled() -> list[Any]:
+    """What 12 asynchronous steps have added, and how many at most were at work at once."""
+    with trainer() as it:
+        with it.scope():
+            seen = keras.metrics.Sum()
+            working = tf.Variable(0)
+
+        def step(x: tf.Tensor) -> dict[str, tf.Tensor]:
+            working.assign_add(1)
+            seen.update_state(x)
+            busy = tf.zeros([])
+            for _ in tf.range(20000):
+                busy = tf.sin(busy + 1.0)
+            with tf.control_dependencies([busy]):
+                most = tf.identity(working.read_value())
+            with tf.control_dependencies([most]):
+                working.assign_sub(1)
+            return {"sum": tf.reduce_sum(x) + tf.cast(0 * busy, tf.int64), "most": most}
+
+        for batch in it.distribute(tf.data.Dataset.range(48).batch(4)):
+            it.schedule(step, batch)
+        results = it.join()
+        sums = [int(each["sum"]) for each in results]
+        return [sums, float(seen.result()), max(int(each["most"]) for each in results)]
+
+
+def in_a_function() -> str:
+    with trainer() as it:
+        try:
+            tf.function(lambda: it.run(lambda: None))()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def stock_callback(name: str) -> None:

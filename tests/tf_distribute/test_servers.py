@@ -59,6 +59,17 @@ def test_trainings(start: Start, tmp_path: Path) -> None:
     assert max(found["resumed"]) < 1e-5
 
 
+def test_loops_of_a_users_own(start: Start, tmp_path: Path) -> None:
+    found = found_by(start, tmp_path, "loops", 1)
+    print({name: f"{gap:.1e}" for name, gap in found["gaps"].items()})
+    assert max(found["gaps"].values()) < 1e-12
+    sums, total, at_once = found["scheduled"]
+    assert sums == [sum(range(first, first + 4)) for first in range(0, 48, 4)]
+    assert total == sum(range(48))
+    assert at_once == 2
+    assert "call trainer.run or schedule outside of it" in found["in a function"]
+
+
 @pytest.mark.exhaustive
 def test_models_precisions_and_callbacks(start: Start, tmp_path: Path) -> None:
     found = found_by(start, tmp_path, "contracts", 1)

@@ -4,7 +4,6 @@ backend.py             makes the strategy and its programs; strategies.py: by na
 program.py             train, test and predict on the replicas of a strategy
 replicas/              one step on the replicas of this process
 parameter_server/      training with parameter servers
-custom_loop.py         `trainer.strategy`, `trainer.run` and their like, for loops of one's own
 clusters.py            addresses of all ranks; server_on_loopback.py: this host only
 lost_process.py        names the process of a cluster that was lost
 move_into_strategy.py  moves a model's variables into the strategy

@@ -15,6 +15,7 @@ from ktrainer.backends.tf_distribute.lost_process import exiting_after, naming_l
 from ktrainer.backends.tf_distribute.move_into_strategy import scope_of
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas.replica_collectives import ReplicaCollectives
+from ktrainer.backends.tf_distribute.replicas.replica_loop import ReplicaLoop, StrategyLoop
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_loopback
 from ktrainer.backends.tf_distribute.strategies import (
@@ -22,6 +23,7 @@ from ktrainer.backends.tf_distribute.strategies import (
     make_devices,
     open_strategy,
 )
+from ktrainer.backends.user_loop import UserLoop
 from ktrainer.config.cluster_environment import ClusterSpec, tf_config
 from ktrainer.errors import PeerLost
 from ktrainer.plan.strategy_plan import StrategyPlan
@@ -45,11 +47,7 @@ _EXTRA_SECONDS = 30.0  # for TensorFlow itself
 
 
 class TfDistribute(Backend):
-    """Runs the model's steps on the replicas of a strategy.
-
-    Attributes:
-        strategy: the `tf.distribute.Strategy`.
-    """
+    """Runs the model's steps on the replicas of a strategy."""
 
     name = "tf_distribute"
 
@@ -89,6 +87,17 @@ class TfDistribute(Backend):
     def scope(self) -> AbstractContextManager[Any]:
         """Context in which variables are made as the strategy requires."""
         return scope_of(self.strategy)
+
+    def open_loop(self) -> UserLoop:
+        words = (self.world, self.strategy, self.guard, self.settings.auto_shard)
+        if self.workers is not None:
+            from ktrainer.backends.tf_distribute.parameter_server.worker_loop import WorkerLoop
+
+            return WorkerLoop(*words, workers=self.workers)
+        collectives = self._collectives()
+        if collectives is None:
+            return StrategyLoop(*words)
+        return ReplicaLoop(*words, collectives=collectives)
 
     @property
     def communication_seconds(self) -> float | None:
@@ -167,7 +176,10 @@ class TfDistribute(Backend):
     def _replicas(self, model: keras.Model, options: StepOptions) -> Replicas:
         total = self.strategy.num_replicas_in_sync
         here = total // self.layout.processes  # of a TPU the plan does not know how many
-        communication = communication_options(self.settings, self.timeout)
-        collectives = ReplicaCollectives(self.strategy, communication) if total > 1 else None
         first = self.world.rank * here
-        return Replicas(self.strategy, model, collectives, here, first, options.loss_scope)
+        return Replicas(self.strategy, model, self._collectives(), here, first, options.loss_scope)
+
+    def _collectives(self) -> ReplicaCollectives | None:
+        if self.strategy.num_replicas_in_sync == 1:
+            return None
+        return ReplicaCollectives(self.strategy, communication_options(self.settings, self.timeout))

@@ -1,0 +1,147 @@
+"""A training loop of the user's own on several ranks, each with the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from ktrainer.backends.user_loop import ReduceOp, UserLoop
+from ktrainer.data.batch_specs import any_rows
+from ktrainer.data.distributed_dataset import DistributedDataset, compare_datasets, require_dataset
+from ktrainer.distributed.collectives import GradientCollectives, InOrder
+from ktrainer.distributed.world import World
+from ktrainer.errors import ConfigError
+from ktrainer.steps.assigned_variables import concatenated, split_like
+from ktrainer.steps.loop_step import LoopStep
+from ktrainer.steps.variable_broadcast import broadcast_variables
+
+if TYPE_CHECKING:
+    from ktrainer.config import DataConfig
+
+
+class RankLoop(UserLoop):
+    """Runs steps on this rank's rows; gradients, metrics and results are summed over ranks.
+
+    Args:
+        world: the ranks.
+        collectives: sums over ranks, inside of steps.
+        data: the configuration of the data.
+    """
+
+    def __init__(self, world: World, collectives: GradientCollectives, data: DataConfig) -> None:
+        super().__init__(world)
+        self._collectives, self._data = collectives, data
+        self._traced: set[Any] = set()
+        self._equal: set[Any] = set()  # references of variables that all ranks have alike
+        self._sum = tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
+
+    def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        if self._data.shard != "batch":
+            raise ConfigError(
+                "trainer.distribute gives each rank its rows of every batch. Set data.shard=batch; "
+                "or shard the dataset in the script, and set data.batch=per_worker",
+                path="data.shard",
+                value=self._data.shard,
+            )
+        if self._data.batch == "global":
+            return DistributedDataset(dataset, self.world, self._data.prefetch)
+        require_dataset(dataset)
+        compare_datasets(dataset, self.world)
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        compiled: LoopStep = self._compiled(step)
+        self._trace(compiled, args)
+        with self._running():
+            return compiled.function(*args)
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, op: ReduceOp, value: Any) -> Any:
+        leaves = tf.nest.flatten(value)
+        present = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        if not present:
+            return value
+        with self._running():
+            sums = self._sum([tf.convert_to_tensor(leaves[i]) for i in present])
+        for i, total in zip(present, sums, strict=True):
+            leaves[i] = total if op == "sum" else total / self._collectives.size
+        return tf.nest.pack_sequence_as(value, leaves)
+
+    def _compile(self, step: Callable[..., Any]) -> LoopStep:
+        return LoopStep(step, self._collectives, self.world.stable_rank, self._count)
+
+    def _count(self) -> None:
+        self.world.step += 1
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context in which the error of a collective is its own, not TensorFlow's."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            cause = self._collectives.failure(error)
+            if cause is None:
+                raise
+            raise cause from error
+
+    def _trace(self, step: LoopStep, args: tuple[Any, ...]) -> None:
+        """Trace a step for any number of rows, so that all ranks have the same program."""
+        specs = tf.nest.map_structure(_spec_of, args)
+        key = (id(step), *map(str, tf.nest.flatten(specs, expand_composites=False)))
+        if tf.executing_eagerly() and key in self._traced:
+            return
+        concrete = step.function.get_concrete_function(*specs)
+        self._traced.add(key)
+        if step.applies:
+            self._make_equal(concrete)
+
+    def _make_equal(self, concrete: Any) -> None:
+        """Give variables that a step has used for the first time the values of rank 0."""
+        handles = {id(variable.handle): variable for variable in concrete.variables}
+        used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
+        new = [v for v in used if v.ref() not in self._equal]
+        self._equal.update(v.ref() for v in new)
+        with tf.init_scope():
+            broadcast_variables([(v.name, v) for v in new], self.world)
+
+    def _sum_over_ranks(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums over ranks of tensors of any shapes, one collective for whole numbers and floats."""
+        sums, order = list(tensors), InOrder()
+        for wide in (tf.float64, tf.int64):
+            places = [i for i, t in enumerate(tensors) if _wide(t) == wide]
+            if not places:
+                continue
+            parts = [tf.cast(tensors[i], wide) for i in places]
+            total = self._sum_in_order(concatenated(parts), order)
+            for i, value in zip(places, split_like(total, parts), strict=True):
+                sums[i] = tf.cast(value, tensors[i].dtype)
+        return sums
+
+    def _sum_in_order(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
+        # Taking turns also where the engine needs none: sums of two calls must not overlap.
+        return order(lambda: [self._collectives.sum(vector, order)])[0]
+
+
+def _wide(tensor: tf.Tensor) -> tf.DType:
+    if tensor.dtype.is_floating:
+        return tf.float64
+    if tensor.dtype.is_integer:
+        return tf.int64
+    raise ConfigError(
+        f"trainer.reduce sums numbers, not {tensor.dtype.name}; cast it first (`tf.cast`)"
+    )
+
+
+def _spec_of(value: Any) -> Any:
+    """The spec of an argument with any number of rows; what is no tensor as it is."""
+    if isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
+        spec = tf.type_spec_from_value(value)
+        return spec if spec.shape.rank == 0 else any_rows(spec)
+    if hasattr(value, "__array__") and hasattr(value, "dtype"):
+        spec = tf.TensorSpec(value.shape, tf.as_dtype(value.dtype))
+        return spec if spec.shape.rank == 0 else any_rows(spec)
+    return value

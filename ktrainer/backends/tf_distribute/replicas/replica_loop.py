@@ -1,0 +1,195 @@
+"""A training loop of the user's own under a strategy: its step on each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
+    Contexts,
+    ReplicaScope,
+    keras_as_one_replica,
+    losses_by_replica,
+    outside_stateless_scope,
+    with_settings_of_this_thread,
+)
+from ktrainer.backends.user_loop import ReduceOp, UserLoop
+from ktrainer.data.distributed_dataset import require_dataset
+from ktrainer.distributed.collectives import GradientCollectives
+from ktrainer.distributed.world import World
+from ktrainer.steps.assigned_variables import aggregation_of, constant_of, over_all_ranks
+from ktrainer.steps.loop_step import as_function, loop_context, loop_patches
+from ktrainer.steps.step_context import StepContext
+
+Guard = Callable[[], AbstractContextManager[None]]
+
+
+class StrategyLoop(UserLoop):
+    """Runs steps by `strategy.run`, as TensorFlow does; of a strategy with one replica.
+
+    Args:
+        world: the processes.
+        strategy: whose replicas run the steps.
+        guard: context in which errors name lost processes.
+        auto_shard: how processes share the data, a name of `AutoShardPolicy`.
+    """
+
+    def __init__(
+        self, world: World, strategy: tf.distribute.Strategy, guard: Guard, auto_shard: str
+    ) -> None:
+        super().__init__(world)
+        self._strategy, self._guard, self._auto_shard = strategy, guard, auto_shard
+
+    def distribute(self, dataset: tf.data.Dataset) -> Any:
+        require_dataset(dataset)
+        if self._strategy is tf.distribute.get_strategy():
+            return dataset
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = getattr(
+            tf.data.experimental.AutoShardPolicy, self._auto_shard.upper()
+        )
+        return self._strategy.experimental_distribute_dataset(dataset.with_options(options))
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, op: ReduceOp, value: Any) -> Any:
+        def reduced(each: Any) -> Any:
+            return None if each is None else self._strategy.reduce(op.upper(), each, axis=None)
+
+        with self._guard():
+            return tf.nest.map_structure(reduced, value)
+
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        strategy = self._strategy
+        return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with super()._running(), self._guard():
+            yield
+
+
+class ReplicaLoop(StrategyLoop):
+    """Runs steps on several replicas; their sums are those of one process.
+
+    What a replica assigns is kept in a scope of its own, and reduced at the end of the step.
+
+    Args:
+        world, strategy, guard, auto_shard: as for `StrategyLoop`.
+        collectives: sums over replicas.
+    """
+
+    def __init__(self, *args: Any, collectives: GradientCollectives) -> None:
+        super().__init__(*args)
+        self._collectives = collectives
+        self._contexts = Contexts()
+
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        function = as_function(step)
+
+        def on_replicas(*args: Any) -> Any:
+            with ExitStack() as stack:
+                contexts: Any = self._contexts
+                stack.enter_context(loop_patches(contexts))
+                stack.enter_context(keras_as_one_replica())
+                stack.enter_context(losses_by_replica())
+                on_each = with_settings_of_this_thread(lambda *own: self._on_each(function, own))
+                return self._strategy.run(on_each, args=args)
+
+        return tf.function(on_replicas, autograph=False, reduce_retracing=True)
+
+    def _on_each(self, step: Any, args: tuple[Any, ...]) -> Any:
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        context = loop_context(args, self._collectives, number)
+        context.merge_replicas = self._merge_replicas(context)
+        with (
+            self._contexts.entered(context),
+            LoopScope((), self._assign_weight, context.assigned) as scope,
+        ):
+            result = step(*args)
+            self._assign_all(context, scope)
+        return result
+
+    def _merge_replicas(self, context: StepContext) -> Callable[..., None]:
+        def merge_replicas(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
+            @tf.autograph.experimental.do_not_convert
+            def once(_: Any, parts: list[Any]) -> None:
+                with self._contexts.entered(context), outside_stateless_scope():
+                    update([None if g is None else self._first(g) for g in parts])
+
+            tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
+
+        return merge_replicas
+
+    def _assign_weight(self, variable: Any, value: Any) -> None:
+        """Assign a weight in the middle of a step: the first replica's value, on all."""
+        self._merge([(variable, tf.convert_to_tensor(value), False)])
+
+    def _assign_all(self, context: StepContext, scope: LoopScope) -> None:
+        """Assign what the replicas have assigned in their scopes, reduced over all of them."""
+        variables = list(scope.assigned.values())
+        values = [scope.get_current_value(variable) for variable in variables]
+        kinds = [aggregation_of(variable) for variable in variables]
+        before = [scope.before(variable) for variable in variables]
+        places = [i for i, kind in enumerate(kinds) if kind is not None]
+        if places:
+            chosen = [str(kinds[i]) for i in places]
+            old, new = [before[i] for i in places], [values[i] for i in places]
+            every = over_all_ranks(context, chosen, old, new)
+            for i, value in zip(places, every, strict=True):
+                if id(variables[i]) in scope.constants:
+                    value += tf.cast(before[i], tf.float64)
+                values[i] = tf.cast(value, values[i].dtype)
+        adds = [
+            kind == "sum" and id(variable) not in scope.constants
+            for kind, variable in zip(kinds, variables, strict=True)
+        ]
+        if variables:
+            self._merge(list(zip(variables, values, adds, strict=True)))
+
+    def _merge(self, changes: list[tuple[Any, tf.Tensor, bool]]) -> None:
+        """Assign, or add, values that are the same on all replicas, once for all of them.
+
+        A metric's variable may be in parts, one a replica, of which its value is the sum: outside
+        of replicas it is read, and assigned, as one.
+        """
+        context = self._contexts.here
+
+        @tf.autograph.experimental.do_not_convert
+        def once(_: Any, parts: list[Any]) -> None:
+            with self._contexts.entered(context), outside_stateless_scope():
+                for (variable, _, adds), part in zip(changes, parts, strict=True):
+                    value = self._first(part)
+                    variable.assign(variable.value + value if adds else value)
+
+        values = [value for _, value, _ in changes]
+        tf.distribute.get_replica_context().merge_call(once, args=(values,))
+
+    def _first(self, value: Any) -> Any:
+        return self._strategy.experimental_local_results(value)[0]
+
+
+class LoopScope(ReplicaScope):
+    """Keeps what a replica assigns, and which variables it has given a constant value.
+
+    Attributes:
+        constants: those values, as `reset_state` assigns them, by the variable's id.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.constants: dict[int, tf.Tensor] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if aggregation_of(variable) == "sum" and (constant := constant_of(value)) is not None:
+            self.constants[id(variable)] = constant
+        super().add_update(update)
+
+    def before(self, variable: Any) -> tf.Tensor:
+        """The value that the replica's additions started from."""
+        if id(variable) in self.constants:
+            return self.constants[id(variable)]
+        return tf.identity(variable._value)

@@ -1,0 +1,68 @@
+"""A training loop of the user's own in one process; other backends derive theirs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from ktrainer.distributed.world import World
+from ktrainer.steps.loop_step import as_function
+
+ReduceOp = Literal["sum", "mean"]
+
+
+class UserLoop:
+    """Distributes batches, runs steps and reduces results, for a loop of the user's own.
+
+    Args:
+        world: the ranks; its step counts the steps that are run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._steps: dict[Callable[..., Any], Any] = {}
+        self._scheduled: list[Any] = []
+
+    def distribute(self, dataset: tf.data.Dataset) -> Any:
+        """The batches of `dataset`, in parts for `run`."""
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run a step, compiled; return its result on each replica."""
+        with self._running():
+            return self._compiled(step)(*args)
+
+    @tf.autograph.experimental.do_not_convert
+    def reduce(self, op: ReduceOp, value: Any) -> Any:
+        """A result of `run`, summed or averaged over all replicas."""
+        return tf.nest.map_structure(
+            lambda each: None if each is None else tf.convert_to_tensor(each), value
+        )
+
+    def schedule(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Run a step, whose result `join` returns."""
+        self._scheduled.append(self.run(step, args))
+
+    def join(self) -> list[Any]:
+        """Wait for all scheduled steps; the sums of their results over replicas, in order."""
+        results, self._scheduled = self._scheduled, []
+        return self.reduce("sum", results)
+
+    def _compiled(self, step: Callable[..., Any]) -> Any:
+        if step not in self._steps:
+            self._steps[step] = self._compile(step)
+        return self._steps[step]
+
+    def _compile(self, step: Callable[..., Any]) -> Any:
+        return as_function(step)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context of a step: counts it."""
+        if tf.executing_eagerly():
+            self.world.step += 1
+        yield

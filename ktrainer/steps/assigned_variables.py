@@ -1,0 +1,185 @@
+"""Variables that the step of a loop of the user's own assigns, made equal on all ranks.
+
+Each rank assigns what its rows of the batch give. At the end of the step one collective makes of
+all that, by the `aggregation` of each variable, what one process would have assigned:
+
+    sum     metrics: the value before the step, plus what each rank has added
+    mean    moving statistics: the average over ranks, weighted by their rows
+
+Variables of Keras that are not trained and declare none, as the statistics of BatchNormalization,
+are averaged if they are floats. All others are left as each rank has assigned them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import (
+    BaseResourceVariable,
+    ResourceVariable,
+)
+
+from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.step_context import StepContext
+
+_ASSIGNS = ("assign", "assign_add", "assign_sub")
+_AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
+
+
+def aggregation_of(variable: Any) -> str | None:
+    """`sum` or `mean`, as ranks' values of an assigned variable are combined; None: left alone."""
+    floating = tf.as_dtype(variable.dtype).is_floating
+    if not isinstance(variable, keras.Variable):
+        kind = _AGGREGATIONS.get(variable.aggregation.name)
+    elif variable.aggregation == "none":
+        kind = None if variable.trainable else "mean"
+    else:
+        kind = variable.aggregation if variable.aggregation in ("sum", "mean") else None
+    return kind if floating or kind == "sum" else None
+
+
+class _Assigned(NamedTuple):
+    variable: tf.Variable
+    kind: str
+    before: tf.Tensor
+
+
+class AssignedVariables:
+    """Notes what a step assigns while it is traced, then reduces it.
+
+    Args:
+        context: the step's.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._graph = _present_graph()
+        self._found: dict[int, _Assigned] = {}
+        self._others: set[int] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context in which assignments are noted, but for those of optimizers."""
+        self._context.on_assign = self._note
+        functions = [
+            (owner, name, self._noting(getattr(owner, name)))
+            for owner in (BaseResourceVariable, ResourceVariable)
+            for name in _ASSIGNS
+            if name in vars(owner)
+        ]
+        with replaced_in(self._context, functions):
+            yield
+
+    def reduce(self) -> None:
+        """Give the noted variables their values over all ranks, in one collective."""
+        if self._context.collectives is None or not self._found:
+            return
+        found = list(self._found.values())
+        values = [tf.identity(each.variable) for each in found]
+        kinds, before = [each.kind for each in found], [each.before for each in found]
+        every = over_all_ranks(self._context, kinds, before, values)
+        for each, value in zip(found, every, strict=True):
+            if each.kind == "sum":
+                value += tf.cast(each.before, tf.float64)
+            each.variable.assign(tf.cast(value, each.variable.dtype))
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def assign(variable: Any, value: Any, *args: Any, **named: Any) -> Any:
+            if not self._context.updating and id(variable) not in self._others:
+                self._note(variable, value if original.__name__ == "assign" else None)
+            return original(variable, value, *args, **named)
+
+        return assign
+
+    def _note(self, variable: Any, value: Any) -> None:
+        """Keep the value of a variable before its first assignment in the step."""
+        inner = variable._value if isinstance(variable, keras.Variable) else variable
+        if id(inner) not in self._found:
+            kind = aggregation_of(variable)
+            if kind is None:
+                self._others.add(id(inner))
+                return
+            self._found[id(inner)] = _Assigned(inner, kind, self._value_of(inner))
+        if (constant := self._constant(value)) is not None:  # as `reset_state` assigns
+            self._found[id(inner)] = self._found[id(inner)]._replace(before=constant)
+
+    def _value_of(self, variable: tf.Variable) -> tf.Tensor:
+        if self._graph is None:
+            return tf.identity(variable)
+        # The assignment may be in a branch or a loop of the step; the value is read ahead of it.
+        with self._graph.as_default(), tf.control_dependencies(None):
+            return tf.identity(variable)
+
+    def _constant(self, value: Any) -> tf.Tensor | None:
+        # In a branch it is not known whether it is assigned.
+        return constant_of(value) if _present_graph() is self._graph else None
+
+
+def _present_graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def constant_of(value: Any) -> tf.Tensor | None:
+    """The constant that a traced step assigns, as `reset_state` does; None for other values."""
+    if not tf.is_tensor(value) or not tf.is_symbolic_tensor(value):
+        return None
+    static = tf.get_static_value(value)
+    return None if static is None else tf.constant(static)
+
+
+def over_all_ranks(
+    context: StepContext,
+    kinds: Sequence[str],
+    before: Sequence[tf.Tensor],
+    values: Sequence[tf.Tensor],
+) -> list[tf.Tensor]:
+    """What all ranks have assigned: of `sum` what they have added, of `mean` the value.
+
+    Args:
+        context: of the step.
+        kinds: `sum` or `mean`, by variable.
+        before: their values before the step.
+        values: what this rank has assigned.
+
+    Returns:
+        float64 tensors, the same on all ranks, from one collective.
+    """
+    assert context.collectives is not None
+    rows = context.rows
+    share = tf.ones([], tf.float64) if rows is None else tf.cast(rows, tf.float64)
+    parts = []
+    for kind, old, value in zip(kinds, before, values, strict=True):
+        new = tf.cast(value, tf.float64)
+        if kind == "sum":
+            parts.append(_added(context, new - tf.cast(old, tf.float64)))
+        else:
+            parts.append(tf.math.multiply_no_nan(new, share))
+    total = context.collectives.sum(concatenated([*parts, share]), context.order)
+    *sums, shares = split_like(total, [*parts, share])
+    return [
+        total if kind == "sum" else total / shares for kind, total in zip(kinds, sums, strict=True)
+    ]
+
+
+def _added(context: StepContext, more: tf.Tensor) -> tf.Tensor:
+    # Of no rows a user's mean is NaN, which must not reach the ranks that have some.
+    usable = (context.weight > 0) | tf.math.is_finite(more)
+    return tf.where(usable, more, tf.zeros_like(more))
+
+
+def concatenated(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The elements of tensors of one dtype as a vector."""
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
+
+
+def split_like(vector: tf.Tensor, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The inverse of `concatenated`: `vector` in the shapes of `tensors`."""
+    parts = tf.split(vector, [tf.size(tensor) for tensor in tensors])
+    return [
+        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

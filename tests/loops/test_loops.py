@@ -1,0 +1,48 @@
+"""Loops of the user's own give the numbers of one process, under every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist.small import ENGINES, group_mode
+from tests.loops.cases import CASES, Outcome, largest_difference, outcomes
+from tests.tf_distribute.running import under
+
+NAMES = list(CASES)
+ON_REPLICAS = [name for name in NAMES if name != "in_branches"]
+_truth: dict[str, Outcome] = {}
+
+
+def check(ranks: Callable[..., Any], names: list[str], by_rank: list[list[Outcome]]) -> None:
+    missing = [name for name in names if name not in _truth]
+    if missing:
+        (found,) = under(ranks, "local", outcomes, "local", missing)
+        _truth.update(zip(missing, found, strict=True))
+    gaps = {
+        name: max(largest_difference(ours[i], _truth[name]) for ours in by_rank)
+        for i, name in enumerate(names)
+    }
+    print({name: f"{gap:.1e}" for name, gap in gaps.items()})
+    assert max(gaps.values()) < 1e-12, gaps
+
+
+@pytest.mark.quick("2-mpi", "3-mpi")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_data_parallel(ranks: Callable[..., Any], size: int, engine: str) -> None:
+    group = ranks(size, group_mode(engine)) if engine == "horovod" else ranks(size)
+    words = {"backend__engine": engine}
+    check(ranks, NAMES, group.run(outcomes, "data_parallel", NAMES, deadline=200, **words))
+
+
+@pytest.mark.quick("mirrored")
+@pytest.mark.parametrize(
+    "strategy", ["mirrored", "central_storage", "multi_worker_mirrored", "one_device", "default"]
+)
+def test_strategies(ranks: Callable[..., Any], strategy: str) -> None:
+    devices = None if strategy in ("one_device", "default") else 2
+    names = NAMES if devices is None else ON_REPLICAS
+    check(ranks, names, under(ranks, strategy, outcomes, strategy, names, devices, deadline=200))
