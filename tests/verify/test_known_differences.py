@@ -222,3 +222,18 @@ def test_a_small_gradient_is_not_rounding() -> None:
     assert rounding_only(one(1.3e-5), one(0.9e-5), model) == []
     assert rounding_only(one(1.3e-6), one(0.9e-6), model) == [weights[1].path]
     assert rounding_only(one(1.3e-6), one(1.3e-6), model) == []
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> None:
+    import keras
+
+    from ktrainer.verify.known_differences import known_differences
+    from ktrainer.verify.update_split import Split
+
+    layer = keras.layers.BatchNormalization(synchronized=True, name="together")
+    model = keras.Sequential([keras.Input((4,)), layer])
+    feed: Any = SimpleNamespace(num_batches=3)
+    split = Split(replicas=3 - microbatches, microbatches=microbatches)
+    said = list(known_differences(model, feed, split, []))
+    assert ["together (BatchNormalization)" in line for line in said] == [True] * (microbatches - 1)
