@@ -42,6 +42,10 @@ INSTEAD = {
         "synchronized=True) in a model that ktrainer's Trainer fits: its statistics are those of "
         "the batches of all ranks."
     ),
+    "load_model": (
+        "{name}: saved models are plain Keras models here. Call keras.models.load_model(path), "
+        "then DistributedOptimizer(model.optimizer)."
+    ),
     "BestModelCheckpoint": (
         "{name}: use keras.callbacks.ModelCheckpoint(save_best_only=True) on rank 0, after "
         "callbacks.MetricAverageCallback()."

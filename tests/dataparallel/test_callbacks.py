@@ -172,17 +172,3 @@ def test_momentum_is_corrected_when_the_rate_changes(ranks: Callable[..., Any]) 
     before, after = ranks(1).run(_momentum)[0]
     assert before.any()
     np.testing.assert_allclose(after, before * 0.5, rtol=1e-6)
-
-
-def _loaded(folder: str) -> str:
-    with started() as hvd:
-        model = small_model()
-        path = f"{folder}/model-{hvd.rank()}.keras"
-        model.save(path)
-        loaded = hvd.keras.load_model(path)
-        return caught(lambda: hvd.DistributedOptimizer(loaded.optimizer))
-
-
-def test_a_loaded_model_is_distributed_again(ranks: Callable[..., Any], tmp_path: Any) -> None:
-    for error in ranks(2).run(_loaded, str(tmp_path)):
-        assert "distributed already" in error

@@ -1,13 +1,11 @@
 """The names that scripts with `model.fit` take from Horovod's and SageMaker's `keras` modules.
 
-They are those of `ktrainer.dataparallel`, and `load_model`.
+They are those of `ktrainer.dataparallel`.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import keras
 
 from ktrainer.dataparallel.collectives import allreduce, broadcast
 from ktrainer.dataparallel.keras import callbacks
@@ -24,26 +22,6 @@ from ktrainer.dataparallel.state import init, is_initialized, shutdown
 from ktrainer.dataparallel.unavailable import refuse_name
 
 Average, Sum, Min, Max = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX
-
-
-def load_model(
-    filepath: Any,
-    custom_optimizers: Any = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: Compression = Compression.none,
-) -> Any:
-    """A saved model whose optimizer is distributed again.
-
-    Args:
-        filepath, custom_objects: as for `keras.models.load_model`.
-        custom_optimizers: optimizer classes of one's own, by which the model was compiled.
-        compression: as for `DistributedOptimizer`.
-    """
-    known = {cls.__name__: cls for cls in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
-    if model.optimizer is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
-    return model
 
 
 def __getattr__(name: str) -> Any:
@@ -67,7 +45,6 @@ __all__ = [
     "callbacks",
     "init",
     "is_initialized",
-    "load_model",
     "local_rank",
     "local_size",
     "rank",
