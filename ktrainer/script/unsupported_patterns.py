@@ -97,7 +97,7 @@ def _refuse(trainer: Trainer) -> NoReturn:
 
 
 def watch_files(rank: int) -> None:
-    """Warn once about each file that the script opens for writing: on rank 1, for all ranks."""
+    """Warn once about each line of the script that opens files for writing: on rank 1, for all."""
     if rank == 1:
         sys.addaudithook(_audit)
 
@@ -113,17 +113,20 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
 
 def _opened(path: str) -> None:
     made = tuple(_made)  # another thread may add to it
-    if path in _reported or path.startswith(("/dev/", "/proc/", *made)) or str(os.getpid()) in path:
+    if path.startswith(("/dev/", "/proc/", *made)) or str(os.getpid()) in path:
         return
     if os.path.isdir(path):  # a temporary file without a name
         return
     frame = _users_frame(sys._getframe(2))
     if frame is None or not _by_the_script(frame.f_code.co_filename):
         return
-    _reported.add(path)
+    line = f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    if line in _reported:  # a loop over many files
+        return
+    _reported.add(line)
     print(
-        f"ktrainer run: every rank writes {path} ({frame.f_code.co_filename}, line "
-        f"{frame.f_lineno}): let rank 0 alone do it, in a function under @ktrainer.rank_zero_only",
+        f"ktrainer run: every rank writes {path} ({line}): let rank 0 alone do it, in a function "
+        "under @ktrainer.rank_zero_only",
         file=sys.stderr,
         flush=True,
     )

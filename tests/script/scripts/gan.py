@@ -47,6 +47,7 @@ for epoch in range(2):
 encoder = keras.Model(generator.inputs, generator.layers[0].output)
 record["encoder"] = encoder.predict(noise, verbose=0).tolist()
 keras.utils.save_img("fake.png", np.abs(fake[:1, :, None]).repeat(3, -1))
-with open("record.txt", "w") as file:
-    file.write("record")
+for name in ("record.txt", "record-2.txt"):
+    with open(name, "w") as file:
+        file.write("record")
 print("RESULT", json.dumps(record))
