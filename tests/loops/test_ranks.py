@@ -11,6 +11,7 @@ import pytest
 
 from tests.dist.harness import RankError
 from tests.loops.cases import BATCH, classifier, data
+from tests.tf_distribute.running import ONE_PROCESS
 from tests.tf_distribute.test_features import trainer
 
 
@@ -203,4 +204,4 @@ def scheduled(backend: str) -> Any:
 def test_scheduled_steps_are_joined(ranks: Callable[..., Any]) -> None:
     expected = [{"sum": s, "rows": n} for s, n in ((6, 4), (22, 4), (17, 2))], 45
     assert ranks(2).run(scheduled, "data_parallel") == [expected] * 2
-    assert ranks(1).run(scheduled, "local") == [expected]
+    assert ranks(1, ONE_PROCESS).run(scheduled, "local") == [expected]
