@@ -45,6 +45,7 @@ class TrainState:
             can tell).
         steps_per_epoch: updates an epoch; None when unknown.
         differences: lines that say what cannot equal one process, or `Model.fit`.
+        differences_said: those that were printed where there is no display, in all fits.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
         stop_reason: why a callback has asked for the end of training; None if none has.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
@@ -70,6 +71,7 @@ class TrainState:
     timers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     steps_per_epoch: int | None = None
     differences: tuple[str, ...] = ()
+    differences_said: set[str] = field(default_factory=set)
     epoch_complete: bool = True
     stop_reason: str | None = None
     out_of_time: bool = False
@@ -93,6 +95,7 @@ class TrainState:
             running=True,
             joining=self.joining,
             healed=self.healed,
+            differences_said=self.differences_said,
         )
 
     def request_stop(self, reason: str) -> None:

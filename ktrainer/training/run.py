@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -292,6 +293,16 @@ class Run:
         model, feeds = self.model, self._feeds
         noise = check_first_update(model, feeds, context.config, context.plan, context.world)
         state.differences = tuple(known_differences(model, state.feed, split, noise))
+        if str(self.call.verbose) == "0" and context.config.logging.progress == "none":
+            self._say_differences()  # the script wants no progress bar; this is none
+
+    def _say_differences(self) -> None:
+        """Print, where there is no display, each line once for all fits."""
+        new = [line for line in self.state.differences if line not in self.state.differences_said]
+        self.state.differences_said.update(new)
+        if self.context.world.is_root:
+            for line in new:
+                print(f"ktrainer: {line}", file=sys.stderr, flush=True)
 
     def _data_facts(self) -> dict[str, str]:
         """Facts of both kinds of data that must be the same on all ranks."""

@@ -237,3 +237,16 @@ def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> 
     split = Split(replicas=3 - microbatches, microbatches=microbatches)
     said = list(known_differences(model, feed, split, []))
     assert ["together (BatchNormalization)" in line for line in said] == [True] * (microbatches - 1)
+
+
+def test_silence_of_the_progress_bar_is_not_that_of_differences(capsys: Any) -> None:
+    import keras
+
+    model = keras.Sequential([keras.Input((4, 6)), keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with Trainer() as trainer:
+        for _ in range(2):
+            trainer.fit(model, _data("unknown"), epochs=1, verbose=0)
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [f"ktrainer: {LENGTH}"]
+    assert captured.out == ""
