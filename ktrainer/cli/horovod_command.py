@@ -205,7 +205,10 @@ def _verify(nccl: bool) -> dict[str, bool]:
         check=False,
     )
     if done.returncode != 0:
-        raise SetupError(f"the built Horovod does not load:\n{done.stderr.rstrip()}")
+        raise SetupError(
+            "the built Horovod does not load. Build it again: `ktrainer horovod build --force`. It "
+            f"said:\n{done.stderr.rstrip()}"
+        )
     built: dict[str, bool] = json.loads(done.stdout.splitlines()[-1])
     if not built["mpi"] or (nccl and not built["nccl"]):
         raise SetupError(f"the built Horovod lacks what it was built for: {built}")

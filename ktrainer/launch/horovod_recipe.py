@@ -35,6 +35,9 @@ GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace stream_executor
 """
 NEEDS = ("cffi", "cloudpickle", "packaging", "psutil", "yaml")  # what Horovod imports
+# A wheel is installed in other environments than the one that built it: it looks for PyPI's MPI in
+# the `lib` of its own, from site-packages/horovod/tensorflow. For the linker, through a shell.
+_MPI_OF_ENVIRONMENT = "-Wl,-rpath,'$ORIGIN/../../../..'"
 _MODULE_PACKAGES = {"yaml": "pyyaml"}
 _PERCENT = re.compile(r"^\s*\[\s*(\d+)%\]", re.MULTILINE)
 
@@ -130,6 +133,7 @@ def build_environment(
         # cmake 4 refuses the minimum versions that Horovod's third-party sources declare.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "LDFLAGS": " ".join([given.get("LDFLAGS", ""), _MPI_OF_ENVIRONMENT]).strip(),
     }
     if nccl is not None:
         wanted |= {
@@ -138,7 +142,7 @@ def build_environment(
             "HOROVOD_NCCL_INCLUDE": str(nccl.include),
             "HOROVOD_NCCL_LIB": str(nccl.lib),
             "HOROVOD_NCCL_LINK": "SHARED",
-            "LDFLAGS": f"{given.get('LDFLAGS', '')} -Wl,-rpath,{nccl.lib}".strip(),
+            "LDFLAGS": f"{wanted['LDFLAGS']} -Wl,-rpath,{nccl.lib}",
         }
     return {**given, **wanted}
 

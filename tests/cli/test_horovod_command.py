@@ -79,7 +79,12 @@ def test_environment_of_the_build(tmp_path: Path) -> None:
     env = horovod_recipe.build_environment({}, scripts="/venv", jobs=3, nccl=nccl)
     assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert env["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
-    assert env["LDFLAGS"] == f"-Wl,-rpath,{tmp_path / 'lib'}"
+    mpi = "-Wl,-rpath,'$ORIGIN/../../../..'"
+    assert env["LDFLAGS"] == f"{mpi} -Wl,-rpath,{tmp_path / 'lib'}"
+    env = horovod_recipe.build_environment(
+        {"LDFLAGS": "-L/opt"}, scripts="/venv", jobs=3, nccl=None
+    )
+    assert env["LDFLAGS"] == f"-L/opt {mpi}"
 
 
 def make(path: Path) -> Path:
@@ -161,3 +166,15 @@ def test_horovod_is_here_and_was_built_with_mpi() -> None:
     built = horovod_command._verify(nccl=False)
     assert built["mpi"]
     assert built["gloo"]
+
+
+@pytest.mark.horovod
+def test_horovod_finds_mpi_in_any_environment() -> None:
+    from importlib import metadata
+
+    library = next(
+        path
+        for path in metadata.files("horovod") or []
+        if path.name.startswith("mpi_lib") and "tensorflow" in path.parts
+    )
+    assert b"$ORIGIN/../../../.." in Path(str(library.locate())).read_bytes()
