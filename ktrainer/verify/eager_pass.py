@@ -269,6 +269,7 @@ class Untouched:
         self.model = model
         self.changed: list[str] = []
         self._kept: dict[int, tuple[Any, Any]] = {}
+        self._copies: set[int] = set()
         self._replaced = ExitStack()
 
     def __enter__(self) -> Untouched:
@@ -284,7 +285,7 @@ class Untouched:
             copy(variable)
             return original(variable, value)
 
-        self._replaced.enter_context(variables_kept(self.changed))
+        self._replaced.enter_context(variables_kept(self.changed, self._copies))
         self._replaced.enter_context(entered_in_this_thread(self))
         replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
         self._replaced.enter_context(replaced_in(self, replaced))
@@ -311,6 +312,7 @@ class Untouched:
             variable._value = tf.Variable(
                 value.numpy(), dtype=value.dtype, trainable=variable.trainable
             )
+        self._copies.add(id(variable._value))
 
 
 def _float(value: float) -> tf.Tensor:

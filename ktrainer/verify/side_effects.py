@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -105,11 +105,12 @@ class KeptState:
 
 
 @contextmanager
-def variables_kept(changed: list[str]) -> Iterator[None]:
+def variables_kept(changed: list[str], copies: Container[int]) -> Iterator[None]:
     """Restore, after the block, all TensorFlow variables that this thread assigns inside.
 
     Args:
         changed: to which the names of those that had changed are added.
+        copies: ids of variables that exist within the block only, for what it assigns to others.
     """
     kept: dict[int, tuple[Any, Any]] = {}
 
@@ -133,8 +134,12 @@ def variables_kept(changed: list[str]) -> Iterator[None]:
             yield
     finally:
         for variable, value in kept.values():
+            if id(variable) in copies:
+                continue
             if not bool(tf.reduce_all(tf.equal(variable, value))):
-                changed.append(variable.name)
+                unnamed = variable.name.startswith("Variable:")  # TensorFlow's default
+                shape = f"a tf.Variable of shape {tuple(variable.shape)}"
+                changed.append(shape if unnamed else variable.name)
                 variable.assign(value)
 
 

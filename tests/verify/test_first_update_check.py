@@ -204,13 +204,23 @@ def test_nothing_is_left_behind(skipped: Callable[..., str]) -> None:
     calls = model.calls
     with first_update_check.eager_passes(first_update_check.RandomDraws()):
         found = passes.whole((tf.constant(x[:4]), tf.constant(y[:4])))
-    assert found.changed
+    raw, calls = found.changed
+    assert (raw, calls.split(".")[-1]) == ("a tf.Variable of shape ()", "calls")
     assert model.calls == calls
     assert float(model.raw) == counts[0][0]
     for before, variable in zip(states, model.variables, strict=True):
         np.testing.assert_array_equal(before, variable.numpy())
     np.testing.assert_array_equal(random, np.random.get_state()[1])
     assert not tf.config.functions_run_eagerly()
+
+
+def test_metrics_are_no_side_effect(unhurried: None) -> None:
+    model = models.net()
+    model.compile("sgd", "mse", metrics=["mae"])
+    x, y = tf.constant(floats(8, 8)), tf.constant(floats(8, 5, seed=1))
+    passes = first_update_check.GradientPasses(model, True, first_update_check.RandomDraws())
+    with first_update_check.eager_passes(first_update_check.RandomDraws()):
+        assert passes.whole((x, y)).changed == []
 
 
 def test_users_functions_are_not_traced_meanwhile(skipped: Callable[..., str]) -> None:
