@@ -204,8 +204,8 @@ def test_nothing_is_left_behind(skipped: Callable[..., str]) -> None:
     calls = model.calls
     with first_update_check.eager_passes(first_update_check.RandomDraws()):
         found = passes.whole((tf.constant(x[:4]), tf.constant(y[:4])))
-    raw, calls = found.changed
-    assert (raw, calls.split(".")[-1]) == ("a tf.Variable of shape ()", "calls")
+    raw, count = found.changed
+    assert (raw, count.split(".")[-1]) == ("a tf.Variable of shape ()", "calls")
     assert model.calls == calls
     assert float(model.raw) == counts[0][0]
     for before, variable in zip(states, model.variables, strict=True):
