@@ -151,6 +151,10 @@ class HealingPhases:
         phase = self._phase.get(rank, 0)
         return phase % 2 == 1 or (phase == 0 and rank >= self._first)
 
+    def never_joined(self, rank: int) -> bool:
+        """Return whether this rank was to join the others, and has not."""
+        return rank >= self._first and self._phase.get(rank, 0) == 0
+
     def missed(self, silent: Iterable[int]) -> int | None:
         """The first of these ranks that the others cannot continue without."""
         return next((rank for rank in silent if not self.may_lose(rank)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from ktrainer.launch.rank_output import LineMerger
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
+JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
 _CHUNK = 1 << 16
@@ -66,6 +68,7 @@ class RankGroup:
         self._started: dict[int, int] = {}
         self._signals = signals
         self._kill_at: float | None = None
+        self._others_until = 0.0  # when the last rank had not ended that others could have joined
         self._loopback = self._narrowed = False
         self.end = GroupEnd()
 
@@ -134,6 +137,7 @@ class RankGroup:
             if self._signals:
                 self._forward(self._signals.pop(0))
             self._find_lost()
+            self._end_joining(now)
             if self._is_late():
                 return
             if self.end.failures:
@@ -165,6 +169,18 @@ class RankGroup:
             self._read(0)  # one read empties a pipe: how it ended, if it was reported
             self._record_end(rank)
         self._check_missed()
+
+    def _end_joining(self, now: float) -> None:
+        """End processes that were to join, once there is no rank left to join: MPI may have them
+        wait for ever for one that is gone."""
+        left = set(self._started) - self._over
+        joining = self._phases is not None and all(map(self._phases.never_joined, left))
+        if not (self.end.ended and left and joining):
+            self._others_until = now
+        elif now - self._others_until > JOINING_SECONDS:
+            for rank in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._started[rank], signal.SIGKILL)
 
     def _record_end(self, rank: int) -> None:
         if rank not in self._over:

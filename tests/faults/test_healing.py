@@ -21,12 +21,14 @@ from tests.faults import healing_script
 SCRIPT = Path(healing_script.__file__)
 
 
-def launch(tmp_path: Path, *words: str, settings: str = "") -> subprocess.CompletedProcess[str]:
+def launch(
+    tmp_path: Path, *words: str, settings: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
     head = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", "--timeout", "240"]
     return subprocess.run(
         [*head, *words],
         cwd=ROOT,
-        env={**os.environ, "WORDS": settings, "KERAS_BACKEND": "tensorflow"},
+        env={**os.environ, "WORDS": settings, "KERAS_BACKEND": "tensorflow", **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -118,6 +120,17 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     assert not facts["listens everywhere"]  # row 27: neither does any of those who are left
     assert "a rank joined; 2 ranks continue" in ended.stderr
     assert "rank 0 was lost; 1 rank continues" in ended.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_rank_that_never_joins_is_not_waited_for(tmp_path, one_process) -> None:
+    words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "dense,1:5:before")
+    ended = launch(tmp_path, *words, NEVER_JOINS="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    facts, weights = result(tmp_path, 0)
+    assert [change[1] for change in facts["healed"]] == [[1]]
+    same_weights(weights, one_process("dense")["weights"])
 
 
 @pytest.mark.exhaustive

@@ -44,7 +44,7 @@ def trained(strategy: str) -> Any:
         return found, [np.array(v.numpy()) for v in model.trainable_variables]
 
 
-@pytest.mark.quick("central_storage")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "multi_worker_mirrored"])
 def test_a_loop_with_batches_that_do_not_divide(ranks: Callable[..., Any], strategy: str) -> None:
     by_rank = under(ranks, strategy, trained, strategy)

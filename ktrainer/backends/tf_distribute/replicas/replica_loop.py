@@ -13,7 +13,6 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     ReplicaScope,
     keras_as_one_replica,
     losses_by_replica,
-    outside_stateless_scope,
     with_settings_of_this_thread,
 )
 from ktrainer.backends.user_loop import ReduceOp, UserLoop
@@ -103,7 +102,7 @@ class ReplicaLoop(StrategyLoop):
     def _on_each(self, step: Any, args: tuple[Any, ...]) -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         context = loop_context(args, self._collectives, number)
-        context.merge_replicas = self._merge_replicas(context)
+        context.merge_replicas = self._call_once
         with (
             self._contexts.entered(context),
             LoopScope((), self._assign_weight, context.assigned) as scope,
@@ -112,16 +111,8 @@ class ReplicaLoop(StrategyLoop):
             self._assign_all(context, scope)
         return result
 
-    def _merge_replicas(self, context: StepContext) -> Callable[..., None]:
-        def merge_replicas(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
-            @tf.autograph.experimental.do_not_convert
-            def once(_: Any, parts: list[Any]) -> None:
-                with self._contexts.entered(context), outside_stateless_scope():
-                    update([None if g is None else self._first(g) for g in parts])
-
-            tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
-
-        return merge_replicas
+    def _call_once(self, action: Callable[[list[Any]], Any], values: list[Any]) -> None:
+        self._contexts.call_once(action, values, self._first)
 
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
@@ -155,17 +146,12 @@ class ReplicaLoop(StrategyLoop):
         A metric's variable may be in parts, one a replica, of which its value is the sum: outside
         of replicas it is read, and assigned, as one.
         """
-        context = self._contexts.here
 
-        @tf.autograph.experimental.do_not_convert
-        def once(_: Any, parts: list[Any]) -> None:
-            with self._contexts.entered(context), outside_stateless_scope():
-                for (variable, _, adds), part in zip(changes, parts, strict=True):
-                    value = self._first(part)
-                    variable.assign(variable.value + value if adds else value)
+        def assign(values: list[Any]) -> None:
+            for (variable, _, adds), value in zip(changes, values, strict=True):
+                variable.assign(variable.value + value if adds else value)
 
-        values = [value for _, value, _ in changes]
-        tf.distribute.get_replica_context().merge_call(once, args=(values,))
+        self._call_once(assign, [value for _, value, _ in changes])
 
     def _first(self, value: Any) -> Any:
         return self._strategy.experimental_local_results(value)[0]

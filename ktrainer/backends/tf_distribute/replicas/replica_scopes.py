@@ -54,6 +54,24 @@ class Contexts(TracedContext):
             raise LookupError("no replica's step is traced in this thread")
         return context
 
+    def call_once(
+        self, action: Callable[[list[Any]], Any], values: list[Any], first: Callable[[Any], Any]
+    ) -> None:
+        """Call `action` once for all replicas, outside of them, in this thread's context.
+
+        Args:
+            values: tensors of this replica, or None; `action` gets those of the first replica.
+            first: gives, of the values of all replicas of this process, that of the first.
+        """
+        context = self.here
+
+        @tf.autograph.experimental.do_not_convert
+        def once(_: Any, parts: list[Any]) -> None:
+            with self.entered(context), outside_stateless_scope():
+                action([None if part is None else first(part) for part in parts])
+
+        tf.distribute.get_replica_context().merge_call(once, args=(values,))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.here, name)
 

@@ -272,33 +272,17 @@ class Replicas:
         context = StepContext(
             weight, self.collectives, self.first + number, denominators=denominators, **settings
         )
-        context.merge_replicas = self._merge_replicas(context)
+        context.merge_replicas = self._call_once
         if not self.one_trace:
             self._entered[number] = context
         return context
 
-    def _merge_replicas(self, context: StepContext) -> Callable[..., None]:
-        def merge_replicas(update: Callable[[list[Any]], Any], gradients: list[Any]) -> None:
-            @tf.autograph.experimental.do_not_convert
-            def once(_: Any, reduced: list[Any]) -> None:
-                with self.contexts.entered(context), outside_stateless_scope():
-                    update([None if g is None else self.local(g)[0] for g in reduced])
-
-            tf.distribute.get_replica_context().merge_call(once, args=(gradients,))
-
-        return merge_replicas
+    def _call_once(self, action: Callable[[list[Any]], Any], values: list[Any]) -> None:
+        self.contexts.call_once(action, values, lambda value: self.local(value)[0])
 
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
-
-        context = self.contexts.here
-
-        @tf.autograph.experimental.do_not_convert
-        def once(_: Any, values: Any) -> None:
-            with self.contexts.entered(context), outside_stateless_scope():
-                variable.assign(self.local(values)[0])
-
-        tf.distribute.get_replica_context().merge_call(once, args=(tf.convert_to_tensor(value),))
+        self._call_once(lambda first: variable.assign(first[0]), [tf.convert_to_tensor(value)])
 
     def _added_metrics(self) -> list[Any]:
         """Variables of metrics whose values on parts of the data add up."""
