@@ -6,20 +6,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
-from ktrainer.backends.user_loop import ReduceOp, UserLoop
+from ktrainer.backends.user_loop import ReduceOp, UserLoop, wide_type
 from ktrainer.data.batch_specs import any_rows
 from ktrainer.data.distributed_dataset import DistributedDataset, compare_datasets, require_dataset
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.distributed.world import World
 from ktrainer.errors import ConfigError
+from ktrainer.steps.assertions import assert_in_graph, explain_assertions
 from ktrainer.steps.assigned_variables import concatenated, split_like
 from ktrainer.steps.loop_step import LoopStep
 from ktrainer.steps.variable_broadcast import broadcast_variables
 
 if TYPE_CHECKING:
     from ktrainer.config import DataConfig
+
+
+_OTHER_SHAPES = (
+    "trainer.reduce adds up results of one shape, and ranks have results of different shapes. Sum "
+    "over the rows in the step (tf.reduce_sum), or gather them. Shapes here:"
+)
 
 
 class RankLoop(UserLoop):
@@ -81,7 +89,8 @@ class RankLoop(UserLoop):
     def _running(self) -> Iterator[None]:
         """Context in which the error of a collective is its own, not TensorFlow's."""
         try:
-            yield
+            with explain_assertions():
+                yield
         except tf.errors.OpError as error:
             cause = self._collectives.failure(error)
             if cause is None:
@@ -91,7 +100,7 @@ class RankLoop(UserLoop):
     def _trace(self, step: LoopStep, args: tuple[Any, ...]) -> None:
         """Trace a step for any number of rows, so that all ranks have the same program."""
         specs = tf.nest.map_structure(_spec_of, args)
-        key = (id(step), *map(str, tf.nest.flatten(specs, expand_composites=False)))
+        key = (id(step), repr(tf.nest.map_structure(_text_of, specs)))
         if tf.executing_eagerly() and key in self._traced:
             return
         concrete = step.function.get_concrete_function(*specs)
@@ -111,33 +120,43 @@ class RankLoop(UserLoop):
     def _sum_over_ranks(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sums over ranks of tensors of any shapes, one collective for whole numbers and floats."""
         sums, order = list(tensors), InOrder()
+        scalars = all(tensor.shape.rank == 0 for tensor in tensors)
+        checks = [] if scalars else self._same_shapes(tensors, order)
         for wide in (tf.float64, tf.int64):
-            places = [i for i, t in enumerate(tensors) if _wide(t) == wide]
+            places = [i for i, t in enumerate(tensors) if wide_type(t) == wide]
             if not places:
                 continue
-            parts = [tf.cast(tensors[i], wide) for i in places]
+            with tf.control_dependencies(checks):
+                parts = [tf.cast(tensors[i], wide) for i in places]
             total = self._sum_in_order(concatenated(parts), order)
             for i, value in zip(places, split_like(total, parts), strict=True):
                 sums[i] = tf.cast(value, tensors[i].dtype)
         return sums
+
+    def _same_shapes(self, tensors: Sequence[tf.Tensor], order: InOrder) -> list[tf.Operation]:
+        """Assert that all ranks have tensors of the same shapes, by the sums of hashes."""
+        shapes = [tf.concat([[tf.rank(t)], tf.shape(t)], 0) for t in tensors]
+        text = tf.strings.reduce_join(tf.strings.as_string(tf.concat(shapes, 0)), separator=" ")
+        hashes = tf.stack([tf.strings.to_hash_bucket_fast(text + end, 2**20) for end in ("", "#")])
+        sums, squares = tf.split(self._sum_in_order(tf.concat([hashes, hashes**2], 0), order), 2)
+        # Numbers are equal if, and only if, the square of their sum is as large as it can be.
+        equal = tf.reduce_all(self._collectives.size * squares == sums**2)
+        return assert_in_graph(equal, _OTHER_SHAPES, [tf.shape(t) for t in tensors])
 
     def _sum_in_order(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
         # Taking turns also where the engine needs none: sums of two calls must not overlap.
         return order(lambda: [self._collectives.sum(vector, order)])[0]
 
 
-def _wide(tensor: tf.Tensor) -> tf.DType:
-    if tensor.dtype.is_floating:
-        return tf.float64
-    if tensor.dtype.is_integer:
-        return tf.int64
-    raise ConfigError(
-        f"trainer.reduce sums numbers, not {tensor.dtype.name}; cast it first (`tf.cast`)"
-    )
+def _text_of(spec: Any) -> str:
+    plain = isinstance(spec, (tf.TypeSpec, bool, int, float, str, bytes, type(None)))
+    return repr(spec) if plain else f"{type(spec).__name__} {id(spec)}"
 
 
 def _spec_of(value: Any) -> Any:
     """The spec of an argument with any number of rows; what is no tensor as it is."""
+    if isinstance(value, (tf.Variable, keras.Variable)):
+        return value
     if isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         spec = tf.type_spec_from_value(value)
         return spec if spec.shape.rank == 0 else any_rows(spec)

@@ -8,7 +8,10 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.distributed.world import World
+from ktrainer.errors import ConfigError
+from ktrainer.steps.assertions import explain_assertions
 from ktrainer.steps.loop_step import as_function
 
 ReduceOp = Literal["sum", "mean"]
@@ -28,6 +31,7 @@ class UserLoop:
 
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         """The batches of `dataset`, in parts for `run`."""
+        require_dataset(dataset)
         return dataset
 
     @tf.autograph.experimental.do_not_convert
@@ -38,10 +42,20 @@ class UserLoop:
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, op: ReduceOp, value: Any) -> Any:
-        """A result of `run`, summed or averaged over all replicas."""
-        return tf.nest.map_structure(
-            lambda each: None if each is None else tf.convert_to_tensor(each), value
-        )
+        """A result of `run`, summed or averaged over all replicas; means of integers are float64.
+
+        Raises:
+            ConfigError: something in it is no number.
+        """
+
+        def reduced(each: Any) -> tf.Tensor | None:
+            if each is None:
+                return None
+            tensor = tf.convert_to_tensor(each)
+            is_whole = wide_type(tensor) == tf.int64
+            return tf.cast(tensor, tf.float64) if op == "mean" and is_whole else tensor
+
+        return tf.nest.map_structure(reduced, value)
 
     def schedule(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Run a step, whose result `join` returns."""
@@ -65,4 +79,20 @@ class UserLoop:
         """Context of a step: counts it."""
         if tf.executing_eagerly():
             self.world.step += 1
-        yield
+        with explain_assertions():
+            yield
+
+
+def wide_type(tensor: tf.Tensor) -> tf.DType:
+    """The type in which numbers of a tensor's type are added up.
+
+    Raises:
+        ConfigError: it has no numbers.
+    """
+    if tensor.dtype.is_floating:
+        return tf.float64
+    if tensor.dtype.is_integer:
+        return tf.int64
+    raise ConfigError(
+        f"trainer.reduce sums numbers, not {tensor.dtype.name}; cast it first (`tf.cast`)"
+    )

@@ -57,7 +57,7 @@ def adasum_over_ranks(world: MpiComm, arrays: Sequence[np.ndarray], what: str) -
         what: names the operation, should its deadline pass.
     """
     check_ranks(world.size)
-    combined = [np.ascontiguousarray(array) for array in arrays]
+    combined = [np.asarray(array, order="C") for array in arrays]
     distance = 1
     while distance < world.size:
         peer = world.rank ^ distance

@@ -59,7 +59,8 @@ def allreduce(
         op: default: `ReduceOp.AVERAGE`, which rounds integers down.
         average: Horovod's older name for op: True for an average, False for a sum.
         device_dense, device_sparse: refused if given.
-        prescale_factor, postscale_factor: multiply it before and after.
+        prescale_factor, postscale_factor: multiply it before and after; integers in float64, which
+            holds them exactly up to 2**53.
         name: names the call in messages; ranks with different names get an error.
         process_set: the ranks; default: all.
         ignore_name_scope: changes nothing: no name depends on scopes.
@@ -91,17 +92,19 @@ def oob_allreduce(
     compression: Compression = Compression.none,
     op: ReduceOp = ReduceOp.AVERAGE,
     process_set: ProcessSet | None = None,
+    name: str | None = None,
 ) -> tf.Tensor:
     """A tensor reduced over all ranks out of band: for all that is not a gradient.
 
-    It never waits for an `allreduce`, nor one for it. Arguments, result and errors are those of
-    `allreduce`.
+    It never waits for an `allreduce`, and an `allreduce` never for it. Arguments, result and errors
+    are those of `allreduce`. Threads that call it at the same time must each give a name: one
+    rank's call of one thread could else meet another rank's of the other.
     """
     group, op, value = group_of(process_set), checked_op(op), as_tensor(tensor, "oob_allreduce")
     compression = checked_compression(compression)
     if group.size == 1:
         return value
-    return reduce_one(group.others, value, op, "oob_allreduce", compression)
+    return reduce_one(group.others, value, op, _named("oob_allreduce", name), compression)
 
 
 def grouped_allreduce(
@@ -198,6 +201,8 @@ def _scaled(value: Any, factor: float) -> Any:
         return tf.IndexedSlices(_scaled(value.values, factor), value.indices, value.dense_shape)
     if value.dtype.is_integer and factor != int(factor):
         return tf.cast(tf.cast(value, tf.float64) * factor, value.dtype)
+    if value.dtype.size == 2:  # the factor would lose digits
+        return tf.cast(tf.cast(value, tf.float32) * factor, value.dtype)
     return value * tf.cast(factor, value.dtype)
 
 

@@ -49,17 +49,27 @@ class GradientReduction:
         _refuse_in_trainer(self.operation)
         group, found = group_of(self.process_set), list(gradients)
         present = [k for k, gradient in enumerate(found) if gradient is not None]
-        if group.size == 1 or not present:
+        if group.size == 1 or not found:
             return found
         shaped = [_shaped(found[k], variables[k]) for k in present]
         if self.sparse_as_dense:
             shaped = [tf.convert_to_tensor(gradient) for gradient in shaped]
+        if not present:  # others may have some, and wait for this rank
+            shaped = [tf.zeros([])]
+        operation = self._operation(present, len(found))
         reduced = reduce_list(
-            group.gradients, shaped, self.op, self.operation, self.compression, self.bucket_mb
-        )
+            group.gradients, shaped, self.op, operation, self.compression, self.bucket_mb
+        )[: len(present)]
         for k, gradient in zip(present, reduced, strict=True):
             found[k] = gradient
         return found
+
+    def _operation(self, present: Sequence[int], count: int) -> str:
+        """What the ranks compare: those with gradients of other variables are in another call."""
+        if len(present) == count:
+            return self.operation
+        which = f"numbers {', '.join(map(str, present))}" if present else "none"
+        return f"{self.operation}, of {count} variables those of {which}"
 
 
 def make_reduction(

@@ -14,7 +14,7 @@ import numpy as np
 from ktrainer.dataparallel.adasum import adasum_over_ranks
 from ktrainer.dataparallel.calls import Call
 from ktrainer.distributed.array_transfer import broadcast_arrays
-from ktrainer.errors import WorldError, name_ranks
+from ktrainer.errors import DataError, WorldError, name_ranks
 
 if TYPE_CHECKING:
     from ktrainer.dataparallel.channel import Channel
@@ -72,10 +72,18 @@ def _reduce(channel: Channel, call: Call, arrays: Arrays, present: Present) -> A
     if op == "product":
         factors = [a for k, a in enumerate(channel.world.allgather(array)) if k in present]
         return [np.prod(factors, axis=0, dtype=array.dtype)]
-    total = channel.world.oob_allreduce(array, "sum" if op == "average" else op, str(call))
-    if op == "average":  # of integers: rounded down
-        total = total // array.dtype.type(len(present))
-    return [total]
+    if op == "average":
+        return [_average(channel, array, len(present), str(call))]
+    return [channel.world.oob_allreduce(array, op, str(call))]
+
+
+def _average(channel: Channel, array: np.ndarray, ranks: int, what: str) -> np.ndarray:
+    """The average of integers, rounded down; their sum may be beyond their type."""
+    wide = array.astype(np.uint64 if array.dtype == np.uint64 else np.int64)
+    parts = np.stack(np.divmod(wide, wide.dtype.type(ranks)))  # each rank's quotient and remainder
+    quotient, remainder = channel.world.oob_allreduce(parts, "sum", what)
+    average: np.ndarray = quotient + remainder // wide.dtype.type(ranks)
+    return average.astype(array.dtype)
 
 
 def _neutral_of_reduction(call: Call) -> Arrays:
@@ -134,6 +142,11 @@ def _objects(channel: Channel, call: Call, value: Any, present: Present) -> list
     return [each for k, each in enumerate(every) if k in present]
 
 
+def _refuse(channel: Channel, call: Call, given: Any, present: Present) -> Any:
+    """A call that all ranks have made alike, with inputs that it cannot have."""
+    raise DataError(f"{call.operation}.")
+
+
 def _nothing(*_: Any) -> None:
     """A barrier: the ranks have compared their calls, so all are here."""
 
@@ -146,6 +159,7 @@ HANDLERS = {
     "adasum": Handler(_adasum),
     "object from a root": Handler(_object_of_root, _nothing),
     "objects": Handler(_objects, _nothing),
+    "refused": Handler(_refuse),
     "barrier": Handler(_nothing, _nothing),
     "run": Handler(lambda channel, call, function, present: function(channel.world)),
 }

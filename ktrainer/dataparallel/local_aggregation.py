@@ -21,6 +21,7 @@ class LocalAggregation:
     def __init__(self, passes: int, average: bool) -> None:
         self._passes, self._average = passes, average
         self._sums: list[tf.Variable | None] = []
+        self._of: list[Any] = []  # the variables that they are of
         self._count: tf.Variable | None = None
 
     def add(
@@ -32,16 +33,19 @@ class LocalAggregation:
             ModelError: other variables have gradients than before.
         """
         if self._count is None:
+            self._of = list(variables)
             with tf.init_scope():
                 self._sums = [
                     None if g is None else tf.Variable(tf.zeros(v.shape, g.dtype), trainable=False)
                     for g, v in zip(gradients, variables, strict=True)
                 ]
                 self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
-        if [g is None for g in gradients] != [s is None for s in self._sums]:
+        others = list(map(id, variables)) != list(map(id, self._of))
+        if others or [g is None for g in gradients] != [s is None for s in self._sums]:
             raise ModelError(
                 "with backward_passes_per_step the same variables must have gradients in every "
-                "pass; others have None now. Give each pass the same variables and losses."
+                f"pass; {'there are others' if others else 'others have None'} now. Give each pass "
+                "the same variables and losses, and each optimizer its own variables."
             )
         for total, gradient in zip(self._sums, gradients, strict=True):
             if total is not None:

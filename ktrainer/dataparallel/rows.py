@@ -11,7 +11,7 @@ import tensorflow as tf
 from ktrainer.dataparallel.calls import Call, call_of, rows_spec, spec_of
 from ktrainer.dataparallel.collectives import sum_of_gradients
 from ktrainer.dataparallel.host_calls import as_tensor, call_in_order
-from ktrainer.dataparallel.options import Compression, ReduceOp, checked_op
+from ktrainer.dataparallel.options import Compression, ReduceOp, checked_compression, checked_op
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.dataparallel.reductions import reduce_one
@@ -73,7 +73,7 @@ def alltoall(
     numbers = _even_splits(value, group.size) if splits is None else tf.convert_to_tensor(splits)
     numbers = _checked_splits(value, tf.cast(numbers, tf.int64), group.size)
     if group.size == 1:
-        arrived, counts = value, numbers
+        arrived, counts = value, _whole(value, numbers)
     else:
         arrived, counts = _exchanged(group, value, numbers, _named("alltoall", name))
     return arrived if splits is None else (arrived, tf.cast(counts, tf.int32))
@@ -96,7 +96,7 @@ def reducescatter(
         op, name, process_set, ignore_name_scope, compression: as for `allreduce`.
     """
     group, value = group_of(process_set), _with_rows(tensor, "reducescatter")
-    op = checked_op(op)
+    op, compression = checked_op(op), checked_compression(compression)
     if group.size > 1:
         value = reduce_one(group.others, value, op, _named("reducescatter", name), compression)
     rows = tf.shape(value)[0]
@@ -111,9 +111,12 @@ def grouped_reducescatter(
     name: str | None = None,
     process_set: ProcessSet | None = None,
     ignore_name_scope: bool = False,
+    compression: Compression = Compression.none,
 ) -> list[tf.Tensor]:
     """`reducescatter` of each tensor of a list, in order."""
-    return [reducescatter(tensor, op, name, process_set) for tensor in tensors]
+    return [
+        reducescatter(tensor, op, name, process_set, compression=compression) for tensor in tensors
+    ]
 
 
 def _gathered(group: RankGroup, tensor: tf.Tensor, operation: str) -> tf.Tensor:
@@ -163,11 +166,13 @@ def _exchanged(
 
 
 def _exchange_call(operation: str, array: np.ndarray, splits: np.ndarray) -> Call:
-    if splits.sum() != len(array) or splits.min() < 0:
-        raise DataError(
-            f"the splits of an alltoall, {splits.tolist()}, do not add up to its {len(array)} rows."
-        )
+    if splits.sum() != len(array) or splits.min() < 0:  # the other ranks wait: they must hear of it
+        return call_of(_wrong_splits(operation, splits, len(array)), "refused")
     return call_of(operation, "exchange", (rows_spec(array), spec_of(splits)))
+
+
+def _wrong_splits(operation: str, splits: np.ndarray, rows: int) -> str:
+    return f"{operation}, whose splits {splits.tolist()} do not add up to its {rows} rows"
 
 
 def _with_rows(value: Any, what: str) -> tf.Tensor:
@@ -181,13 +186,15 @@ def _with_rows(value: Any, what: str) -> tf.Tensor:
 
 
 def _even_splits(tensor: tf.Tensor, size: int) -> tf.Tensor:
-    rows = tensor.shape[0]
-    if rows is not None and rows % size:
-        raise DataError(
-            f"alltoall cannot send {rows} rows to {size} ranks in equal parts. Say how many go to "
-            "each, with splits=[...]."
-        )
     return tf.fill([size], tf.shape(tensor, out_type=tf.int64)[0] // size)
+
+
+def _whole(tensor: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+    """The splits of one process, which gets all rows."""
+    rows, numbers = tensor.shape[0], tf.get_static_value(splits)
+    if rows is not None and numbers is not None and numbers.tolist() != [rows]:
+        raise DataError(f"{_wrong_splits('alltoall', numbers, rows)}.")
+    return splits
 
 
 def _checked_splits(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor:

@@ -76,9 +76,9 @@ class ClusterWorld(World):
     def oob_allreduce(
         self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
     ) -> np.ndarray:
-        array, dtype = for_reduction(value, op)
+        array, result_of = for_reduction(value, op)
         reduced = self._exchange(array, lambda values: _reduced(values, op), what)
-        return np.asarray(reduced).reshape(np.shape(value)).astype(dtype)
+        return result_of(np.asarray(reduced, array.dtype))
 
     def close(self) -> None:
         for connection in self._connections.values():

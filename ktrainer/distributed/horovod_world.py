@@ -92,11 +92,11 @@ class HorovodWorld(World):
     def oob_allreduce(
         self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
     ) -> np.ndarray:
-        array, dtype = for_reduction(value, op)
+        array, result_of = for_reduction(value, op)
         ops = {"sum": "Sum", "average": "Average", "min": "Min", "max": "Max"}
         operation = getattr(self._hvd, ops[op])
         result = self._wait(what, self._hvd.allreduce, array.reshape(-1), op=operation)
-        return result.numpy().reshape(np.shape(value)).astype(dtype, copy=False)
+        return result_of(result.numpy())
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -136,12 +136,12 @@ class MpiComm(World):
     def oob_allreduce(
         self, value: Any, op: ReduceOp = "average", what: str = "oob_allreduce"
     ) -> np.ndarray:
-        array, dtype = for_reduction(value, op)
+        array, result_of = for_reduction(value, op)
         result = np.empty_like(array)
         self.wait(self.comm.Iallreduce(array, result, _OPS[op]), what, array, result)
         if op == "average":
             result = result / array.dtype.type(self.size)
-        return result.reshape(np.shape(value)).astype(dtype, copy=False)
+        return result_of(result)
 
     def duplicate(self) -> MPI.Intracomm:
         """A communicator of the same ranks, for messages that must stay apart from others.

@@ -9,7 +9,7 @@ Every wait has the deadline `world.deadline`; the error after it names rank, ste
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -182,14 +182,35 @@ def ended_by(error: BaseException) -> str:
     return f"The wait was ended by {first_line}"
 
 
-def for_reduction(value: Any, op: ReduceOp) -> tuple[np.ndarray, np.dtype]:
-    """`value` as an array that every engine can reduce, and the dtype of the result.
+def for_reduction(
+    value: Any, op: ReduceOp
+) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """`value` as an array that every engine can reduce; and the function that makes the result of
+    the reduced one.
 
     Averages of whole numbers are float64. 16-bit floats, which MPI does not add and of which
-    Horovod knows only one kind, travel as float32.
+    Horovod knows only one kind, travel as float32. For `min` and `max` floats travel as integers
+    in the same order, NaN before all others: else the result would depend on which rank has it.
     """
-    array = np.ascontiguousarray(value)
+    array = np.asarray(value, order="C")
     if op == "average" and array.dtype.kind in "iub":
         array = array.astype(np.float64)
-    narrow = array.dtype.itemsize == 2 and array.dtype.kind in "fV"
-    return (array.astype(np.float32) if narrow else array), array.dtype
+    dtype, is_float = array.dtype, array.dtype.kind in "fV"
+    sent = array.astype(np.float32) if is_float and dtype.itemsize == 2 else array
+    wide = sent.dtype
+    if is_float and op in ("min", "max"):
+        nan = np.copysign(wide.type(np.nan), -1 if op == "min" else 1, dtype=wide)
+        sent = _in_order(np.where(np.isnan(sent), nan, sent).view(f"i{wide.itemsize}"))
+
+    def result(reduced: np.ndarray) -> np.ndarray:
+        found = reduced if reduced.dtype == wide else _in_order(reduced).view(wide)
+        return found.reshape(array.shape).astype(dtype, copy=False)
+
+    return sent, result
+
+
+def _in_order(bits: np.ndarray) -> np.ndarray:
+    """The bits of floats as integers that compare as the floats do; and the reverse. Of negative
+    ones, all bits but the sign are flipped."""
+    flipped: np.ndarray = bits ^ ((bits >> (8 * bits.itemsize - 1)) & np.iinfo(bits.dtype).max)
+    return flipped

@@ -24,8 +24,14 @@ from tensorflow.python.ops.resource_variable_ops import (
 )
 
 from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.step_context import StepContext
 
+_UNCLEAR = (
+    "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "
+    "weigh the statistics of layers. Give the step constants otherwise: as variables, or let it "
+    "use them from outside. Rows of the first argument:"
+)
 _ASSIGNS = ("assign", "assign_add", "assign_sub")
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
@@ -149,8 +155,11 @@ def over_all_ranks(
         float64 tensors, the same on all ranks, from one collective.
     """
     assert context.collectives is not None
-    rows = context.rows
-    share = tf.ones([], tf.float64) if rows is None else tf.cast(rows, tf.float64)
+    rows, checks = context.rows, []
+    if rows is not None and "mean" in kinds and context.rows_agree is not None:
+        checks = assert_in_graph(context.rows_agree, _UNCLEAR, rows)
+    with tf.control_dependencies(checks):
+        share = tf.ones([], tf.float64) if rows is None else tf.cast(rows, tf.float64)
     parts = []
     for kind, old, value in zip(kinds, before, values, strict=True):
         new = tf.cast(value, tf.float64)

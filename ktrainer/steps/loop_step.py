@@ -21,9 +21,15 @@ from tensorflow.python.ops import nn_impl_distribute as nn
 from ktrainer.data.local_batch import rows_in_graph
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.runtime.monkeypatching import Replacement, is_entered, replaced, replaced_in
+from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.assigned_variables import AssignedVariables
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.step_context import StepContext
+
+_BATCH = (
+    "All tensors that trainer.run is given are rows of one batch; give a step its constants "
+    "otherwise: as variables, or let it use them from outside. Rows of the arguments:"
+)
 
 
 class LoopStep:
@@ -85,14 +91,20 @@ def loop_context(
 ) -> StepContext:
     """The context of a step of the user's own that is called with `args`."""
     batched = [leaf for leaf in tf.nest.flatten(args) if _has_rows(leaf)]
-    rows = [rows_in_graph(leaf) for leaf in batched]
-    has_rows = tf.reduce_all(tf.stack(rows) > 0) if rows else tf.constant(True)
+    if not batched:
+        return StepContext(tf.ones([], tf.float64), collectives, rank, uniform=False, sums=True)
+    rows = tf.stack([rows_in_graph(leaf) for leaf in batched])
+    agree, have_rows = tf.reduce_all(rows == rows[0]), tf.reduce_all(rows > 0)
+    check = assert_in_graph(agree | have_rows, f"some arguments have no rows. {_BATCH}", rows)
+    with tf.control_dependencies(check):
+        weight = tf.cast(have_rows, tf.float64)
     return StepContext(
-        tf.cast(has_rows, tf.float64),
+        weight,
         collectives,
         rank,
         uniform=False,  # so that each denominator is counted
-        rows=rows[0] if rows else None,
+        rows=rows[0],
+        rows_agree=agree,
         sums=True,
     )
 

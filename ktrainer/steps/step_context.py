@@ -87,6 +87,7 @@ class StepContext(TracedContext):
         bad: whether the update is skipped, once that is known.
         rows: rows of this part's batch as its tensors have them (1 for padding): an int where
             their number is static.
+        rows_agree: whether all arguments of a step of the user's own have so many.
         gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
         in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
@@ -120,6 +121,7 @@ class StepContext(TracedContext):
     loss_of_all: tf.Tensor | None = None
     bad: tf.Tensor | None = None
     rows: int | tf.Tensor | None = None
+    rows_agree: tf.Tensor | None = None
     gathered: list[GatheredRows] = field(default_factory=list)
     in_global_loss: bool = False
     split: bool = False

@@ -67,6 +67,36 @@ def test_a_reduction_is_numpys(ranks: Callable[..., Any], size: int, function: s
         assert np.all(np.abs(result.astype(np.float64) - exact) <= 2 * eps * scale), what
 
 
+def _edges() -> list[Any]:
+    with started() as hvd:
+        rank, nan = hvd.rank(), float("nan")
+        averages = [
+            hvd.allreduce(np.array([n, n - rank], dtype))
+            for n, dtype in ((200, "uint8"), (100, "int8"), (2**63 - 1, "int64"), (-7, "int64"))
+        ]
+        values = np.array([1.0, nan if rank else -2.0, -0.0 if rank else 0.0], "float32")
+        return [
+            *averages,
+            *(
+                hvd.allreduce(values.astype(t), op=op)
+                for t in DTYPES[:2]
+                for op in (hvd.Min, hvd.Max)
+            ),
+        ]
+
+
+def test_averages_do_not_overflow_and_nan_is_not_lost(ranks: Callable[..., Any]) -> None:
+    every = [[each.numpy() for each in found] for found in ranks(2).run(_edges)]
+    for ours, theirs in zip(*every, strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    averages, extremes = every[0][:4], every[0][4:]
+    expected = [[200, 199], [100, 99], [2**63 - 1, 2**63 - 2], [-7, -8]]
+    assert [each.tolist() for each in averages] == expected
+    for found in extremes:
+        assert found[0] == 1
+        assert np.isnan(found[1])
+
+
 def _compressed() -> dict[Any, Any]:
     found = {}
     with started() as hvd:

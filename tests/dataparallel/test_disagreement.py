@@ -103,6 +103,63 @@ def test_a_function_that_one_rank_traces_again_is_noticed(ranks: Callable[..., A
         assert "float32 [7]" in error
 
 
+def _gradients_of_others() -> list[str]:
+    """Ranks lack the gradients of different variables, of one shape; or of all."""
+    import keras
+    import tensorflow as tf
+
+    a, b = tf.Variable(1.0), tf.Variable(1.0)
+    said = []
+    with started() as hvd:
+        first = hvd.rank() == 0
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build([keras.Variable(1.0), keras.Variable(1.0)])
+
+        def tape() -> Any:
+            with tf.GradientTape() as found:
+                loss = 2 * a if first else 10 * b
+            return hvd.DistributedGradientTape(found).gradient(loss, [a, b])
+
+        def none() -> Any:
+            with tf.GradientTape() as found:
+                loss = 2 * a if first else tf.constant(1.0)
+            return hvd.DistributedGradientTape(found).gradient(loss, [a])
+
+        def update() -> None:
+            optimizer.apply([tf.ones([]), None] if first else [None, tf.ones([])])
+
+        for function in (tape, none, update):
+            for run in modes(function).values():
+                said.append(caught(run))
+                assert float(hvd.oob_allreduce(1.0)) == 1
+    return said
+
+
+def test_gradients_of_other_variables_are_never_added(ranks: Callable[..., Any]) -> None:
+    for said in ranks(2).run(_gradients_of_others):
+        for error in said:
+            assert "DivergenceError" in error
+            assert "variables those of" in error
+
+
+def _wrong_splits() -> list[str]:
+    with started() as hvd:
+        first = hvd.rank() == 0
+        one = caught(lambda: hvd.alltoall(_ones(3), [1, 1 + (not first)]))
+        every = caught(lambda: hvd.alltoall(_ones(3), [1, 1]))
+        uneven = caught(lambda: hvd.alltoall(_ones(3)))
+        return [one, every, uneven, caught(lambda: hvd.allreduce(1.0))]
+
+
+def test_splits_that_do_not_add_up_are_named_on_all_ranks(ranks: Callable[..., Any]) -> None:
+    for one, every, uneven, after in ranks(2).run(_wrong_splits):
+        assert "DivergenceError" in one
+        assert "splits [1, 1] do not add up to its 3 rows" in one
+        assert "DataError" in every
+        assert "DataError" in uneven
+        assert after == ""
+
+
 def _variables() -> list[Any]:
     import keras
 

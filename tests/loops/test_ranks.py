@@ -114,6 +114,42 @@ def test_data_that_differ_are_named(
         ranks(2).run(run, known)
 
 
+def unclear_rows() -> tuple[str, str, float]:
+    """Results of one element a row; a constant among the arguments; then a step as it should be."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import DeadlineExceeded, ModelError
+
+    with trainer("data_parallel", world__deadline=3) as it:
+        rows = tf.data.Dataset.from_tensor_slices(np.arange(7.0)[:, None])
+        (part,) = it.distribute(rows.batch(7))
+        shapes = statistics = ""
+        try:
+            it.reduce("sum", it.run(lambda x: tf.reduce_sum(x, 1), part))
+        except ModelError as error:
+            shapes = str(error)
+        total = float(it.reduce("sum", it.run(tf.reduce_sum, part)))
+        layer = keras.layers.BatchNormalization()
+        layer.build((None, 1))
+
+        def step(constant: Any, x: Any) -> None:
+            layer(x * tf.reduce_sum(constant), training=True)
+
+        try:
+            it.run(step, tf.ones([2], tf.float64), part)
+        except (ModelError, DeadlineExceeded) as error:
+            statistics = f"{type(error).__name__}: {error}"
+    return shapes, statistics, total
+
+
+def test_what_is_no_row_is_never_counted_as_one(ranks: Callable[..., Any]) -> None:
+    for shapes, statistics, total in ranks(2, "ends").run(unclear_rows):
+        assert "ranks have results of different shapes" in shapes
+        assert total == 21
+        assert "arguments of trainer.run have different numbers of rows" in statistics
+
+
 def late(seconds: float) -> str:
     import tensorflow as tf
 

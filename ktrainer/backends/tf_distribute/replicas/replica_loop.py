@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.distribute.distribute_lib import _DefaultDistributionExtended
 
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
@@ -15,7 +16,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     losses_by_replica,
     with_settings_of_this_thread,
 )
-from ktrainer.backends.user_loop import ReduceOp, UserLoop
+from ktrainer.backends.user_loop import ReduceOp, UserLoop, wide_type
 from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.world import World
@@ -44,7 +45,7 @@ class StrategyLoop(UserLoop):
 
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         require_dataset(dataset)
-        if self._strategy is tf.distribute.get_strategy():
+        if isinstance(self._strategy.extended, _DefaultDistributionExtended):
             return dataset
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = getattr(
@@ -55,10 +56,17 @@ class StrategyLoop(UserLoop):
     @tf.autograph.experimental.do_not_convert
     def reduce(self, op: ReduceOp, value: Any) -> Any:
         def reduced(each: Any) -> Any:
-            return None if each is None else self._strategy.reduce(op.upper(), each, axis=None)
+            if each is None:
+                return None
+            is_whole = wide_type(tf.convert_to_tensor(self._first(each))) == tf.int64
+            found = self._strategy.reduce(op.upper(), each, axis=None)
+            return tf.cast(found, tf.float64) if op == "mean" and is_whole else found
 
         with self._guard():
             return tf.nest.map_structure(reduced, value)
+
+    def _first(self, value: Any) -> Any:
+        return self._strategy.experimental_local_results(value)[0]
 
     def _compile(self, step: Callable[..., Any]) -> Any:
         strategy = self._strategy
@@ -152,9 +160,6 @@ class ReplicaLoop(StrategyLoop):
                 variable.assign(variable.value + value if adds else value)
 
         self._call_once(assign, [value for _, value, _ in changes])
-
-    def _first(self, value: Any) -> Any:
-        return self._strategy.experimental_local_results(value)[0]
 
 
 class LoopScope(ReplicaScope):
