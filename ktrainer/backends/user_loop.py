@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import tensorflow as tf
 
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.world import World
 from ktrainer.steps.loop_step import as_function
 
@@ -29,6 +30,19 @@ class UserLoop:
     def distribute(self, dataset: tf.data.Dataset) -> Any:
         """The batches of `dataset`, in parts for `run`."""
         return dataset
+
+    def rows(self, local: LocalBatch) -> Any:
+        """A feed's local batch, as `run` takes it."""
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else first_rows(leaf, local.examples), local.batch
+        )
+
+    def survive(self, variables: Sequence[Any] | None) -> None:
+        """Prepare for lost ranks, of which there are none here."""
+
+    def take_loss(self) -> BaseException | None:
+        """The error of a lost rank, because of which the last step did not count."""
+        return None
 
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -66,3 +80,12 @@ class UserLoop:
         if tf.executing_eagerly():
             self.world.step += 1
         yield
+
+
+def first_rows(leaf: Any, count: int) -> Any:
+    """The first rows of a tensor or array, as a tensor."""
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(count, tf.int64)], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
+    tensor = leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+    return tensor if tensor.shape[0] == count else tensor[:count]

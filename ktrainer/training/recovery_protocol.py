@@ -10,6 +10,7 @@ on whether to stop. `ktrainer.elastic` has two that survive a lost rank:
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ class ResumableLoop(Protocol):
     def train(self) -> keras.callbacks.History:
         """Train from the present progress to the end."""
 
+    def run(self) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates from the present progress to the end, for others to make."""
+
+    def run_program(self, updates: Any) -> Any:
+        """Make updates that `run` has yielded; returns their logs."""
+
     def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
         """Continue from a committed moment; returns the progress that callbacks know of."""
 
@@ -42,6 +49,9 @@ class Recovery(Protocol):
 
     def train(self, loop: ResumableLoop) -> keras.callbacks.History:
         """Run `loop` to its end."""
+
+    def run(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
 
     def begin_step(self) -> None:
         """Prepare for an update that may be interrupted."""
@@ -79,6 +89,11 @@ class NoRecovery:
         """Run `loop` to its end."""
         loop.begin()
         return loop.train()
+
+    def run(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make."""
+        loop.begin()
+        return (yield from loop.run())
 
     def begin_step(self) -> None:
         """Nothing is kept."""
