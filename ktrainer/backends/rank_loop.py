@@ -142,7 +142,9 @@ class RankLoop(UserLoop):
         handles = {id(variable.handle): variable for variable in concrete.variables}
         used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
         new = [v for v in used if v.ref() not in self._equal]
-        if new and self._survives:
+        if not new and self._survives:
+            return  # a rank that has joined traces alone
+        if self._survives:
             raise ModelError(
                 "the step uses variables that trainer.steps was not given, and ranks that join "
                 f"would not have: {', '.join(v.name for v in new)}. Give it what they belong to, "

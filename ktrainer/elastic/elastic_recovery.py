@@ -71,9 +71,9 @@ class ElasticRecovery:
 
     def train(self, loop: ResumableLoop) -> keras.callbacks.History:
         """Train to the end; as a joining rank, from where the others are."""
-        return drive(self.run(loop), loop.run_program)
+        return drive(self.updates(loop), loop.run_program)
 
-    def run(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates to the end; an update that a lost rank interrupts comes again."""
         if self.world.alone:
             self._warm_up()
@@ -87,7 +87,7 @@ class ElasticRecovery:
         with survivable_section(self.world):
             while True:
                 try:
-                    history = yield from loop.run()
+                    history = yield from loop.updates()
                     self.world.agree("end of training")
                     return history
                 except _Joined:

@@ -181,7 +181,7 @@ class Loop:
 
     def train(self) -> keras.callbacks.History:
         """Train from the present progress to the end, with the program's updates."""
-        return drive(self.run(), self.run_program)
+        return drive(self.updates(), self.run_program)
 
     def run_program(self, updates: Updates) -> Any:
         """Make the updates of one call of the program; returns its logs, unread."""
@@ -189,7 +189,7 @@ class Loop:
             return self.program.train(updates[0])
         return self.program.train_many([batches[0] for batches in updates])
 
-    def run(self) -> Running:
+    def updates(self) -> Running:
         """Yield all updates from the present progress to the end; the History."""
         logs: dict[str, Any] | None = None
         try:
@@ -234,7 +234,7 @@ class Loop:
             return self._is_cut()
         batches = self.state.feed.epoch(epoch, skip=skip)
         with closing(batches):
-            for updates in self._updates(batches):
+            for updates in self._calls(batches):
                 logs = yield from self._update(updates)
                 if self._after_update(logs):
                     return self._is_cut()
@@ -254,7 +254,7 @@ class Loop:
         emit(self.callbacks.callbacks, "on_step_checkpoint", step, logs)
         return self._vote_to_stop()
 
-    def _updates(self, batches: Iterator[LocalBatch]) -> Iterator[Updates]:
+    def _calls(self, batches: Iterator[LocalBatch]) -> Iterator[Updates]:
         """The updates of each compiled call, an update being a list of local batches."""
         timers, feed = self.state.timers, self.state.feed
         while True:

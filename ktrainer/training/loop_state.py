@@ -30,6 +30,8 @@ class StateVariable:
         variable: a `keras.Variable` or `tf.Variable`.
     """
 
+    trainable = False  # by the models' optimizers
+
     def __init__(self, path: str, variable: Any) -> None:
         self.path = self.name = path
         self.variable = variable

@@ -34,11 +34,11 @@ class ResumableLoop(Protocol):
     def train(self) -> keras.callbacks.History:
         """Train from the present progress to the end."""
 
-    def run(self) -> Generator[Any, Any, keras.callbacks.History]:
+    def updates(self) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates from the present progress to the end, for others to make."""
 
     def run_program(self, updates: Any) -> Any:
-        """Make updates that `run` has yielded; returns their logs."""
+        """Make updates that `updates` has yielded; returns their logs."""
 
     def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
         """Continue from a committed moment; returns the progress that callbacks know of."""
@@ -50,7 +50,7 @@ class Recovery(Protocol):
     def train(self, loop: ResumableLoop) -> keras.callbacks.History:
         """Run `loop` to its end."""
 
-    def run(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
 
     def begin_step(self) -> None:
@@ -90,10 +90,10 @@ class NoRecovery:
         loop.begin()
         return loop.train()
 
-    def run(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates of `loop`, for others to make."""
         loop.begin()
-        return (yield from loop.run())
+        return (yield from loop.updates())
 
     def begin_step(self) -> None:
         """Nothing is kept."""

@@ -76,7 +76,7 @@ class StepsRun(Run):
     def steps(self, recovery: Recovery) -> Generator[Any, Any, None]:
         """Yield all updates; is sent their logs."""
         with self.loop(recovery) as loop:
-            yield from recovery.run(loop)
+            yield from recovery.updates(loop)
 
     def _open_program(self) -> None:
         self.state.program = UserProgram(self.model)
