@@ -50,9 +50,6 @@ class Recovery(Protocol):
     def train(self, loop: ResumableLoop) -> keras.callbacks.History:
         """Run `loop` to its end."""
 
-    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
-        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
-
     def begin_step(self) -> None:
         """Prepare for an update that may be interrupted."""
 
@@ -73,6 +70,13 @@ class Recovery(Protocol):
 
     def close(self) -> None:
         """Let go of what was started for recovery."""
+
+
+class StepwiseRecovery(Recovery, Protocol):
+    """A recovery that also serves steps of the user's own."""
+
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
 
 
 class NoRecovery:

@@ -25,7 +25,7 @@ from ktrainer.training.run import Run
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
-    from ktrainer.training.recovery_protocol import Recovery
+    from ktrainer.training.recovery_protocol import StepwiseRecovery
 
 _NONE: Mapping[str, Any] = {
     "validation_split": 0.0,
@@ -73,7 +73,7 @@ class StepsRun(Run):
     def check(self) -> None:
         check_settings(self.context.config)
 
-    def steps(self, recovery: Recovery) -> Generator[Any, Any, None]:
+    def steps(self, recovery: StepwiseRecovery) -> Generator[Any, Any, None]:
         """Yield all updates; is sent their logs."""
         with self.loop(recovery) as loop:
             yield from recovery.updates(loop)
