@@ -8,6 +8,7 @@ Checkpoints, the broadcast of weights, the learning rate and recovery all take a
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.errors import ModelError
+from ktrainer.errors import DivergenceError, ModelError
 from ktrainer.steps.named_variables import view_of
 
 _PLAIN = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
@@ -93,6 +94,11 @@ class LoopModel(keras.Model):
         seen = {id(v) for v in known}
         return [*known, *(v for v in self._more.values if id(v.variable) not in seen)]
 
+    @property
+    def more(self) -> list[StateVariable]:
+        """The variables that belong to none of the models."""
+        return list(self._more.values)
+
     # A loop's metrics are part of its state: all ranks have them alike.
 
     @property
@@ -120,14 +126,36 @@ class _Untracked:
 class LoopValues(Callback):
     """Keeps the plain values of a loop's `state` in its checkpoints.
 
+    A checkpoint holds those of rank 0, so they are compared at the end of each epoch.
+
     Args:
         state: the user's dict, whose values change in place.
+
+    Raises:
+        DivergenceError: ranks have different values, or variables; it names them.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
         self._state = state
         self._known = {id(value) for _, value in _tracked(state, "state")}
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.world.size == 1:
+            return
+        mine = {f"state/{key}": repr(_saved(value)).encode() for key, value in self._plain()}
+        mine |= {v.path: v.numpy().tobytes() for v in self.model.more}
+        digests = {path: zlib.crc32(value) for path, value in mine.items()}
+        every = self.world.allgather(digests, "comparison of a loop's state")
+        differ = [path for path in every[0] if len({each.get(path) for each in every}) > 1]
+        if differ or len({len(each) for each in every}) > 1:
+            raise DivergenceError(
+                f"ranks have different values of {', '.join(differ) or 'other names in state'}, "
+                "and a checkpoint keeps only those of rank 0. Reduce them over ranks "
+                "(trainer.reduce, or metrics inside of the step), or leave them out of "
+                "trainer.steps(state={...})"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         for path, value in _tracked(self._state, "state"):

@@ -100,7 +100,7 @@ class Steps:
     """
 
     def __init__(self, trainer: Any, call: CallArguments, model: LoopModel) -> None:
-        self._trainer, self._stack = trainer, ExitStack()
+        self._trainer, self._model, self._stack = trainer, model, ExitStack()
         self._running: Generator[Any, Any, None] | None = None
         self._logs: dict[str, Any] = {}
         self._begun = self._over = False
@@ -156,7 +156,7 @@ class Steps:
     @property
     def history(self) -> dict[str, list[Any]]:
         """The logs of each epoch so far, by name."""
-        history = getattr(self._state.model, "history", None)
+        history = getattr(self._model, "history", None)
         return {} if history is None else history.history
 
     # -- iteration
@@ -189,6 +189,8 @@ class Steps:
         if not self._over:
             self._over = True
             self._stack.close()
+            if len(self._model.parts) == 1:  # for `trainer.save`
+                self._state.model = self._model.parts[0]
 
     def __enter__(self) -> Steps:
         return self

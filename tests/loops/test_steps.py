@@ -18,6 +18,7 @@ import pytest
 
 from ktrainer import Trainer
 from ktrainer.errors import ConfigError, DataError, Interrupted, ModelError
+from tests.dist.harness import RankError
 from tests.dist.harness.group import ROOT
 from tests.loops import steps_script
 from tests.loops.steps_script import KEYS, Loop, arrays, batches
@@ -111,6 +112,7 @@ def test_killed_ranks_resume_to_the_bit(tmp_path: Path, engine: str, fault: str)
 def on_ranks(where: str, folder: str, step: int | None, dropout: float = 0.0) -> Any:
     """The loop of one process, under a backend; ended in the body of `step`, and run again."""
     keras.config.set_floatx("float64")
+    keras.utils.clear_session()  # which keeps the type that layers are made with
     words = {"checkpoint__every": "1ba", "trainer__epochs": 3, "run__dir": folder}
     for at in [] if step is None else [step]:
         with trainer_of(where, **words) as trainer:
@@ -119,6 +121,7 @@ def on_ranks(where: str, folder: str, step: int | None, dropout: float = 0.0) ->
         loop = Loop(trainer, dropout)
         found = loop.train(lambda: trainer.distribute(batches()))
     keras.config.set_floatx("float32")
+    keras.utils.clear_session()
     return found
 
 
@@ -234,7 +237,7 @@ def test_settings_of_fit_alone_are_refused(tmp_path: Path, words: list[str], pat
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
-    with make(tmp_path) as trainer:
+    with make(tmp_path, "checkpoint.every=1ba") as trainer:
         with pytest.raises(ModelError, match="state/file is a PosixPath"):
             trainer.steps(*arrays(), state={"file": tmp_path})
         with pytest.raises(ModelError, match="has no variables yet"):
@@ -243,7 +246,24 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
             trainer.steps(None)
         state: dict[str, Any] = {}
         late = trainer.steps(*arrays(), state=state)
-        assert next(late)[0].shape == (8, 8)
+        assert next(late)[0].shape == (32, 8)
         state["mean"] = keras.metrics.Mean()
         with pytest.raises(ModelError, match="state/mean was put there after"):
             list(late)
+
+
+def different(kind: str) -> None:
+    with trainer_of("data_parallel") as trainer:
+        rank = trainer.world.rank
+        state = {"count": rank} if kind == "count" else {"mean": keras.metrics.Mean()}
+        for batch in trainer.steps(batches(), state=state):
+            if kind == "mean":
+                state["mean"].update_state(batch[1])
+
+
+@pytest.mark.parametrize("kind", ["count", "mean"])
+def test_state_that_differs_between_ranks_is_named(ranks: Callable[..., Any], kind: str) -> None:
+    with pytest.raises(
+        RankError, match=f"DivergenceError[\\s\\S]*different values of state/{kind}"
+    ):
+        ranks(2).run(different, kind)
