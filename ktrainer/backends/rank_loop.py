@@ -12,6 +12,7 @@ import tensorflow as tf
 from ktrainer.backends.user_loop import ReduceOp, UserLoop
 from ktrainer.data.batch_specs import any_rows
 from ktrainer.data.distributed_dataset import DistributedDataset, compare_datasets, require_dataset
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.distributed.world import World
 from ktrainer.errors import ConfigError, ModelError
@@ -37,7 +38,7 @@ class RankLoop(UserLoop):
         self._collectives, self._data = collectives, data
         self._traced: set[Any] = set()
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
-        self._survives = False
+        self._survives = self._in_body = False
         self._loss: Exception | None = None  # of a rank, in the present step
         self._sum = tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
 
@@ -62,17 +63,21 @@ class RankLoop(UserLoop):
         Args:
             variables: those that steps may use, which all ranks have alike already; None ends it.
         """
-        self._survives, self._loss = variables is not None, None
+        self._survives, self._in_body, self._loss = variables is not None, False, None
         self._equal.update(_reference(v) for v in variables or ())
 
+    def rows(self, local: LocalBatch) -> Any:
+        self._in_body = self._survives  # in callbacks errors are raised: the run itself heals
+        return super().rows(local)
+
     def take_loss(self) -> BaseException | None:
-        loss, self._loss = self._loss, None
+        loss, self._loss, self._in_body = self._loss, None, False
         return loss
 
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         compiled: LoopStep = self._compiled(step)
-        if not self._survives or not tf.executing_eagerly():
+        if not self._in_body or not tf.executing_eagerly():
             return self._run_traced(compiled, args)
         if self._loss is None:
             try:
@@ -102,7 +107,7 @@ class RankLoop(UserLoop):
                 with self._running():
                     sums = self._sum(tensors)
             except Exception as error:
-                if not (self._survives and self.world.has_lost(error)):
+                if not (self._in_body and self.world.has_lost(error)):
                     raise
                 self._loss = error
         for i, total in zip(present, sums, strict=True):
