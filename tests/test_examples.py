@@ -144,7 +144,10 @@ def test_data_that_cannot_be_downloaded_names_the_option(monkeypatch):
 def test_no_example_is_forgotten():
     known = {*SAYS, *SAYS_IN_STAGES, "custom_loop", "data"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == known
-    assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {"data_parallel"}
+    assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {
+        "data_parallel",
+        "resumable",
+    }
 
 
 def _custom_loop(*words: str) -> str:
@@ -174,6 +177,23 @@ def test_a_custom_loop_is_the_same_under_strategies(ranks):
     for loss, accuracy in numbers[1:]:
         assert abs(loss - numbers[0][0]) < 2e-4
         assert abs(accuracy - numbers[0][1]) < 0.006  # two of 360 images
+
+
+def _resumable(*words: str) -> str:
+    script = str(EXAMPLES / "custom_loops" / "resumable.py")
+    return _run_script(script, "logging.progress=none", *words)
+
+
+def test_a_resumable_loop_continues_where_it_was(ranks, tmp_path):
+    """Ended after 20 of 46 steps, in mid-epoch, and started again: the same last line."""
+    folders = [f"run.dir={tmp_path / name}" for name in ("whole", "cut")]
+    words = ("trainer.epochs=2", "checkpoint.every=10ba")
+    (expected,) = ranks(1).run(_resumable, folders[0], *words, deadline=120)
+    assert re.fullmatch(r"(epoch \d  loss \d\.\d+  val_accuracy 0\.\d+\n){2}", expected), expected
+    ranks(1).run(_resumable, folders[1], *words, "trainer.max_steps=20", deadline=120)
+    (found,) = ranks(1).run(_resumable, folders[1], *words, deadline=120)
+    assert found == expected
+    assert ranks(2).run(_resumable, "backend=data_parallel", *words[:1], deadline=120)[1] == ""
 
 
 def test_a_data_parallel_loop_is_that_of_one_process(ranks, data_folder, tmp_path):

@@ -12,9 +12,10 @@ import tensorflow as tf
 from ktrainer.backends.user_loop import ReduceOp, UserLoop, wide_type
 from ktrainer.data.batch_specs import any_rows
 from ktrainer.data.distributed_dataset import DistributedDataset, compare_datasets, require_dataset
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.distributed.world import World
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, ModelError
 from ktrainer.steps.assertions import assert_in_graph, explain_assertions
 from ktrainer.steps.assigned_variables import concatenated, split_like
 from ktrainer.steps.loop_step import LoopStep
@@ -44,6 +45,8 @@ class RankLoop(UserLoop):
         self._collectives, self._data = collectives, data
         self._traced: set[Any] = set()
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
+        self._survives = self._in_body = False
+        self._loss: Exception | None = None  # of a rank, in the present step
         self._sum = tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
 
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -60,9 +63,40 @@ class RankLoop(UserLoop):
         compare_datasets(dataset, self.world)
         return dataset
 
+    def survive(self, variables: Sequence[Any] | None) -> None:
+        """Let a step whose ranks are lost be repeated, instead of raising: its results are NaN (0
+        for whole numbers), and `take_loss` says so.
+
+        Args:
+            variables: those that steps may use, which all ranks have alike already; None ends it.
+        """
+        self._survives, self._in_body, self._loss = variables is not None, False, None
+        self._equal.update(_reference(v) for v in variables or ())
+
+    def rows(self, local: LocalBatch) -> Any:
+        self._in_body = self._survives  # in callbacks errors are raised: the run itself heals
+        return super().rows(local)
+
+    def take_loss(self) -> BaseException | None:
+        loss, self._loss, self._in_body = self._loss, None, False
+        return loss
+
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         compiled: LoopStep = self._compiled(step)
+        if not self._in_body or not tf.executing_eagerly():
+            return self._run_traced(compiled, args)
+        if self._loss is None:
+            try:
+                return self._run_traced(compiled, args)
+            except Exception as error:
+                if not self.world.has_lost(error):
+                    raise
+                self._loss = error
+        concrete = compiled.function.get_concrete_function(*_specs_of(args))
+        return tf.nest.map_structure(_unknown, concrete.structured_outputs)
+
+    def _run_traced(self, compiled: LoopStep, args: tuple[Any, ...]) -> Any:
         self._trace(compiled, args)
         with self._running():
             return compiled.function(*args)
@@ -73,8 +107,16 @@ class RankLoop(UserLoop):
         present = [i for i, leaf in enumerate(leaves) if leaf is not None]
         if not present:
             return value
-        with self._running():
-            sums = self._sum([tf.convert_to_tensor(leaves[i]) for i in present])
+        tensors = [tf.convert_to_tensor(leaves[i]) for i in present]
+        sums = [_unknown(tensor) for tensor in tensors]
+        if self._loss is None:
+            try:
+                with self._running():
+                    sums = self._sum(tensors)
+            except Exception as error:
+                if not (self._in_body and self.world.has_lost(error)):
+                    raise
+                self._loss = error
         for i, total in zip(present, sums, strict=True):
             leaves[i] = total if op == "sum" else total / self._collectives.size
         return tf.nest.pack_sequence_as(value, leaves)
@@ -99,7 +141,7 @@ class RankLoop(UserLoop):
 
     def _trace(self, step: LoopStep, args: tuple[Any, ...]) -> None:
         """Trace a step for any number of rows, so that all ranks have the same program."""
-        specs = tf.nest.map_structure(_spec_of, args)
+        specs = _specs_of(args)
         key = (id(step), repr(tf.nest.map_structure(_text_of, specs)))
         if tf.executing_eagerly() and key in self._traced:
             return
@@ -113,6 +155,14 @@ class RankLoop(UserLoop):
         handles = {id(variable.handle): variable for variable in concrete.variables}
         used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
         new = [v for v in used if v.ref() not in self._equal]
+        if not new and self._survives:
+            return  # a rank that has joined traces alone
+        if self._survives:
+            raise ModelError(
+                "the step uses variables that trainer.steps was not given, and ranks that join "
+                f"would not have: {', '.join(v.name for v in new)}. Give it what they belong to, "
+                "as model=, optimizer= or state={...}"
+            )
         self._equal.update(v.ref() for v in new)
         with tf.init_scope():
             broadcast_variables([(v.name, v) for v in new], self.world)
@@ -151,6 +201,25 @@ class RankLoop(UserLoop):
 def _text_of(spec: Any) -> str:
     plain = isinstance(spec, (tf.TypeSpec, bool, int, float, str, bytes, type(None)))
     return repr(spec) if plain else f"{type(spec).__name__} {id(spec)}"
+
+
+def _specs_of(args: Any) -> Any:
+    return tf.nest.map_structure(_spec_of, args)
+
+
+def _unknown(value: Any) -> Any:
+    """A tensor like `value`, or of its spec, of a step that did not count."""
+    if not isinstance(value, (tf.Tensor, tf.TensorSpec)):
+        return value
+    shape = [0 if length is None else length for length in value.shape]
+    return tf.fill(shape, tf.constant(float("nan") if value.dtype.is_floating else 0, value.dtype))
+
+
+def _reference(variable: Any) -> Any:
+    inner = getattr(variable, "variable", variable)  # of a StateVariable
+    return (
+        getattr(inner, "value", inner).ref() if isinstance(inner, keras.Variable) else inner.ref()
+    )
 
 
 def _spec_of(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import tensorflow as tf
 
 from ktrainer.data.distributed_dataset import require_dataset
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.world import World
 from ktrainer.errors import ConfigError
 from ktrainer.steps.assertions import explain_assertions
@@ -33,6 +34,19 @@ class UserLoop:
         """The batches of `dataset`, in parts for `run`."""
         require_dataset(dataset)
         return dataset
+
+    def rows(self, local: LocalBatch) -> Any:
+        """A feed's local batch, as `run` takes it."""
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else first_rows(leaf, local.examples), local.batch
+        )
+
+    def survive(self, variables: Sequence[Any] | None) -> None:
+        """Prepare for lost ranks, of which there are none here."""
+
+    def take_loss(self) -> BaseException | None:
+        """The error of a lost rank, because of which the last step did not count."""
+        return None
 
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -96,3 +110,12 @@ def wide_type(tensor: tf.Tensor) -> tf.DType:
     raise ConfigError(
         f"trainer.reduce sums numbers, not {tensor.dtype.name}; cast it first (`tf.cast`)"
     )
+
+
+def first_rows(leaf: Any, count: int) -> Any:
+    """The first rows of a tensor or array, as a tensor."""
+    if isinstance(leaf, tf.SparseTensor):
+        shape = tf.concat([[tf.constant(count, tf.int64)], leaf.dense_shape[1:]], 0)
+        return tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
+    tensor = leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
+    return tensor if tensor.shape[0] == count else tensor[:count]

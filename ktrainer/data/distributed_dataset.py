@@ -76,6 +76,11 @@ class DistributedDataset(tf.data.Dataset):
         super().__init__(tf.data.experimental.to_variant(self._local))
 
     @property
+    def global_batches(self) -> tf.data.Dataset:
+        """The dataset of all ranks."""
+        return self._global
+
+    @property
     def element_spec(self) -> Any:
         return self._local.element_spec
 

@@ -76,6 +76,10 @@ class World(ABC):
         """Its members' ranks among all processes, in the order of their ranks in this group."""
         return range(self.size)
 
+    def has_lost(self, error: BaseException) -> bool:
+        """Return whether an error means a lost rank without which the others can continue."""
+        return False
+
     @property
     def is_root(self) -> bool:
         """True if this process is rank 0, the only one that writes to disk and screen."""

@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 import time
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -35,6 +36,7 @@ from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.variable_broadcast import broadcast_variables
+from ktrainer.training.loop import drive
 
 if TYPE_CHECKING:
     from ktrainer.training.recovery_protocol import ResumableLoop
@@ -69,6 +71,10 @@ class ElasticRecovery:
 
     def train(self, loop: ResumableLoop) -> keras.callbacks.History:
         """Train to the end; as a joining rank, from where the others are."""
+        return drive(self.updates(loop), loop.run_program)
+
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates to the end; an update that a lost rank interrupts comes again."""
         if self.world.alone:
             self._warm_up()
             if not self._joining_policy.enter():
@@ -81,7 +87,7 @@ class ElasticRecovery:
         with survivable_section(self.world):
             while True:
                 try:
-                    history = loop.train()
+                    history = yield from loop.updates()
                     self.world.agree("end of training")
                     return history
                 except _Joined:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
     from ktrainer.backends.backend import Backend
+    from ktrainer.config import Config
+    from ktrainer.training.user_steps import Steps
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -36,6 +38,7 @@ class CustomLoop:
     """Training loops of the user's own, which run alike under every backend but `pipeline`."""
 
     backend: Backend
+    _config: Config
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
@@ -80,6 +83,49 @@ class CustomLoop:
             args: batches, or anything that is the same on all replicas.
         """
         return self.backend.loop.run(step, args)
+
+    @leaves_strategy_scope
+    def steps(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        verbose: int | str | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        state: dict[str, Any] | None = None,
+        callbacks: Any = None,
+        shuffle: bool | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+    ) -> Steps:
+        """The batches of all epochs, for `run`, with what `fit` gives around each step: resume,
+        checkpoints, signals, the learning rate, the NaN guard, progress and loggers, healing.
+
+        Args:
+            x, y, batch_size, epochs, verbose, callbacks, shuffle, sample_weight, initial_epoch,
+                steps_per_epoch: as in `fit`; `x` may also be what `distribute` returns.
+            model: the models that are trained, built: one, or several in a list or dict.
+            optimizer: their optimizers: one, or several in a list or dict.
+            state: whatever else a checkpoint must hold, by name: metrics, variables, random
+                generators, more models and optimizers, and plain values, which the loop changes in
+                this dict.
+
+        Raises:
+            ConfigError: a setting that only `fit` can follow, or a backend without such loops.
+            DataError, ModelError: what was given cannot be trained on, or saved.
+        """
+        given = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "model", "optimizer", "state")
+        }
+        from ktrainer.training.user_steps import open_steps
+
+        return open_steps(self, self._config, model, optimizer, state, **given)
 
     def reduce(self, op: Literal["sum", "mean"], value: Any) -> Any:
         """A result of `run`, summed or averaged over all replicas of all processes; nested

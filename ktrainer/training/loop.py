@@ -8,7 +8,8 @@
         for the local batches of each update:                                       _batches
             on_train_batch_begin                                                    _update
             on_step_begin (the learning rate is set)
-            program.train: forward, backward, all-reduce, on_gradients, clip, apply
+            program.train: forward, backward, all-reduce, on_gradients, clip, apply;
+                or the body of a loop of the user's own (`trainer.steps`)
             on_step_end (the check for NaN)                                         _after_update
             return to the last checkpoint, if a callback asked for it
             on_train_batch_end
@@ -38,7 +39,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -70,8 +71,27 @@ if TYPE_CHECKING:
     from ktrainer.training.recovery_protocol import Recovery
 
 
+Updates = list[list["LocalBatch"]]  # of one call of the program, each with its local batches
+Running = Generator[Updates, Any, Any]  # yields updates to make, and is sent their logs
+
+
+def drive(running: Running, update: Callable[[Updates], Any]) -> Any:
+    """Make all updates that `running` yields; its result. It hears of errors too."""
+    try:
+        updates = next(running)
+        while True:
+            try:
+                logs = update(updates)
+            except BaseException as error:
+                updates = running.throw(error)
+            else:
+                updates = running.send(logs)
+    except StopIteration as end:
+        return end.value
+
+
 class Loop:
-    """The loops of one `fit`.
+    """The loops of one `fit`, or of one `steps`.
 
     Args:
         context: configuration, ranks and backend of the call.
@@ -160,19 +180,29 @@ class Loop:
     # -- the loops
 
     def train(self) -> keras.callbacks.History:
-        """Train from the present progress to the end."""
+        """Train from the present progress to the end, with the program's updates."""
+        return drive(self.updates(), self.run_program)
+
+    def run_program(self, updates: Updates) -> Any:
+        """Make the updates of one call of the program; returns its logs, unread."""
+        if len(updates) == 1:
+            return self.program.train(updates[0])
+        return self.program.train_many([batches[0] for batches in updates])
+
+    def updates(self) -> Running:
+        """Yield all updates from the present progress to the end; the History."""
         logs: dict[str, Any] | None = None
         try:
             while self._end_due or not self._finished():
                 self._end_due = False
-                logs = self._epoch()
+                logs = yield from self._epoch()
         except PreemptionRequested as request:
             checkpoint_and_exit(self.context, self.state, self.callbacks, request)
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
         return self.model.history
 
-    def _epoch(self) -> dict[str, Any]:
+    def _epoch(self) -> Generator[Updates, Any, dict[str, Any]]:
         """Train the rest of an epoch, and end it; returns its logs."""
         state, progress, epoch = self.state, self.state.progress, self.state.progress.epoch
         first = progress.batch
@@ -180,7 +210,7 @@ class Loop:
             self.model.reset_metrics()
             state.counted = MetricCounts()
         self.callbacks.on_epoch_begin(epoch)
-        cut = self._batches(epoch, skip=first * self.triggers.accumulate)
+        cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
             self._end_of_data(epoch)
         state.epoch_complete = not cut
@@ -198,14 +228,15 @@ class Loop:
         self.recovery.commit(Phase.EPOCH_ENDED)
         return logs
 
-    def _batches(self, epoch: int, skip: int) -> bool:
+    def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""
         if self._finish_interrupted_update() or self._finished():
             return self._is_cut()
         batches = self.state.feed.epoch(epoch, skip=skip)
         with closing(batches):
-            for updates in self._updates(batches):
-                if self._after_update(self._update(updates)):
+            for updates in self._calls(batches):
+                logs = yield from self._update(updates)
+                if self._after_update(logs):
                     return self._is_cut()
         return False
 
@@ -223,7 +254,7 @@ class Loop:
         emit(self.callbacks.callbacks, "on_step_checkpoint", step, logs)
         return self._vote_to_stop()
 
-    def _updates(self, batches: Iterator[LocalBatch]) -> Iterator[list[list[LocalBatch]]]:
+    def _calls(self, batches: Iterator[LocalBatch]) -> Iterator[Updates]:
         """The updates of each compiled call, an update being a list of local batches."""
         timers, feed = self.state.timers, self.state.feed
         while True:
@@ -237,18 +268,15 @@ class Loop:
                 self.program.build(feed.spec)  # wider, should a new shape have appeared
             yield updates
 
-    def _update(self, updates: list[list[LocalBatch]]) -> Any:
-        """Run one compiled call; returns its logs, unread."""
+    def _update(self, updates: Updates) -> Running:
+        """Have one call's updates made; returns its logs, unread."""
         progress, timers = self.state.progress, self.state.timers
         self.world.step = progress.step + 1
         self.callbacks.on_train_batch_begin(progress.batch)
         emit(self.callbacks.callbacks, "on_step_begin", progress.step)
         start = time.perf_counter()
         self.recovery.begin_step()
-        if len(updates) == 1:
-            logs = self.program.train(updates[0])
-        else:
-            logs = self.program.train_many([batches[0] for batches in updates])
+        logs = yield updates
         timers["step"] += time.perf_counter() - start
         self._count(updates, logs)
         if (waited := self.context.backend.communication_seconds) is not None:
@@ -256,7 +284,7 @@ class Loop:
         self.recovery.commit(Phase.UPDATED, logs)
         return logs
 
-    def _count(self, updates: list[list[LocalBatch]], logs: Any) -> None:
+    def _count(self, updates: Updates, logs: Any) -> None:
         progress, counted = self.state.progress, self.state.counted
         for batches in updates:
             progress.advance(sum(batch.global_examples for batch in batches))

@@ -10,6 +10,7 @@ on whether to stop. `ktrainer.elastic` has two that survive a lost rank:
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ class ResumableLoop(Protocol):
 
     def train(self) -> keras.callbacks.History:
         """Train from the present progress to the end."""
+
+    def updates(self) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates from the present progress to the end, for others to make."""
+
+    def run_program(self, updates: Any) -> Any:
+        """Make updates that `updates` has yielded; returns their logs."""
 
     def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
         """Continue from a committed moment; returns the progress that callbacks know of."""
@@ -65,6 +72,13 @@ class Recovery(Protocol):
         """Let go of what was started for recovery."""
 
 
+class StepwiseRecovery(Recovery, Protocol):
+    """A recovery that also serves steps of the user's own."""
+
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
+
+
 class NoRecovery:
     """A lost rank ends the run.
 
@@ -79,6 +93,11 @@ class NoRecovery:
         """Run `loop` to its end."""
         loop.begin()
         return loop.train()
+
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make."""
+        loop.begin()
+        return (yield from loop.updates())
 
     def begin_step(self) -> None:
         """Nothing is kept."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ class Run:
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self.callbacks = keras.callbacks.CallbackList()
-        check_model(self.model, context.config)
+        self.check()
         # Before the feeds: which collectives follow depends on these.
         given = {"validation data": "none" if call.validation_data is None else "given"}
         check_consistency(context.world, config=call.facts(), data_facts=given)
@@ -85,8 +85,18 @@ class Run:
         if not state.inside:
             state.fits += 1
 
+    def check(self) -> None:
+        """Refuse what could not be trained as configured."""
+        check_model(self.model, self.context.config)
+
     def train(self, recovery: Recovery) -> keras.callbacks.History:
         """Train to the end; see `ktrainer.training.loop`."""
+        with self.loop(recovery) as loop:
+            return recovery.train(loop)
+
+    @contextmanager
+    def loop(self, recovery: Recovery) -> Iterator[Loop]:
+        """The loop of the run, which has its folder and handles signals inside the block."""
         context, state = self.context, self.state
         if not (context.config.trainer.fast_dev_run or state.joining):
             # Made now: it says what runs, even if nothing else is written.
@@ -103,7 +113,7 @@ class Run:
                 stack.enter_context(signals.installed())
                 stack.enter_context(recorded_run(self.verify_run))
             stack.enter_context(closing(recovery))
-            return recovery.train(loop)
+            yield loop
 
     def ranks_changed(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
         """Reopen the feeds and reassign the callbacks for a new set of ranks.
