@@ -29,8 +29,8 @@ INSTEAD = {
     "broadcast_object_fn": _SESSIONS,
     "elastic": (
         "{name} restarts a loop of one's own when ranks are lost, which ktrainer.dataparallel does "
-        "not do. Train with Trainer.fit and `ktrainer run --heal`, which replaces lost ranks and "
-        "lets others join; or save checkpoints and start again."
+        "not do. Train with Trainer.fit, or a loop over Trainer.steps, and `ktrainer run --heal`, "
+        "which replaces lost ranks and lets others join; or save checkpoints and start again."
     ),
     "run": _SPARK,
     "spark": _SPARK,
