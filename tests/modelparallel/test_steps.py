@@ -1,0 +1,30 @@
+"""Steps through stages against the same loop in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.dist.harness import Ranks
+from tests.modelparallel import helpers
+
+
+def same(found: Sequence[dict[str, Any]], want: dict[str, Any]) -> None:
+    """Every rank's weights are those of one process, and together they have all of them."""
+    for each in found:
+        for name, value in each.items():
+            np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-10, err_msg=name)
+    assert {name for each in found for name in each} == set(want)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) -> None:
+    group = ranks(2)
+    (want, _) = group.run(helpers.single, 4)
+    found = group.run(helpers.in_stages, traced, partitions=2, microbatches=4, pipeline=pipeline)
+    same(found, want)
+    assert all(set(found[k]) != set(want) for k in range(2)), "a rank has all variables"
