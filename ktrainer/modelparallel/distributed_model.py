@@ -16,6 +16,7 @@ from ktrainer.config import PipelineConfig
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
+from ktrainer.modelparallel.global_norm import count_over_stages, forget_stages
 from ktrainer.steps.variable_placement import placement_of
 
 _hooks: list[Callable[[], Any]] = []
@@ -106,6 +107,8 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
     with tf.init_scope():
         planned.place((inputs,))
         _refuse_shared(planned)
+        _refuse_empty(planned)
+        count_over_stages(model.trainable_variables, now.mp)
         for hook in list(_hooks):
             hook()
     return planned
@@ -140,6 +143,19 @@ def _refuse_shared(planned: PlannedModel) -> None:
             )
 
 
+def _refuse_empty(planned: PlannedModel) -> None:
+    """Refuse a stage without a trained variable: its loop would ask for no gradient, and those
+    before it would wait for one."""
+    trained = {h for v in planned.compiled_for[1] for h in planned.holders[id(v)]}
+    empty = [k for k in range(planned.config.partitions) if k not in trained]
+    if empty and trained:
+        raise ModelError(
+            f"stages {empty} of model {planned.model.name!r} have no trained variables: use fewer "
+            "partitions, or put layers with weights on them, with auto_partition=False and `with "
+            "smp.partition(i):`"
+        )
+
+
 def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     """Have a function called once a model is cut, before its first forward pass.
 
@@ -150,9 +166,10 @@ def register_post_partition_hook(hook: Callable[[], Any]) -> Callable[[], Any]:
     return hook
 
 
-def forget_hooks() -> None:
-    """Forget the hooks, as at the end of the script."""
+def forget_models() -> None:
+    """Forget the hooks, and where models are cut, at the end of the script."""
     _hooks.clear()
+    forget_stages()
 
 
 @contextmanager

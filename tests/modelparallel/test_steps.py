@@ -28,3 +28,31 @@ def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) ->
     found = group.run(helpers.in_stages, traced, partitions=2, microbatches=4, pipeline=pipeline)
     same(found, want)
     assert all(set(found[k]) != set(want) for k in range(2)), "a rank has all variables"
+
+
+def test_global_norm_and_own_gradients(ranks: Callable[..., Ranks]) -> None:
+    """`tf.clip_by_global_norm` in the script counts all stages; `smp.gradients`; three stages."""
+    group = ranks(3)
+    want = group.run(helpers.single, 3, 0.05)[0]
+    found = group.run(
+        helpers.in_stages, True, own_tape=False, clip=0.05, partitions=3, microbatches=3
+    )
+    same(found, want)
+    found = group.run(
+        helpers.in_stages, False, own_tape=False, clip=0.05, partitions=3, microbatches=3
+    )
+    same(found, want)
+
+
+def test_partitions_by_hand(ranks: Callable[..., Ranks]) -> None:
+    group = ranks(2)
+    want = group.run(helpers.single, 2)[0]
+    by_hand = {"auto_partition": False, "default_partition": 0}
+    found = group.run(
+        helpers.in_stages, by_hand=True, partitions=2, microbatches=2, **by_hand
+    )
+    same(found, want)
+    stages = [{name.split("/")[-2] for name in each if "/" in name} for each in found]
+    assert stages == [{"dense_1", "norm"}, {"dense_2", "dense_3", "dense_4"}]
+    found = group.run(helpers.in_stages, by_hand=True, partitions=2, microbatches=2)
+    same(found, want)  # ignored with auto-partitioning
