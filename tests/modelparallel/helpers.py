@@ -36,7 +36,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x.sum(-1, keepdims=True))
 
 
-def layers() -> list[Any]:
+def layers(drop: float = 0.2) -> list[Any]:
     """Layers with seeds of their own, with statistics and dropout."""
     import keras
 
@@ -48,13 +48,15 @@ def layers() -> list[Any]:
         dense(8, 1, activation="tanh"),
         keras.layers.BatchNormalization(name="norm"),
         dense(7, 2, activation="tanh"),
-        keras.layers.Dropout(0.2, seed=5, name="dropout"),
+        keras.layers.Dropout(drop, seed=5, name="dropout"),
         dense(6, 3, activation="tanh"),
         dense(1, 4),
     ]
 
 
-def model_of(base: type, partition: Callable[[int], Any] | None = None) -> Any:
+def model_of(
+    base: type, partition: Callable[[int], Any] | None = None, drop: float = 0.2
+) -> Any:
     """A subclass of `base` made of `layers()`; with `partition` one layer after the other is put
     on stages 0 and 1."""
 
@@ -62,7 +64,7 @@ def model_of(base: type, partition: Callable[[int], Any] | None = None) -> Any:
         def __init__(self) -> None:
             super().__init__(name="net")
             self.parts = []
-            for k, layer in enumerate(layers()):
+            for k, layer in enumerate(layers(drop)):
                 self.parts.append(layer)
                 setattr(self, f"part_{k}", layer)
 
@@ -84,7 +86,9 @@ def loss_of(y: Any, predicted: Any) -> Any:
     return tf.reduce_mean(tf.square(y - predicted))
 
 
-def single(microbatches: int, clip: float | None = None) -> dict[str, np.ndarray]:
+def single(
+    microbatches: int, clip: float | None = None, drop: float = 0.2
+) -> dict[str, np.ndarray]:
     """Weights after the loop in one process, whose gradients are means over microbatches."""
     import keras
     import tensorflow as tf
@@ -92,7 +96,7 @@ def single(microbatches: int, clip: float | None = None) -> dict[str, np.ndarray
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(0)
-    model, optimizer = model_of(keras.Model), keras.optimizers.Adam(0.01)
+    model, optimizer = model_of(keras.Model, None, drop), keras.optimizers.Adam(0.01)
     losses = []
     for x, y in zip(*data(), strict=True):
         found = []
@@ -169,3 +173,118 @@ def in_stages(
         left = [t.name for t in threading.enumerate() if t.name == "smp.step"]
         assert not left, left
         return {**weights(model), "losses": np.array(losses), "evaluated": np.array(evaluated)}
+
+
+def hybrid(traced: bool) -> dict[str, np.ndarray]:
+    """Two stages and two replicas, whose gradients `ktrainer.dataparallel` averages; the weights
+    that are trained."""
+    import keras
+    import tensorflow as tf
+
+    import ktrainer.dataparallel as sdp
+
+    with started(partitions=2, microbatches=2) as smp:
+        sdp.init(deadline=SECONDS, process_sets=[(copies := sdp.ProcessSet([0, 2])),
+                                                 (others := sdp.ProcessSet([1, 3]))])
+        rank, mine = sdp.rank(), copies if sdp.rank() % 2 == 0 else others
+        model, optimizer = model_of(smp.DistributedModel, None, 0.0), keras.optimizers.Adam(0.01)
+
+        @smp.step
+        def get_grads(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            return tape.gradient(loss, model.trainable_variables)
+
+        def train(x: Any, y: Any) -> None:
+            gradients = [sdp.allreduce(g.accumulate(), process_set=mine) for g in get_grads(x, y)]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+        train = tf.function(train) if traced else train
+        for x, y in zip(*data(), strict=True):
+            part = slice(0, ROWS // 2) if rank < 2 else slice(ROWS // 2, ROWS)
+            train(tf.constant(x[part]), tf.constant(y[part]))
+        sdp.shutdown()
+        return {v.path: v.numpy() for v in model.trainable_variables}
+
+
+def forward_only() -> tuple[float, float, str]:
+    """The loss of a model in stages without backward passes, that of the same weights in one
+    process, and what a gradient raises."""
+    import tensorflow as tf
+
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, microbatches=4, pipeline="_only_forward") as smp:
+        model = model_of(smp.DistributedModel)
+        x, y = (tf.constant(a[0]) for a in data())
+
+        @smp.step
+        def evaluate(x: Any, y: Any) -> Any:
+            return loss_of(y, model(x))
+
+        @smp.step
+        def train(x: Any, y: Any) -> Any:
+            loss = loss_of(y, model(x))
+            return smp.gradients(loss, model.trainable_variables)
+
+        loss = float(evaluate(x, y).reduce_mean())
+        error = caught(lambda: train(x, y))
+        whole = model_of(__import__("keras").Model)
+        return loss, float(loss_of(y, whole(x))), error
+
+
+def failures() -> dict[str, str]:
+    """What goes wrong in a step, and says so; the same on every rank."""
+    import threading
+
+    import tensorflow as tf
+
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, microbatches=3) as smp:
+        model = model_of(smp.DistributedModel)
+        x, y = (tf.constant(a[0]) for a in data())
+        seen = []
+        smp.register_post_partition_hook(lambda: seen.append(len(model.trainable_variables)))
+
+        def once(body: Any) -> str:
+            return caught(lambda: smp.step(body)(x, y))
+
+        found = {
+            "outside": caught(lambda: model(x)),
+            "no call": once(lambda x, y: x),
+            "body": once(lambda x, y: 1 / 0 if model(x) is not None else 0),
+            "twice": once(lambda x, y: model(x) + model(x)),
+            "size": caught(lambda: smp.step(lambda x, y: model(x))(x[:4], y[:4])),
+            "partition": caught(lambda: smp.partition(2).__enter__()),
+            "norm": caught(lambda: tf.linalg.global_norm([model.trainable_variables[0].value])),
+            "name": caught(lambda: smp.step(lambda x: x, non_split_inputs=["z"])(x)),
+            "nested": once(lambda x, y: smp.step(lambda x: model(x))(x)),
+        }
+        loss = smp.step(lambda x, y: loss_of(y, model(x)))(x, y).reduce_mean()
+        assert np.isfinite(float(loss)), "steps work no more"
+        found["hooks"] = str(len(seen))
+        found["threads"] = str([t.name for t in threading.enumerate() if t.name == "smp.step"])
+        return found
+
+
+def one_fails(rank: int) -> str:
+    """What each rank raises when the body fails on rank 1 alone."""
+    import tensorflow as tf
+
+    from ktrainer.distributed import current_world
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, microbatches=2) as smp:
+        model = model_of(smp.DistributedModel)
+        x, y = (tf.constant(a[0]) for a in data())
+
+        @smp.step
+        def body(x: Any, y: Any) -> Any:
+            predicted = model(x)
+            if rank == 1:
+                raise ValueError("rank 1 alone")
+            return loss_of(y, predicted)
+
+        current_world().deadline = 5.0
+        return caught(lambda: body(x, y))

@@ -56,3 +56,41 @@ def test_partitions_by_hand(ranks: Callable[..., Ranks]) -> None:
     assert stages == [{"dense_1", "norm"}, {"dense_2", "dense_3", "dense_4"}]
     found = group.run(helpers.in_stages, by_hand=True, partitions=2, microbatches=2)
     same(found, want)  # ignored with auto-partitioning
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+def test_two_by_two(ranks: Callable[..., Ranks], traced: bool) -> None:
+    """Replicas of stages reach the weights of one process with all microbatches."""
+    group = ranks(4)
+    want = group.run(helpers.single, 4, None, 0.0)[0]
+    found = group.run(helpers.hybrid, traced)
+    for each in found:
+        for name, value in each.items():
+            np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-10, err_msg=name)
+    assert set(found[0]) == set(found[2]) != set(found[1]) == set(found[3])
+
+
+def test_only_forward(ranks: Callable[..., Ranks]) -> None:
+    for loss, want, error in ranks(2).run(helpers.forward_only):
+        assert abs(loss - want) < 1e-10
+        assert "runs no backward passes" in error
+
+
+def test_errors(ranks: Callable[..., Ranks]) -> None:
+    """They name what is wrong; steps work afterwards, and no thread is left."""
+    said = {
+        "outside": "inside of a function decorated with @smp.step alone",
+        "no call": "must depend on the model's output",
+        "body": "ZeroDivisionError",
+        "twice": "called twice",
+        "size": "not divisible by microbatches=3",
+        "partition": "an integer from 0 to 1",
+        "norm": "all model.trainable_variables",
+        "name": "names the argument 'z'",
+        "nested": "inside of another",
+    }
+    for found in ranks(2).run(helpers.failures):
+        for name, text in said.items():
+            assert text in found[name], name
+        assert found["hooks"] == "1"
+        assert found["threads"] == "[]"
