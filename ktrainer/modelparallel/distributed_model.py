@@ -17,6 +17,7 @@ from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
 from ktrainer.modelparallel.global_norm import count_over_stages, forget_stages
+from ktrainer.modelparallel.model_call import run_through_stages
 from ktrainer.steps.variable_placement import placement_of
 
 _hooks: list[Callable[[], Any]] = []
@@ -48,8 +49,6 @@ class DistributedModel(keras.Model):
                 f"{sorted(kwargs)}: a DistributedModel takes one, which may be nested (a tuple or "
                 "a dict of tensors), and training=True or False"
             )
-        from ktrainer.modelparallel.step import run_through_stages
-
         return run_through_stages(body, self, args[0], training)
 
     @property

@@ -52,7 +52,7 @@ def split_arguments(
             split[name] = _parts(name, value, count, whole, axes)
     made = []
     for i in range(count):
-        part = inspect.BoundArguments(signature, {k: v[i] for k, v in split.items()})  # type: ignore[arg-type]
+        part = inspect.BoundArguments(signature, {k: v[i] for k, v in split.items()})
         made.append((part.args, part.kwargs))
     return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -19,8 +20,11 @@ from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_dif
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.backends.pipeline.schedules.transfers import Transfer
-from ktrainer.errors import ModelError
+from ktrainer.distributed import World
+from ktrainer.errors import ModelError, WorldError
 from ktrainer.steps.remote_variable import zeros_if_remote
+
+_unfinished: WeakSet[World] = WeakSet()  # stages of which a step has begun, and not ended
 
 
 class StageRunner:
@@ -51,12 +55,31 @@ class StageRunner:
         return self.partition == self.partitions - 1
 
     def begin(self) -> None:
-        """Start a step, in which the order of messages is kept."""
+        """Start a step, in which the order of messages is kept.
+
+        Raises:
+            WorldError: when it runs, if a step before it ended in the middle.
+        """
         self._last = None
+        self._message(self._start, [], [])
+
+    def _start(self) -> None:
+        if self._world in _unfinished:
+            raise WorldError(
+                f"a step of {self.planned.model.name!r} ended in the middle, with an error that "
+                "was caught: messages of its microbatches are still under way, and another step "
+                "would take them for its own. End the script, and resume from a checkpoint"
+            )
+        if self._world.size > 1:
+            _unfinished.add(self._world)
+
+    def _end(self) -> None:
+        self._transport.finish()
+        _unfinished.discard(self._world)
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
-        self._message(lambda: self._transport.finish(), [], [])
+        self._message(self._end, [], [])
 
     def forward(self, microbatch: int, inputs: Any, training: bool) -> _Pass:
         """Run the stage on its part of a microbatch; send what the next one needs."""
@@ -141,9 +164,7 @@ class StageRunner:
             )
             arrays = [np.empty(tuple(s.shape), s.dtype.as_numpy_dtype) for s in specs]
             for array in arrays:
-                self._transport.wait(
-                    self._transport.start_receive(array, last, microbatch), what
-                )
+                self._transport.wait(self._transport.start_receive(array, last, microbatch), what)
             return [tf.convert_to_tensor(array) for array in arrays]
 
         return self._message(receive, [], specs)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.errors import ModelError
 from ktrainer.modelparallel import coroutines, state
 from ktrainer.modelparallel.coroutines import Coroutine
 from ktrainer.modelparallel.distributed_model import cut, pipeline_config
+from ktrainer.modelparallel.model_call import RUNNER, Backward, Forward
 from ktrainer.modelparallel.split_arguments import split_arguments
 from ktrainer.modelparallel.stage_runner import StageRunner
 from ktrainer.modelparallel.step_output import StepOutput
-
-_RUNNER = "_ktrainer_stage_runner"  # attribute of a model that was cut: its `StageRunner`
 
 
 def step(
@@ -45,7 +42,7 @@ def step(
         DataError: an argument cannot be split into equal microbatches.
     """
     if function is None:
-        return functools.partial(  # type: ignore[return-value]
+        return functools.partial(
             step, non_split_inputs=non_split_inputs, input_split_axes=input_split_axes
         )
 
@@ -97,41 +94,6 @@ def _taped(call: Callable[[], Any]) -> Any:
         return call()
 
 
-@dataclass
-class _Forward:
-    model: Any
-    inputs: Any
-    training: bool
-
-
-@dataclass
-class _Backward:
-    of_outputs: list[Any]
-
-
-def run_through_stages(body: Coroutine, model: Any, inputs: Any, training: bool) -> Any:
-    """Call a model inside of a body: stop there, and give its outputs their gradient."""
-    inputs = keras.tree.map_structure(tf.convert_to_tensor, inputs)
-    outputs = body.ask(_Forward(model, inputs, training))
-    flat = keras.tree.flatten(outputs)
-    smooth = [x for x in flat if is_differentiable(x)]
-    held = vars(model)[_RUNNER].held
-
-    @tf.custom_gradient
-    def stages(*weights: Any) -> Any:
-        def gradient(*of_outputs: Any) -> Any:
-            return body.ask(_Backward(list(of_outputs)))
-
-        return [tf.identity(x) for x in smooth], gradient
-
-    # On a stage without weights the loss still has a gradient to ask for.
-    weights = [tf.convert_to_tensor(v.value) for v in held]
-    linked = iter(stages(*weights) if smooth and weights else smooth)
-    return keras.tree.pack_sequence_as(
-        outputs, [next(linked) if is_differentiable(x) else x for x in flat]
-    )
-
-
 class _Step:
     """One call of a decorated function.
 
@@ -175,7 +137,7 @@ class _Step:
         body = self.bodies[microbatch]
         body.resume()
         asked = body.request
-        if not isinstance(asked, _Forward):
+        if not isinstance(asked, Forward):
             raise ModelError(
                 "a function decorated with @smp.step returned without a call of a "
                 "DistributedModel: what it returns must depend on the model's output"
@@ -186,21 +148,21 @@ class _Step:
         self._runner = runner
         self._passes[microbatch] = runner.forward(microbatch, asked.inputs, asked.training)
 
-    def _runner_of(self, asked: _Forward) -> StageRunner:
-        found = vars(asked.model).get(_RUNNER)
+    def _runner_of(self, asked: Forward) -> StageRunner:
+        found = vars(asked.model).get(RUNNER)
         if found is None:
             specs = keras.tree.map_structure(
                 lambda x: tf.TensorSpec(x.shape, x.dtype), asked.inputs
             )
             found = StageRunner(cut(asked.model, specs))
-            vars(asked.model)[_RUNNER] = found
+            vars(asked.model)[RUNNER] = found
         return found
 
     def _backward(self, microbatch: int, trains: bool = True) -> None:
         assert self._runner is not None
         body, done = self.bodies[microbatch], self._passes.pop(microbatch)
         body.resume(self._runner.outputs(microbatch, done))
-        if isinstance(body.request, _Backward) and trains:
+        if isinstance(body.request, Backward) and trains:
             body.resume(self._runner.backward(microbatch, done, body.request.of_outputs))
         if body.ended:
             return
@@ -208,7 +170,7 @@ class _Step:
 
 
 def _refuse(asked: Any, trains: bool) -> None:
-    if isinstance(asked, _Forward):
+    if isinstance(asked, Forward):
         raise ModelError(
             "a DistributedModel was called twice in one function decorated with @smp.step, but its "
             "schedule has one forward pass of each microbatch: call it once, on a nested input, or "

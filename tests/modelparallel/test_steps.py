@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.harness import Ranks
+from tests.dist.harness import PerRank, Ranks
 from tests.modelparallel import helpers
 
 
@@ -20,6 +20,7 @@ def same(found: Sequence[dict[str, Any]], want: dict[str, Any]) -> None:
     assert {name for each in found for name in each} == set(want)
 
 
+@pytest.mark.quick("interleaved-eager", "interleaved-traced")
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) -> None:
@@ -44,13 +45,12 @@ def test_global_norm_and_own_gradients(ranks: Callable[..., Ranks]) -> None:
     same(found, want)
 
 
+@pytest.mark.exhaustive
 def test_partitions_by_hand(ranks: Callable[..., Ranks]) -> None:
     group = ranks(2)
     want = group.run(helpers.single, 2)[0]
     by_hand = {"auto_partition": False, "default_partition": 0}
-    found = group.run(
-        helpers.in_stages, by_hand=True, partitions=2, microbatches=2, **by_hand
-    )
+    found = group.run(helpers.in_stages, by_hand=True, partitions=2, microbatches=2, **by_hand)
     same(found, want)
     stages = [{name.split("/")[-2] for name in each if "/" in name} for each in found]
     assert stages == [{"dense_1", "norm"}, {"dense_2", "dense_3", "dense_4"}]
@@ -59,6 +59,7 @@ def test_partitions_by_hand(ranks: Callable[..., Ranks]) -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
+@pytest.mark.exhaustive
 def test_two_by_two(ranks: Callable[..., Ranks], traced: bool) -> None:
     """Replicas of stages reach the weights of one process with all microbatches."""
     group = ranks(4)
@@ -82,6 +83,7 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
         "outside": "inside of a function decorated with @smp.step alone",
         "no call": "must depend on the model's output",
         "body": "ZeroDivisionError",
+        "after": "ended in the middle",
         "twice": "called twice",
         "size": "not divisible by microbatches=3",
         "partition": "an integer from 0 to 1",
@@ -94,3 +96,11 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
             assert text in found[name], name
         assert found["hooks"] == "1"
         assert found["threads"] == "[]"
+
+
+def test_one_rank_fails(ranks: Callable[..., Ranks]) -> None:
+    """The others end within the deadline, and name the rank that they wait for."""
+    first, second = ranks(2).run(helpers.one_fails, PerRank([0, 1]))
+    assert "ValueError: rank 1 alone" in second
+    assert "DeadlineExceeded" in first
+    assert "rank 1" in first
