@@ -13,11 +13,11 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.config import PipelineConfig
-from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
 from ktrainer.modelparallel.global_norm import count_over_stages, forget_stages
 from ktrainer.modelparallel.model_call import run_through_stages
+from ktrainer.modelparallel.saved_model import save_model
 from ktrainer.steps.variable_placement import placement_of
 
 _hooks: list[Callable[[], Any]] = []
@@ -65,6 +65,18 @@ class DistributedModel(keras.Model):
         placement = placement_of(self)
         return every if placement is None else [v for v in every if placement.holds(v)]
 
+    def save_model(self, path: str) -> None:
+        """Write the whole model, for plain Keras. All ranks call this together.
+
+        Args:
+            path: ends in `.keras`, or in `.weights.h5` for the weights alone.
+
+        Raises:
+            ModelError: the model is not cut yet: no step has run.
+            CheckpointError: on every rank, when rank 0 cannot write the file.
+        """
+        save_model(self, path)
+
     @property
     def losses(self) -> list[Any]:
         """Losses that layers have added or that weights have, before the model is cut.
@@ -75,7 +87,7 @@ class DistributedModel(keras.Model):
         if placement_of(self) is None:
             return cast("list[Any]", super().losses)
         added = [x for x in self._flatten_layers() if getattr(x, "activity_regularizer", None)]
-        added += [x for x in self._flatten_layers() if x._losses]
+        added += [x for x in self._flatten_layers() if x._get_own_losses()]
         if added or any(v.regularizer is not None for v in self.variables):
             raise ModelError(
                 f"model {self.name!r} is cut into stages, and losses that layers add, or that "
@@ -96,12 +108,9 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
     """
     now = state.current()
     config = pipeline_config(now.settings)
-    layout = Layout(
-        config.partitions, now.world.size // config.partitions, now.settings.placement_strategy
-    )
     rows = next((x.shape[0] for x in keras.tree.flatten(inputs)), None) or 1
     planned = PlannedModel(
-        model, config, rows * config.microbatches, 1, layout, now.world, (now.mp, now.dp), False
+        model, config, rows * config.microbatches, 1, now.layout, now.world, (now.mp, now.dp), False
     )
     with tf.init_scope():
         planned.place((inputs,))
