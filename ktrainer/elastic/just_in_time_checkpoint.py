@@ -113,7 +113,7 @@ def write_last_checkpoint(
                 folder, error = _begin(store.path_of(last.step))
         folder, error = world.broadcast((folder, error), 0, "start of a last checkpoint")
         if folder is not None:
-            part = write_stage_part(Path(folder), last.arrays, placement) if writes else None
+            part = write_stage_part(Path(folder), last.arrays, placement.partition) if writes else None
             parts = world.allgather((placement.partition, part), "parts of a last checkpoint")
             if world.is_root:
                 error = _complete(store, Path(folder), dict(p for p in parts if p[1]), last)
