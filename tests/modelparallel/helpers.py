@@ -292,6 +292,9 @@ def one_fails(rank: int) -> str:
         world = current_world()
         before, world.deadline = world.deadline, 5.0
         try:
-            return caught(lambda: body(x, y))
+            error = caught(lambda: body(x, y))
         finally:
             world.deadline = before
+        # As in a script that ends by the error: nothing waits for the other rank any more.
+        world.record_interruption(RuntimeError("the step failed"))
+        return error
