@@ -144,7 +144,10 @@ def test_data_that_cannot_be_downloaded_names_the_option(monkeypatch):
 def test_no_example_is_forgotten():
     known = {*SAYS, *SAYS_IN_STAGES, "custom_loop", "data"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == known
-    assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {"data_parallel"}
+    assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {
+        "data_parallel",
+        *("model_parallel" + end for end in ("", "_manual", "_hybrid", "_evaluation")),
+    }
 
 
 def _custom_loop(*words: str) -> str:

@@ -128,7 +128,8 @@ class CheckpointManager:
         path = world.broadcast(path, 0, "smp: which checkpoint to restore")
         if path is None:
             return None
-        arrays, error = {}, None
+        arrays: _Arrays = {}
+        error = None
         try:
             arrays, _ = read_checkpoint(path)
         except CheckpointError as raised:

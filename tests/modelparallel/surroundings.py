@@ -46,9 +46,8 @@ def numbers(placement: str) -> dict[str, Any]:
 
 def waits(rank: int) -> str:
     """What a rank raises that waits for a message that nobody sends."""
-    from tests.dataparallel.helpers import caught
-
     import ktrainer.modelparallel as smp
+    from tests.dataparallel.helpers import caught
 
     smp.init({"partitions": 2}, deadline=1.0)
     if rank == 1:
