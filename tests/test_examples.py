@@ -147,6 +147,7 @@ def test_no_example_is_forgotten():
     assert {path.stem for path in EXAMPLES.glob("custom_loops/*.py")} == {
         "data_parallel",
         "resumable",
+        *("model_parallel" + end for end in ("", "_manual", "_hybrid", "_evaluation")),
     }
 
 

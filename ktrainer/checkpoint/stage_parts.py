@@ -65,7 +65,8 @@ class StageParts:
         Raises:
             CheckpointError: the first stage does not receive the message.
         """
-        world, part = self.placement.model, write_stage_part(folder, arrays, self.placement)
+        world = self.placement.model
+        part = write_stage_part(folder, arrays, self.placement.partition)
         self._mail.send((number, part), 0)
         end = time.monotonic() + world.deadline
         while not self._mail.all_taken():
@@ -95,7 +96,7 @@ class StageParts:
         Raises:
             CheckpointError: a stage could not write its part, or does not answer.
         """
-        parts = {0: write_stage_part(folder, arrays, self.placement)}
+        parts = {0: write_stage_part(folder, arrays, self.placement.partition)}
         world = self.placement.model
         end = time.monotonic() + world.deadline
         while len(parts) < world.size:
@@ -133,11 +134,8 @@ def _sooner(end: float, ending: Callable[[], bool]) -> float:
     return min(end, time.monotonic() + _GRACE_SECONDS) if ending() else end
 
 
-def write_stage_part(
-    folder: Path, arrays: Mapping[str, np.ndarray], placement: Placement
-) -> dict[str, Any]:
+def write_stage_part(folder: Path, arrays: Mapping[str, np.ndarray], number: int) -> dict[str, Any]:
     """Write a stage's part; return its tables of files and arrays, or the error."""
-    number = placement.partition
     try:
         if not folder.is_dir():
             raise CheckpointError(f"it cannot see {folder}, which rank 0 made: {_SHARED}")

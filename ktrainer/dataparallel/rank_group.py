@@ -45,7 +45,8 @@ class RankGroup:
         from ktrainer.distributed.mpi_communicator import MpiGroup
 
         if ranks is None:
-            name, first = "all ranks", MpiGroup(world, world.duplicate(), self.ranks, "all ranks")
+            name, every = "all ranks", world.ranks
+            first = MpiGroup(world, world.duplicate(), every, name)
         else:
             rest = [rank for rank in range(world.size) if rank not in self.ranks]
             name = "the process set"

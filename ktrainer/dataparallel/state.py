@@ -26,7 +26,7 @@ class State:
     world: World
     sets: list[ProcessSet]
     replaced: Replacements
-    before: tuple[float, str]
+    before: tuple[float, str] | None  # the world's deadline; None: it is not this module's to set
     places: list[int]  # the local rank of each rank
     next_id: int = 1
 
@@ -65,9 +65,9 @@ def init(
             "ProcessSet of the ranks that communicate among themselves."
         )
     check_symbols()
-    _allow_two_threads()
+    allow_two_threads()
     world = current_world() if is_open() else open_world()
-    _check_connected(world)
+    check_connected(world)
     before = world.deadline, world.deadline_setting
     world.deadline_setting = _DEADLINE
     world.deadline = before[0] if deadline is None else deadline
@@ -76,6 +76,26 @@ def init(
     _state = State(world, [global_process_set], Replacements(), before, places)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
+
+
+def open_over(world: World) -> None:
+    """Start communication among some of the processes alone, as all that there are.
+
+    Ranks, sizes and roots are those in it. Who calls it has checked the processes, as `init` does,
+    and calls `shutdown`.
+
+    Args:
+        world: this process's group; all processes call this together.
+
+    Raises:
+        WorldError: `init` was called before.
+    """
+    global _state
+    if _state is not None:
+        raise WorldError("ktrainer.dataparallel is already initialised.")
+    global_process_set.group = RankGroup(world)
+    places = world.allgather(world.local_rank, "init")
+    _state = State(world, [global_process_set], Replacements(), None, places)
 
 
 def shutdown() -> None:
@@ -96,7 +116,8 @@ def shutdown() -> None:
             each.group.close()
         each.group = None
         each.process_set_id = None if each is not global_process_set else 0
-    state.world.deadline, state.world.deadline_setting = state.before
+    if state.before is not None:
+        state.world.deadline, state.world.deadline_setting = state.before
 
 
 def is_initialized() -> bool:
@@ -136,6 +157,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         DivergenceError: ranks name different ones.
     """
     state = opened()
+    if state.before is None and state.world.size > 1:
+        raise WorldError(
+            "process sets are not available after smp.init(horovod=True): collectives act over the "
+            "replicas of a stage. Use smp.broadcast, smp.allgather and smp.CommGroup for others."
+        )
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks, size = made.ranks or [], state.world.size
     every = state.world.allgather(ranks, "add_process_set")
@@ -172,7 +198,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _check_connected(world: World) -> None:
+def check_connected(world: World) -> None:
+    """Refuse processes that MPI does not connect."""
     if world.size > 1 and (world.name != "mpi" or world.heals):
         what = "with healing" if world.heals else f"by {world.name}, without MPI"
         raise SetupError(
@@ -181,7 +208,7 @@ def _check_connected(world: World) -> None:
         )
 
 
-def _allow_two_threads() -> None:
+def allow_two_threads() -> None:
     """Let a collective of gradients and another one wait at the same time, on one core too."""
     threads = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count() or 1
     if threads < 2:

@@ -113,8 +113,9 @@ def write_last_checkpoint(
                 folder, error = _begin(store.path_of(last.step))
         folder, error = world.broadcast((folder, error), 0, "start of a last checkpoint")
         if folder is not None:
-            part = write_stage_part(Path(folder), last.arrays, placement) if writes else None
-            parts = world.allgather((placement.partition, part), "parts of a last checkpoint")
+            number = placement.partition
+            part = write_stage_part(Path(folder), last.arrays, number) if writes else None
+            parts = world.allgather((number, part), "parts of a last checkpoint")
             if world.is_root:
                 error = _complete(store, Path(folder), dict(p for p in parts if p[1]), last)
             error = world.broadcast(error, 0, "end of a last checkpoint")

@@ -97,13 +97,13 @@ keras.src.layers.layer
     Layer.add_loss(self, loss)
         tf_distribute: replaced; added losses are kept by replica
     Layer._get_own_losses(self)
-        tf_distribute: replaced; added losses are kept by replica
+        tf_distribute, modelparallel: replaced, called; added losses are kept by replica
     Layer._clear_losses(self)
         tf_distribute, pipeline, verify: replaced, called; added losses are kept by replica
     Layer._get_regularization_losses(self)
         steps: replaced; penalties have no denominator to count
     Layer._flatten_layers(self, include_self, recursive)
-        steps, pipeline, tf_distribute, verify, callbacks, data: called; all layers inside
+        steps, pipeline, tf_distribute, verify, callbacks, data, modelparallel: called; all layers
     Layer._open_name_scope(self)
         pipeline: called; names of operations in a traced model
     Layer()._layers, _call_has_training_arg, _call_context_args, _loss_ids
@@ -171,6 +171,8 @@ keras.src.backend.common.global_state
         steps, pipeline, tf_distribute, checkpoint: called; scopes and seeds of a thread
     set_global_attribute(name, value)
         pipeline, tf_distribute: called; scopes and seeds of a thread
+    GLOBAL_STATE_TRACKER
+        modelparallel: read; threads of a step's body have the state of the one that calls it
 keras.src.backend.common.stateless_scope
     StatelessScope().stateless_scope
         pipeline, tf_distribute: key of the global state; leaving the scope for a while
@@ -215,7 +217,7 @@ keras.src.backend.tensorflow.optimizer
         steps: changed; optimizers follow variables into a strategy
 keras.src.optimizers.base_optimizer
     global_norm(value_list)
-        pipeline: replaced; over all stages
+        pipeline, modelparallel: replaced; over all stages
     BaseOptimizer.apply(self, grads, trainable_variables)
         steps, script, dataparallel: replaced; gradients are reduced first of all, then clipped
     BaseOptimizer.apply_gradients(self, grads_and_vars)
@@ -406,6 +408,9 @@ tensorflow.python.ops.script_ops
         pipeline: read; the Python functions of a graph
     EagerFunc()._is_grad_func, _support_graph_mode_gradient
         pipeline: read; Python functions that are differentiated
+tensorflow.python.ops.clip_ops
+    global_norm(t_list, name)
+        modelparallel: replaced; over all stages
 tensorflow.python.ops.random_ops
     random_normal(shape, mean, stddev, dtype, seed, name)
         verify: replaced; draws that do not depend on the batch

@@ -54,7 +54,7 @@ def build_optimizer(model: Any) -> dict[int, Any]:
     if not optimizer.built:
         with deferred(), _watch_slots(belongs):
             optimizer.build(model.trainable_variables)
-    belongs.update(_aligned(plain))
+    belongs.update(aligned_slots(plain))
     return belongs
 
 
@@ -81,7 +81,7 @@ def _watch_slots(belongs: dict[int, Any]) -> Iterator[None]:
         yield
 
 
-def _aligned(optimizer: Any) -> dict[int, Any]:
+def aligned_slots(optimizer: Any) -> dict[int, Any]:
     """Slots in lists that have one entry for each trained variable."""
     trained = optimizer._trainable_variables
     own = {id(optimizer._iterations), id(optimizer._learning_rate)}

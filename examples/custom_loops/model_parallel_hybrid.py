@@ -1,0 +1,113 @@
+"""A model in stages in a loop of one's own: SageMaker's script with Horovod, on Keras 3.
+
+    ktrainer run -n 4 examples/custom_loops/model_parallel_hybrid.py
+
+Two replicas of two stages: each process holds one stage of one replica.
+Options: `--data-dir DIR` (as for `mnist_cnn.py`), `--epochs N`,
+`--steps N` (of each epoch), `--partitions N`, `--dtype float64`, `--weights FILE.weights.h5`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import ktrainer.dataparallel as hvd  # before Keras, so that TensorFlow starts quietly
+import ktrainer.modelparallel as smp
+
+# isort: split
+import keras
+import tensorflow as tf
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the examples share their data's reader
+from data import data_folder, mnist
+
+
+class MyModel(smp.DistributedModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = keras.layers.Conv2D(32, 3, activation="relu")
+        self.flatten = keras.layers.Flatten()
+        self.dense1 = keras.layers.Dense(128, activation="relu")
+        self.dense2 = keras.layers.Dense(10)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        x = self.conv(x)
+        x = self.flatten(x)
+        x = self.dense1(x)
+        return self.dense2(x)
+
+
+def main() -> None:
+    folder, words = data_folder()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=-1)
+    parser.add_argument("--partitions", type=int, default=2)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--weights", default="")
+    options = parser.parse_args(words)
+
+    smp.init({"partitions": options.partitions, "microbatches": 2, "horovod": True})
+    keras.config.set_floatx(options.dtype)
+    keras.config.set_dtype_policy(options.dtype)
+    keras.utils.set_random_seed(0)  # the same initial weights, whoever holds them
+
+    (x_train, y_train), (x_test, y_test) = mnist(folder)
+    # All stages of a replica see the same batches: its own rows of each global batch.
+    share = 64 // smp.dp_size()
+    rows = slice(smp.dp_rank() * share, (smp.dp_rank() + 1) * share)
+    train_ds = (
+        tf.data.Dataset.from_tensor_slices((x_train, y_train))
+        .shuffle(10_000, seed=0)
+        .batch(64, drop_remainder=True)
+        .map(lambda x, y: (x[rows], y[rows]))
+        .take(options.steps)
+    )
+    test_ds = tf.data.Dataset.from_tensor_slices((x_test, y_test)).batch(200, drop_remainder=True)
+
+    model = MyModel()
+    loss_object = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer = keras.optimizers.Adam()
+    test_accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    @smp.step
+    def get_grads(images: tf.Tensor, labels: tf.Tensor) -> tuple:
+        predictions = model(images, training=True)
+        loss = loss_object(labels, predictions)
+        grads = smp.gradients(loss, model.trainable_variables)
+        return grads, loss
+
+    @tf.function
+    def train_step(images: tf.Tensor, labels: tf.Tensor, first_batch: bool) -> tf.Tensor:
+        gradients, loss = get_grads(images, labels)
+        # Outside of the step: the mean over the replicas of this stage.
+        gradients = [hvd.allreduce(g.accumulate()) for g in gradients]
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if first_batch:
+            hvd.broadcast_variables(model.trainable_variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        return hvd.oob_allreduce(loss.reduce_mean())
+
+    @smp.step
+    def predict(images: tf.Tensor) -> tf.Tensor:
+        return model(images, training=False)
+
+    for epoch in range(options.epochs):
+        for batch, (images, labels) in enumerate(train_ds):
+            first_batch = epoch == 0 and batch == 0
+            loss = train_step(tf.cast(images, options.dtype), labels, first_batch)
+        test_accuracy.reset_state()
+        for images, labels in test_ds:
+            predictions = predict(tf.cast(images, options.dtype))
+            test_accuracy.update_state(labels, predictions.merge())
+        if smp.rank() == 0:
+            print(f"epoch {epoch + 1}  loss {loss:.6f}  accuracy {test_accuracy.result():.4f}")
+    if options.weights:
+        model.save_model(options.weights)
+    smp.shutdown()
+
+
+if __name__ == "__main__":
+    main()

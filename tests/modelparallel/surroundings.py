@@ -1,0 +1,169 @@
+"""What ranks do in the tests of settings, messages and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.modelparallel.helpers import SECONDS, data, loss_of, model_of, started, weights
+
+
+def numbers(placement: str) -> dict[str, Any]:
+    """Ranks, sizes, groups and messages on one rank."""
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, placement_strategy=placement) as smp:
+        again = caught(lambda: smp.init({"partitions": 2}))
+        me, groups, kinds = smp.rank(), smp.CommGroup, smp.RankType
+        other = 1 - smp.mp_rank()
+        if smp.mp_rank() == 0:
+            smp.send({"from": me}, other, kinds.MP_RANK)
+            got = smp.recv_from(other, kinds.MP_RANK)
+        else:
+            got = smp.recv_from(other, kinds.MP_RANK)
+            smp.send({"from": me}, other, kinds.MP_RANK)
+        smp.barrier()
+        smp.dp_barrier()
+        smp.mp_barrier()
+        return {
+            "again": again,
+            "rank": (me, smp.size()),
+            "mp": (smp.mp_rank(), smp.mp_size(), smp.pp_rank(), smp.pp_size()),
+            "dp": (smp.dp_rank(), smp.dp_size()),
+            "local": (smp.local_rank(), smp.local_size()),
+            "mp_group": smp.get_mp_group(),
+            "dp_group": smp.get_dp_group(),
+            "got": got["from"],
+            "root": [smp.broadcast({"r": me}, g)["r"] for g in groups],
+            "every": [smp.allgather(me, g) for g in groups],
+            "self": caught(lambda: smp.send(1, me)),
+            "group": caught(lambda: smp.barrier("all")),
+            "kind": caught(lambda: smp.recv_from(0, "mp")),
+        }
+
+
+def waits(rank: int) -> str:
+    """What a rank raises that waits for a message that nobody sends."""
+    import ktrainer.modelparallel as smp
+    from tests.dataparallel.helpers import caught
+
+    smp.init({"partitions": 2}, deadline=1.0)
+    if rank == 1:
+        said = caught(lambda: smp.recv_from(0, smp.RankType.WORLD_RANK))
+    else:
+        said = caught(lambda: smp.recv_from(1, smp.RankType.WORLD_RANK))
+    smp.shutdown()
+    return said
+
+
+def over_replicas(placement: str) -> tuple[Any, ...]:
+    """`ktrainer.dataparallel` after `smp.init(horovod=True)`."""
+    import tensorflow as tf
+
+    import ktrainer.dataparallel as sdp
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, horovod=True, placement_strategy=placement) as smp:
+        me = tf.constant(float(smp.rank()), tf.float64)
+        root = tf.Variable(me)
+        sdp.broadcast_variables([root], root_rank=0)
+        return (
+            smp.get_dp_group(),
+            (sdp.rank(), sdp.size()),
+            float(sdp.allreduce(me)),
+            float(tf.function(lambda: sdp.allreduce(me, op=sdp.ReduceOp.SUM))()),
+            float(root),
+            caught(sdp.init),
+            caught(lambda: sdp.add_process_set([0])),
+        )
+
+
+def train(
+    folder: str, stop: int | None, save: int | None, partitions: int = 2, traced: bool = True
+) -> dict[str, Any]:
+    """The loop of `helpers` with checkpoints: restores the newest one before the first step.
+
+    Args:
+        stop: steps after which it ends; None: all.
+        save: the step after which it saves.
+    """
+    import keras
+    import tensorflow as tf
+
+    import ktrainer.modelparallel as smp
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    keras.utils.set_random_seed(0)
+    smp.init({"partitions": partitions, "microbatches": 2}, deadline=SECONDS)
+    try:
+        model, optimizer = model_of(smp.DistributedModel), keras.optimizers.Adam(0.01)
+        step = tf.Variable(0, dtype=tf.int64)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, step=step)
+        manager = smp.CheckpointManager(checkpoint, folder, max_to_keep=2)
+
+        @smp.step
+        def get_grads(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            return tape.gradient(loss, model.trainable_variables)
+
+        def train_step(x: Any, y: Any) -> None:
+            gradients = [g.accumulate() for g in get_grads(x, y)]
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        train_step = tf.function(train_step) if traced else train_step
+        restored = manager.restore()
+        first, paths = int(step), []
+        for x, y in list(zip(*data(), strict=True))[first:stop]:
+            train_step(tf.constant(x), tf.constant(y))
+            step.assign_add(1)
+            if save == int(step):
+                paths += [manager.save() for _ in range(3)]
+        return {
+            "weights": weights(model),
+            "restored": restored,
+            "paths": paths,
+            "kept": manager.checkpoints,
+            "latest": manager.latest_checkpoint,
+            "step": int(step),
+        }
+    finally:
+        smp.shutdown()
+
+
+def saved(folder: str) -> list[str]:
+    """A trained model written whole, and what goes wrong where it cannot be."""
+    import tensorflow as tf
+
+    from tests.dataparallel.helpers import caught
+
+    with started(partitions=2, microbatches=2) as smp:
+        model = model_of(smp.DistributedModel)
+        early = caught(lambda: model.save_model(f"{folder}/early.keras"))
+
+        @smp.step
+        def evaluate(x: Any) -> Any:
+            return model(x, training=False)
+
+        predicted = evaluate(tf.constant(data()[0][0])).merge()
+        model.save_model(f"{folder}/whole.keras")
+        model.save_model(f"{folder}/whole.weights.h5")
+        if smp.rank() == 0:
+            np.save(Path(folder) / "predicted.npy", predicted.numpy())
+        return [early, caught(lambda: model.save_model(f"{folder}/whole"))]
+
+
+def plain(folder: str) -> list[float]:
+    """How far plain Keras' predictions from the written files are from those of the stages."""
+    import keras
+
+    keras.config.set_floatx("float64")
+    want, (x, _) = np.load(Path(folder) / "predicted.npy"), data()
+    loaded = keras.models.load_model(f"{folder}/whole.keras")
+    whole = model_of(keras.Model)
+    whole(x[0])
+    whole.load_weights(f"{folder}/whole.weights.h5")
+    return [float(np.abs(np.asarray(m(x[0])) - want).max()) for m in (loaded, whole)]

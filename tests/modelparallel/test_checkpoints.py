@@ -1,0 +1,44 @@
+"""`CheckpointManager` and `save_model`: a resumed loop, and plain Keras, have the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dist.harness import Ranks
+from tests.modelparallel import surroundings
+
+
+@pytest.mark.quick("traced")
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "eager"])
+def test_a_resumed_loop_is_the_undisturbed_one(
+    ranks: Callable[..., Ranks], tmp_path: Path, traced: bool
+) -> None:
+    """Restored before the first step, on two partitions and on three."""
+    folder = str(tmp_path / "made" / "here")
+    want = ranks(2).run(surroundings.train, str(tmp_path / "none"), None, None, traced=traced)
+    first = ranks(2).run(surroundings.train, folder, 2, 2, traced=traced)
+    assert first[0]["paths"] == [f"{folder}/ckpt-{k}" for k in (1, 2, 3)]
+    assert first[0]["kept"] == first[1]["kept"] == first[0]["paths"][1:]
+    assert sorted(p.name for p in Path(folder).iterdir()) == ["ckpt-2", "ckpt-3"]
+    whole = {name: value for each in want for name, value in each["weights"].items()}
+    for partitions in (2, 3):
+        found = ranks(partitions).run(
+            surroundings.train, folder, None, None, partitions, traced=traced
+        )
+        for each in found:
+            assert (each["restored"], each["step"]) == (f"{folder}/ckpt-3", 3)
+            for name, value in each["weights"].items():
+                np.testing.assert_allclose(value, whole[name], rtol=0, atol=1e-10, err_msg=name)
+        assert {name for each in found for name in each["weights"]} == set(whole)
+
+
+def test_plain_keras_reads_the_whole_model(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    for early, ending in ranks(2).run(surroundings.saved, str(tmp_path)):
+        assert "has no variables yet" in early
+        assert "does not end in .keras" in ending
+    for distance in ranks(1).run(surroundings.plain, str(tmp_path))[0]:
+        assert distance < 1e-12

@@ -1,0 +1,88 @@
+"""`StepOutput` and the split of arguments, against NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer.errors import DataError, ModelError
+from ktrainer.modelparallel.split_arguments import split_arguments
+from ktrainer.modelparallel.step_output import StepOutput
+
+PARTS = np.random.default_rng(0).normal(size=(3, 4, 2))
+
+
+def test_methods() -> None:
+    """Each is NumPy's function of the microbatches' values."""
+    output = StepOutput([tf.constant(part) for part in PARTS])
+    want = {
+        "reduce_mean": PARTS.mean(0),
+        "reduce_sum": PARTS.sum(0),
+        "concat": PARTS.reshape(12, 2),
+        "merge": PARTS.reshape(12, 2),
+        "stack": PARTS,
+        "accumulate": PARTS.mean(0),
+    }
+    for name, value in want.items():
+        np.testing.assert_allclose(getattr(output, name)(), value, rtol=0, atol=1e-15)
+    assert len(output.outputs) == 3
+    variable = tf.Variable(np.zeros((4, 2)))
+    assert output.accumulate(method="accumulate_n", var=variable) is variable
+    np.testing.assert_allclose(variable.numpy(), PARTS.mean(0), rtol=0, atol=1e-15)
+
+
+def test_what_has_no_value() -> None:
+    with pytest.raises(ModelError, match="returned None"):
+        StepOutput([None, None]).accumulate()
+    with pytest.raises(ModelError, match="one of add_n"):
+        StepOutput([tf.constant(1.0)]).accumulate(method="mean")
+
+
+class Own:
+    """Cuts itself."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def smp_slice(self, num_mb: int, mb: int, axis: int) -> Own:
+        return Own(np.split(self.rows, num_mb, axis)[mb])
+
+
+def test_split() -> None:
+    """Nested tensors, arrays and objects of the script's own; other axes; what stays whole."""
+
+    def body(x: Any, mask: Any, table: Any, own: Any, scale: float = 1.0) -> None:
+        pass
+
+    rows = np.arange(12).reshape(6, 2)
+    made = split_arguments(
+        body,
+        ({"a": tf.constant(rows), "b": [rows]}, tf.constant(rows.T), tf.constant(rows)),
+        {"own": Own(rows), "scale": 2.0},
+        3,
+        ["table"],
+        {"mask": 1},
+    )
+    for i, (args, kwargs) in enumerate(made):
+        x, mask, table, own, scale = args
+        part = rows[2 * i : 2 * i + 2]
+        assert kwargs == {}
+        np.testing.assert_array_equal(x["a"], part)
+        np.testing.assert_array_equal(x["b"][0], part)
+        np.testing.assert_array_equal(mask, part.T)
+        np.testing.assert_array_equal(table, rows)
+        np.testing.assert_array_equal(own.rows, part)
+        assert scale == 2.0
+
+
+def test_split_refuses() -> None:
+    def body(x: Any) -> None:
+        pass
+
+    with pytest.raises(DataError, match="nearest legal sizes are 3 and 6"):
+        split_arguments(body, (np.zeros((5, 1)),), {}, 3)
+    with pytest.raises(DataError, match="no axis 0"):
+        split_arguments(body, (tf.constant(1.0),), {}, 3)
