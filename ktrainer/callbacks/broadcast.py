@@ -9,6 +9,7 @@ different weights; here it happens before the first step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class BroadcastVariables(Callback):
         super().__init__()
         self.root = root
         self._own_world = world
+        self.local: list[Any] = []  # variables that are not broadcast
         self._pending = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -50,19 +52,19 @@ class BroadcastVariables(Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         if self._pending:
-            broadcast_model(self.model, self.world, self.root)
+            broadcast_model(self.model, self.world, self.root, self.local)
             self._pending = False
 
     def on_restore(self, progress: Progress) -> None:
-        broadcast_model(self.model, self.world, self.root)
+        broadcast_model(self.model, self.world, self.root, self.local)
         self._pending = False
 
     def on_heal(self, progress: Progress) -> None:
         self._pending = progress.step == 0  # later they are equal already
 
 
-def broadcast_model(model: Any, world: World, root: int = 0) -> None:
-    """Broadcast all variables of `model` and of the optimizers that it holds.
+def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any] = ()) -> None:
+    """Broadcast all variables of `model` and of the optimizers that it holds, but `local`.
 
     `root` is a rank, or a replica if the model is in partitions.
     """
@@ -78,7 +80,9 @@ def broadcast_model(model: Any, world: World, root: int = 0) -> None:
     if placement is not None:
         _equalise_partitions(model, placement)
         world = placement.copies
-    broadcast_variables(model_variables(model), world, root)
+    kept = {id(variable) for variable in local}
+    named = [(name, v) for name, v in model_variables(model) if id(v) not in kept]
+    broadcast_variables(named, world, root)
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:

@@ -10,7 +10,8 @@ Start the script with `ktrainer run -n N script.py`, mpirun or srun. `Trainer.fi
 
 state.py        init, shutdown, process sets    options.py     ReduceOp, Compression
 ranks.py        rank, size, facts               collectives.py, rows.py, objects.py   calls
-gradient_tape.py, optimizer.py, gradients.py, local_aggregation.py, keras_hooks.py   gradients
+gradient_tape.py, optimizer.py, gradients.py, local_aggregation.py,
+local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
 channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
 rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
@@ -30,7 +31,10 @@ from ktrainer.dataparallel.collectives import (
     oob_allreduce,
     overlap,
 )
-from ktrainer.dataparallel.gradient_tape import DistributedGradientTape
+from ktrainer.dataparallel.gradient_tape import (
+    DistributedGradientTape,
+    PartialDistributedGradientTape,
+)
 from ktrainer.dataparallel.join import join
 from ktrainer.dataparallel.objects import (
     allgather_object,
@@ -38,7 +42,7 @@ from ktrainer.dataparallel.objects import (
     broadcast_object,
     broadcast_variables,
 )
-from ktrainer.dataparallel.optimizer import DistributedOptimizer
+from ktrainer.dataparallel.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
 from ktrainer.dataparallel.ranks import (
@@ -97,6 +101,8 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Product",
     "ReduceOp",

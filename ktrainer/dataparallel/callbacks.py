@@ -41,7 +41,8 @@ class BroadcastGlobalVariablesCallback(BroadcastVariables):
     Args:
         root_rank: whose variables.
         device: refused if given: variables stay where they are.
-        local_variables: only None: every variable of the model is broadcast.
+        local_variables: variables that stay a rank's own; also `register_local_var`. The slots
+            that an optimizer keeps for them are broadcast, as in Horovod.
         process_set: the ranks; default: all.
 
     Raises:
@@ -56,13 +57,19 @@ class BroadcastGlobalVariablesCallback(BroadcastVariables):
         *,
         process_set: ProcessSet | None = None,
     ) -> None:
-        if device or local_variables:
+        if device:
             raise ModelError(
-                "BroadcastGlobalVariablesCallback broadcasts all variables of the model, on the "
-                "devices where they are: leave out device and local_variables."
+                "BroadcastGlobalVariablesCallback broadcasts variables on the devices where they "
+                "are: leave out device."
             )
         group = group_of(process_set)
         super().__init__(group.position_of(root_rank), group.host)
+        for variable in local_variables or ():
+            self.register_local_var(variable)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave a variable of the model as it is on each rank."""
+        self.local.append(variable)
 
 
 class MetricAverageCallback(AverageMetrics):

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.dataparallel.gradients import make_reduction
+from ktrainer.dataparallel.local_variables import variables_of_layers
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.errors import ModelError
@@ -32,6 +33,7 @@ class DistributedGradientTape(tf.GradientTape):
             by the number of ranks before they are summed.
         num_groups, groups: change nothing: gradients are fused by size.
         process_set: the ranks; default: all.
+        scale_local_gradients: divide gradients of local sources by the number of ranks.
         bucket_cap_mb: largest fused buffer, in MiB; a multiple of 128 bytes.
 
     Raises:
@@ -53,6 +55,7 @@ class DistributedGradientTape(tf.GradientTape):
         num_groups: int = 0,
         groups: Any = None,
         process_set: ProcessSet | None = None,
+        scale_local_gradients: bool = True,
         *,
         bucket_cap_mb: float = 25,
     ) -> None:
@@ -67,8 +70,17 @@ class DistributedGradientTape(tf.GradientTape):
             device_dense=device_dense,
             device_sparse=device_sparse,
             gradient_predivide_factor=gradient_predivide_factor,
+            scale_local_gradients=scale_local_gradients,
         )
         object.__setattr__(self, "__dict__", _state_of(gradtape))  # both are one tape
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of a variable, or of a watched tensor, this rank's own.
+
+        Raises:
+            ModelError: it is neither, or has no value yet.
+        """
+        self._reduction.local.add(source)
 
     def gradient(
         self,
@@ -86,6 +98,38 @@ class DistributedGradientTape(tf.GradientTape):
         # None is a leaf; IndexedSlices would be flattened further with `expand_composites`.
         reduced = self._reduction(tf.nest.flatten(found), flat)
         return tf.nest.pack_sequence_as(sources, reduced)
+
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, output_gradients: Any = None
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Lists of (source, gradient): of local sources, and of those that were reduced."""
+        found = self.gradient(target, sources, output_gradients)
+        pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(found), strict=True))
+        local = self._reduction.local
+        return [p for p in pairs if p[0] in local], [p for p in pairs if p[0] not in local]
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> DistributedGradientTape:
+    """A DistributedGradientTape that leaves the gradients of some layers a rank's own.
+
+    They are divided by the number of ranks, unless `scale_local_gradients=False`. Clip them apart
+    from the others: a norm over both differs between ranks.
+
+    Args:
+        gradtape: the tape.
+        local_layers: a built Keras layer, or several; default: none.
+        *args, **kwargs: as for `DistributedGradientTape`.
+
+    Raises:
+        ModelError: one of `local_layers` is no layer, or is not built.
+    """
+    local = variables_of_layers(local_layers)
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in local:
+        tape.register_local_source(variable)
+    return tape
 
 
 def _state_of(tape: Any) -> dict[str, Any]:

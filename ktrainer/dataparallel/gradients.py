@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.dataparallel.local_variables import LocalVariables
 from ktrainer.dataparallel.options import (
     Compression,
     ReduceOp,
@@ -31,6 +32,7 @@ class GradientReduction:
         operation: names it in messages.
         op, compression, sparse_as_dense, bucket_mb, process_set: the arguments of the tape and the
             optimizer.
+        local: variables whose gradients stay this rank's own.
     """
 
     operation: str
@@ -39,17 +41,23 @@ class GradientReduction:
     sparse_as_dense: bool
     bucket_mb: float
     process_set: ProcessSet | None
+    local: LocalVariables = field(default_factory=LocalVariables, compare=False)
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """The gradients of `variables`, reduced over ranks; None stays None.
+
+        Those of local variables are divided by the number of ranks at most.
 
         Raises:
             ModelError: a Trainer runs this step, and reduces its gradients itself.
         """
         _refuse_in_trainer(self.operation)
         group, found = group_of(self.process_set), list(gradients)
-        present = [k for k, gradient in enumerate(found) if gradient is not None]
-        if group.size == 1 or not found:
+        own = {k for k, variable in enumerate(variables) if variable in self.local}
+        for k in own:
+            found[k] = self.local.scaled(found[k], group.size)
+        present = [k for k, gradient in enumerate(found) if gradient is not None and k not in own]
+        if group.size == 1 or len(own) == len(found):
             return found
         shaped = [_shaped(found[k], variables[k]) for k in present]
         if self.sparse_as_dense:
@@ -83,6 +91,7 @@ def make_reduction(
     device_dense: str,
     device_sparse: str,
     gradient_predivide_factor: float,
+    scale_local_gradients: bool,
 ) -> GradientReduction:
     """A reduction with checked settings.
 
@@ -105,6 +114,7 @@ def make_reduction(
         sparse_as_dense,
         bucket_megabytes(bucket_cap_mb),
         process_set,
+        LocalVariables(scale_local_gradients),
     )
 
 

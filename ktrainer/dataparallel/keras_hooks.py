@@ -17,6 +17,7 @@ from typing import Any
 import keras
 from keras.src.trainers.trainer import Trainer as KerasTrainer
 
+from ktrainer.dataparallel.local_variables import refuse_mixed_decisions
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacements
 
@@ -66,6 +67,7 @@ def _outer_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         with reducing() as first:
             if first:
                 reduction = _whole_reduction(inner)
+                refuse_mixed_decisions(self, reduction.local)
                 variables = trainable_variables or self.inner_optimizer._trainable_variables
                 grads = reduction(list(grads), list(variables))
             return original(self, grads, trainable_variables)

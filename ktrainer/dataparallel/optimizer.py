@@ -14,6 +14,7 @@ import keras
 from ktrainer.dataparallel.gradients import GradientReduction, make_reduction
 from ktrainer.dataparallel.keras_hooks import hook_keras, is_distributed, reducing
 from ktrainer.dataparallel.local_aggregation import LocalAggregation
+from ktrainer.dataparallel.local_variables import refuse_mixed_decisions, variables_of_layers
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
@@ -36,6 +37,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     process_set: ProcessSet | None = None,
+    scale_local_gradients: bool = True,
     bucket_cap_mb: float = 25,
 ) -> Any:
     """Let a Keras 3 optimizer reduce gradients over ranks, first of all, and then apply them.
@@ -54,6 +56,8 @@ def DistributedOptimizer(
         device_dense, device_sparse, compression, sparse_as_dense, op: as for the tape,
             `DistributedGradientTape`.
         gradient_predivide_factor, num_groups, groups, process_set, bucket_cap_mb: likewise.
+        scale_local_gradients: divide gradients of the variables that were given to
+            `optimizer.register_local_var(variable)` by the number of ranks.
 
     Returns:
         `optimizer` itself.
@@ -73,6 +77,7 @@ def DistributedOptimizer(
         device_dense=device_dense,
         device_sparse=device_sparse,
         gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
     )
     if backward_passes_per_step < 1:
         raise ConfigError(
@@ -85,11 +90,37 @@ def DistributedOptimizer(
         aggregation = LocalAggregation(backward_passes_per_step, average_aggregated_gradients)
     hook_keras(opened().replaced)
     optimizer.apply = MethodType(_make_apply(reduction, aggregation), optimizer)
+    optimizer.register_local_var = reduction.local.add
+    return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """A DistributedOptimizer that leaves the gradients of some layers a rank's own.
+
+    They are divided by the number of ranks, unless `scale_local_gradients=False`.
+
+    Args:
+        optimizer: a Keras 3 optimizer without `global_clipnorm`, and no LossScaleOptimizer: both
+            decide on all gradients at once, and ranks would decide differently.
+        local_layers: a built Keras layer, or several; default: none. Single variables are given to
+            `optimizer.register_local_var(variable)`, before the first step.
+        *args, **kwargs: as for `DistributedOptimizer`.
+
+    Raises:
+        ModelError: one of `local_layers` is no layer, or is not built.
+    """
+    local = variables_of_layers(local_layers)
+    optimizer = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in local:
+        optimizer.register_local_var(variable)
     return optimizer
 
 
 def _make_apply(reduction: GradientReduction, aggregation: LocalAggregation | None) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        refuse_mixed_decisions(self, reduction.local)
         gradients = list(grads)
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables

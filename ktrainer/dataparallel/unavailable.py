@@ -21,7 +21,16 @@ _SPARK = (
     "{name} runs Horovod on a cluster of another framework. Start the script itself on all nodes: "
     "with `ktrainer run -n N script.py`, mpirun, or srun in a Slurm job."
 )
-_LOCAL = "{name} is not available: every gradient of a tape or an optimizer is reduced."
+_ESTIMATOR = (
+    "{name} belongs to tf.estimator, which left TensorFlow with 2.16 in 2024. Build a Keras model "
+    "and train it with model.fit, or with ktrainer's Trainer.fit, whose backend.name=data_parallel "
+    "needs no hooks: checkpoint.*, callbacks and `ktrainer run` do what they did."
+)
+_MONITORED = (
+    "{name} belongs to the sessions of TensorFlow 1, which TensorFlow 2.0 replaced in 2019; it is "
+    "left only under tf.compat.v1, for graphs without Keras 3. Write a loop with tf.function and "
+    "DistributedGradientTape, and save it with checkpoints of Trainer.fit, which also resumes."
+)
 
 INSTEAD = {
     "BroadcastGlobalVariablesHook": _SESSIONS,
@@ -50,8 +59,12 @@ INSTEAD = {
         "{name}: use keras.callbacks.ModelCheckpoint(save_best_only=True) on rank 0, after "
         "callbacks.MetricAverageCallback()."
     ),
-    "PartialDistributedGradientTape": _LOCAL,
-    "PartialDistributedOptimizer": _LOCAL,
+    **dict.fromkeys(
+        ("Session", "MonitoredSession", "MonitoredTrainingSession", "SessionRunHook"), _MONITORED
+    ),
+    **dict.fromkeys(
+        ("estimator", "Estimator", "EstimatorSpec", "RunConfig", "train_and_evaluate"), _ESTIMATOR
+    ),
     "TensorFlowState": "{name}: see elastic.",
     "DistributedAdasumOptimizer": "{name}: use DistributedOptimizer(optimizer, op=Adasum).",
 }

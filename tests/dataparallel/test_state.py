@@ -81,6 +81,10 @@ def test_facts(ranks: Callable[..., Any]) -> None:
 REFUSED = {
     "BroadcastGlobalVariablesHook": "TensorFlow 2.16.*broadcast_variables",
     "broadcast_global_variables": "TensorFlow 2.16.*broadcast_variables",
+    "MonitoredTrainingSession": "TensorFlow 2.0.*DistributedGradientTape",
+    "SessionRunHook": "TensorFlow 2.0",
+    "Estimator": "2.16.*Trainer.fit",
+    "estimator": "2.16.*Trainer.fit",
     "elastic": "ktrainer run --heal",
     "spark": "ktrainer run -n",
     "start_timeline": "profiler",

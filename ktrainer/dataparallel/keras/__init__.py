@@ -14,7 +14,7 @@ from ktrainer.dataparallel.objects import (
     broadcast_object,
     broadcast_variables,
 )
-from ktrainer.dataparallel.optimizer import DistributedOptimizer
+from ktrainer.dataparallel.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.ranks import local_rank, local_size, rank, size
 from ktrainer.dataparallel.rows import allgather
@@ -34,6 +34,7 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedOptimizer",
     "ReduceOp",
     "Sum",
     "allgather",

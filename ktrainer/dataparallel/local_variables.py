@@ -1,0 +1,99 @@
+"""Variables that stay a rank's own: their gradients are not reduced over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ktrainer.errors import ModelError
+
+
+class LocalVariables:
+    """A set of variables by identity; a Keras variable and its `tf.Variable` are the same.
+
+    Args:
+        scale: whether their gradients are divided by the number of ranks. Shared gradients are
+            averages, so with the sum of the ranks' losses over the number of ranks as objective,
+            this is the gradient of a variable on which one rank's loss alone depends.
+    """
+
+    def __init__(self, scale: bool = True) -> None:
+        self.scale = scale
+        self._references: set[Any] = set()
+
+    def add(self, variable: Any) -> None:
+        """Add a variable.
+
+        Raises:
+            ModelError: it is none, or has no value yet.
+        """
+        value = _value_of(variable)
+        if not isinstance(value, tf.Variable | tf.Tensor):
+            raise ModelError(
+                f"a local variable must be a built Keras variable or a tf.Variable, not "
+                f"{variable!r}. Build the layer first, then register its variables."
+            )
+        self._references.add(value.ref())
+
+    def __bool__(self) -> bool:
+        return bool(self._references)
+
+    def __contains__(self, variable: Any) -> bool:
+        value = _value_of(variable)
+        return isinstance(value, tf.Variable | tf.Tensor) and value.ref() in self._references
+
+    def scaled(self, gradient: Any, size: int) -> Any:
+        """The gradient of a local variable on one of `size` ranks; None stays None."""
+        if gradient is None or not self.scale or size == 1:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
+        return gradient / size
+
+
+def variables_of_layers(local_layers: Any) -> list[Any]:
+    """The trainable variables of one layer, of several, or of none (None).
+
+    Raises:
+        ModelError: one is no Keras layer, or has no variables yet.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.Layer) else list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.Layer):
+            raise ModelError(
+                f"local_layers holds {layer!r}, which is no keras.layers.Layer. Give the layers "
+                "themselves; for single variables call register_local_source or register_local_var."
+            )
+        if not layer.built:
+            raise ModelError(
+                f"the local layer {layer.name!r} is not built, so its variables cannot be told "
+                "from others and would be reduced. Build the model first: give it an Input, or "
+                "call it on one batch."
+            )
+    return [variable for layer in layers for variable in layer.trainable_variables]
+
+
+def refuse_mixed_decisions(optimizer: Any, local: LocalVariables) -> None:
+    """Refuse optimizers that decide on all gradients at once, as local ones differ between ranks.
+
+    Raises:
+        ModelError: ranks would update shared variables differently.
+    """
+    if not local:
+        return
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        what, instead = "a LossScaleOptimizer skips updates", "train in float32 or bfloat16"
+    elif getattr(optimizer, "global_clipnorm", None) is not None:
+        what, instead = "global_clipnorm scales all gradients", "use clipnorm or clipvalue"
+    else:
+        return
+    raise ModelError(
+        f"{optimizer.name!r} has local variables, and {what} by what it finds in those of this "
+        f"rank: ranks would update shared variables differently. Instead, {instead}."
+    )
+
+
+def _value_of(variable: Any) -> Any:
+    return variable._value if isinstance(variable, keras.Variable) else variable
