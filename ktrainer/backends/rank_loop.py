@@ -47,7 +47,7 @@ class RankLoop(UserLoop):
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
         self._survives = self._in_body = False
         self._loss: Exception | None = None  # of a rank, in the present step
-        self._sum = tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
+        self._size, self._sum = collectives.size, self._compiled_sum()
 
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if self._data.shard != "batch":
@@ -83,6 +83,7 @@ class RankLoop(UserLoop):
 
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self._forget_traces_of_other_ranks()
         compiled: LoopStep = self._compiled(step)
         if not self._in_body or not tf.executing_eagerly():
             return self._run_traced(compiled, args)
@@ -96,6 +97,17 @@ class RankLoop(UserLoop):
         concrete = compiled.function.get_concrete_function(*_specs_of(args))
         return tf.nest.map_structure(_unknown, concrete.structured_outputs)
 
+    def _forget_traces_of_other_ranks(self) -> None:
+        """Trace steps again once ranks were lost or have joined: their number is in the traces."""
+        if self._size != self._collectives.size:
+            self._size = self._collectives.size
+            self._steps.clear()
+            self._traced.clear()
+            self._sum = self._compiled_sum()
+
+    def _compiled_sum(self) -> Any:
+        return tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
+
     def _run_traced(self, compiled: LoopStep, args: tuple[Any, ...]) -> Any:
         self._trace(compiled, args)
         with self._running():
@@ -103,12 +115,13 @@ class RankLoop(UserLoop):
 
     @tf.autograph.experimental.do_not_convert
     def reduce(self, op: ReduceOp, value: Any) -> Any:
+        self._forget_traces_of_other_ranks()
         leaves = tf.nest.flatten(value)
         present = [i for i, leaf in enumerate(leaves) if leaf is not None]
         if not present:
             return value
         tensors = [tf.convert_to_tensor(leaves[i]) for i in present]
-        sums = [_unknown(tensor) for tensor in tensors]
+        sums = None
         if self._loss is None:
             try:
                 with self._running():
@@ -117,6 +130,8 @@ class RankLoop(UserLoop):
                 if not (self._in_body and self.world.has_lost(error)):
                     raise
                 self._loss = error
+        if sums is None:
+            sums = [_unknown(tensor) for tensor in tensors]
         for i, total in zip(present, sums, strict=True):
             leaves[i] = total if op == "sum" else total / self._collectives.size
         return tf.nest.pack_sequence_as(value, leaves)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.dataparallel.helpers import caught, started
+from tests.dist.small import more
 
 STEPS, RATE = 3, 0.1
 
@@ -81,7 +82,7 @@ def _trained(how: str, scale: bool, eager: bool) -> list[np.ndarray]:
         return [v.numpy() for v in model.trainable_variables]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, more(3)])
 @pytest.mark.parametrize("how", ["tape", "optimizer", "passes", "registered"])
 @pytest.mark.parametrize(("scale", "eager"), [(True, False), (False, True)])
 def test_local_layers_are_each_ranks_own(

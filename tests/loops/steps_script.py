@@ -67,6 +67,7 @@ class Loop:
         self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
     def step(self, x: Any, y: Any) -> Any:
+        self.replicas = tf.distribute.get_strategy().num_replicas_in_sync  # as it is traced
         with tf.GradientTape(persistent=True) as tape:
             logits = self.head(self.body(x, training=True))
             loss = tf.reduce_sum(self.loss_of(y, logits)) / BATCH
@@ -112,6 +113,7 @@ class Loop:
             "plain": plain,
             "next": self.random.integers(100).item(),
             "history": steps.history,
+            "replicas": self.replicas,
         }
 
 

@@ -96,8 +96,13 @@ def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", ["mpi"])
-@pytest.mark.parametrize("fault", ["step:0", "step:6", "step:9"])
+@pytest.mark.parametrize(
+    ("fault", "engine"),
+    [
+        *((f"step:{n}", "mpi") for n in (0, 6, 9)),
+        pytest.param("step:6", "horovod", marks=pytest.mark.horovod),
+    ],
+)
 def test_killed_ranks_resume_to_the_bit(tmp_path: Path, engine: str, fault: str) -> None:
     words = ("checkpoint.every=1ba", "seed=7", f"backend.engine={engine}")
     whole_run = tmp_path / "whole"
@@ -125,6 +130,7 @@ def on_ranks(where: str, folder: str, step: int | None, dropout: float = 0.0) ->
     return found
 
 
+@pytest.mark.quick("data_parallel")
 @pytest.mark.parametrize("where", ["data_parallel", "mirrored"])
 def test_under_other_backends(ranks: Callable[..., Any], tmp_path: Path, where: str) -> None:
     """The bits of the undisturbed loop there, and the numbers of one process."""
@@ -148,6 +154,7 @@ def test_a_lost_rank_leaves_the_numbers_of_one_process(tmp_path: Path, step: int
     code, found, said = launch(tmp_path, f"step:{step}", *words, ranks=3, heal=True)
     assert code == 0, said
     assert [h[1:] for h in found["healed"]] == [[[1], 2]]
+    assert found["replicas"] == 2  # the step was traced again
     assert found["plain"]["drawn"] == expected["plain"]["drawn"]
     for mine, value in zip(found["values"], expected["values"], strict=True):
         np.testing.assert_allclose(mine, value, rtol=1e-10, atol=1e-12)

@@ -20,7 +20,7 @@ def same(found: Sequence[dict[str, Any]], want: dict[str, Any]) -> None:
     assert {name for each in found for name in each} == set(want)
 
 
-@pytest.mark.quick("interleaved-eager", "interleaved-traced")
+@pytest.mark.quick("interleaved-traced")
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
 def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) -> None:
@@ -31,6 +31,7 @@ def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) ->
     assert all(set(found[k]) != set(want) for k in range(2)), "a rank has all variables"
 
 
+@pytest.mark.exhaustive
 def test_global_norm_and_own_gradients(ranks: Callable[..., Ranks]) -> None:
     """`tf.clip_by_global_norm` in the script counts all stages; `smp.gradients`; three stages."""
     group = ranks(3)
