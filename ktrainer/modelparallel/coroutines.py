@@ -19,7 +19,7 @@ _here = threading.local()
 
 
 class _Abandoned(BaseException):
-    """Ends a body that nobody will resume."""
+    """Ends a body that is not resumed."""
 
 
 class Coroutine:

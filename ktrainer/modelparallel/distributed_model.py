@@ -180,6 +180,9 @@ def forget_models() -> None:
     forget_stages()
 
 
+state.at_shutdown(forget_models)
+
+
 @contextmanager
 def partition(index: int) -> Iterator[None]:
     """Put the layers that are created or called inside on stage `index`; the innermost wins.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -63,6 +63,7 @@ class State:
 
 
 _state: State | None = None
+_forgetting: list[Callable[[], None]] = []
 
 
 def init(config: Mapping[str, Any] | None = None, *, deadline: float | None = None) -> None:
@@ -128,17 +129,21 @@ def _compare(settings: Settings, world: World) -> None:
             )
 
 
+def at_shutdown(forget: Callable[[], None]) -> None:
+    """Have a function called whenever communication ends: what a module keeps ends with it."""
+    _forgetting.append(forget)
+
+
 def shutdown() -> None:
     """End communication. Optional at the end of a script; `init` may be called again after it.
 
     All ranks call it together. Without `init` it does nothing.
     """
     global _state
-    from ktrainer.modelparallel.distributed_model import forget_models  # imports this module
-
     if _state is None:
         return
-    forget_models()
+    for forget in _forgetting:
+        forget()
     state, _state = _state, None
     if state.settings.horovod:
         dataparallel.shutdown()
