@@ -1,0 +1,83 @@
+"""What a step with a DistributedGradientTape costs: ours, and Horovod's own, on the same script.
+
+    ktrainer run -n 2 benchmarks/distributed_tape.py
+
+The loop is one function that gets the library: no tape of either (no communication),
+`ktrainer.dataparallel`, or `horovod.tensorflow`. The model, the batches and the way of measuring
+are those of data_parallel_step.py: 2.9 million parameters, 64 examples a process, one thread each;
+the variants take turns, and ratios are those to the loop without communication. Horovod's tape
+knows no Keras 3 variables, so all variants differentiate by the TensorFlow variables inside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ktrainer.dataparallel as sdp  # before TensorFlow, to keep its log quiet
+
+# isort: split
+import keras
+import tensorflow as tf
+from data_parallel_step import BATCH, batches, build_model
+
+
+def loop_of(library: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """The step of a script that was written for `library`; None: for one process."""
+    model = build_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        if library is not None:
+            tape = library.DistributedGradientTape(tape)
+        variables = [v.value for v in model.trainable_variables]
+        model.optimizer.apply(tape.gradient(value, variables), model.trainable_variables)
+        return value
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30, help="steps a round")
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    import horovod.tensorflow as hvd
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    sdp.init()
+    hvd.init()
+    loops = {"none": loop_of(None), "ktrainer": loop_of(sdp), "horovod": loop_of(hvd)}
+    data = batches(sdp.rank(), args.steps)
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for number in range(args.rounds + 1):
+        for name, step in loops.items():
+            sdp.barrier()
+            start = time.perf_counter()
+            for batch in data:
+                value = step(*batch)
+            float(value)
+            sdp.barrier()
+            if number:  # the first compiles
+                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    if sdp.rank() == 0:
+        print(f"{sdp.size()} processes, batch {BATCH} each")
+        for name, values in times.items():
+            ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
+            print(
+                f"{name:9s} {statistics.median(values):7.2f} ms a step   "
+                f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
+            )
+    sdp.shutdown()
+
+
+if __name__ == "__main__":
+    main()
