@@ -345,7 +345,7 @@ class Trainer(CustomLoop):
         if plan_request() is None:
             self.backend = open_backend(self.config, self.plan, self.world)
         else:
-            from ktrainer.plan_report.plan_only import PlanOnly
+            from ktrainer.backends.local import PlanOnly
 
             self.backend = PlanOnly(self.config, self.plan, self.world)
 

@@ -10,8 +10,7 @@ Start the script with `ktrainer run -n N script.py`, mpirun or srun. `Trainer.fi
 
 state.py        init, shutdown, process sets    options.py     ReduceOp, Compression
 ranks.py        rank, size, facts               collectives.py, rows.py, objects.py   calls
-gradient_tape.py, optimizer.py, gradients.py, local_aggregation.py,
-local_variables.py, keras_hooks.py   gradients
+gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
 channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
 rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
