@@ -44,16 +44,13 @@ def numbers(placement: str) -> dict[str, Any]:
         }
 
 
-def waits(rank: int) -> str:
-    """What a rank raises that waits for a message that nobody sends."""
+def waits() -> str:
+    """What a rank raises that waits for a message that is not sent."""
     import ktrainer.modelparallel as smp
     from tests.dataparallel.helpers import caught
 
     smp.init({"partitions": 2}, deadline=1.0)
-    if rank == 1:
-        said = caught(lambda: smp.recv_from(0, smp.RankType.WORLD_RANK))
-    else:
-        said = caught(lambda: smp.recv_from(1, smp.RankType.WORLD_RANK))
+    said = caught(lambda: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK))
     smp.shutdown()
     return said
 
@@ -161,6 +158,7 @@ def plain(folder: str) -> list[float]:
     import keras
 
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     want, (x, _) = np.load(Path(folder) / "predicted.npy"), data()
     loaded = keras.models.load_model(f"{folder}/whole.keras")
     whole = model_of(keras.Model)

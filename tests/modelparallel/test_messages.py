@@ -41,3 +41,12 @@ def test_data_parallelism_is_over_replicas(ranks: Callable[..., Ranks], placemen
         assert (mean, total, root) == (sum(group) / 2, sum(group), group[0])
         assert "already initialised" in again
         assert "process sets are not available" in sets
+
+
+@pytest.mark.exhaustive
+def test_a_message_that_is_not_sent_is_named_within_the_deadline(
+    ranks: Callable[..., Ranks],
+) -> None:
+    for rank, said in enumerate(ranks(2, "late messages").run(surroundings.waits)):
+        assert "DeadlineExceeded" in said
+        assert f"rank {1 - rank}" in said
