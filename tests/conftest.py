@@ -55,15 +55,17 @@ class GroupsShared(LoadScopeScheduling):
     """Keeps a file's tests together, and on half the workers those files that use groups of ranks.
 
     A group's first task takes about ten seconds, for TensorFlow's import on every rank. Groups for
-    strategies are processes of their own, so their tests share them on any other worker.
+    strategies are processes of their own, so their tests share them on any other worker; so do the
+    tests of faults, most of which start processes of their own.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         if not re.search(r"^def test_\w+\([^)]*\branks\b", (ROOT / file).read_text(), re.MULTILINE):
             return file
-        if file.startswith("tests/tf_distribute/"):
-            return "groups for strategies"
+        for folder, scope in (("tf_distribute", "strategies"), ("faults", "faults")):
+            if file.startswith(f"tests/{folder}/"):
+                return f"groups for {scope}"
         return f"groups {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
 
 

@@ -168,6 +168,7 @@ def _unknown_metric() -> tuple[dict[str, Any], list[str]]:
     return results[0], [str(w.message) for w in caught]
 
 
+@pytest.mark.exhaustive
 def test_others_are_averaged_by_examples_with_a_warning(ranks) -> None:
     for results, messages in ranks(3).run(_unknown_metric):
         assert results["loss"] == results["unknown"] == (30 * 1 + 10 * 2) / 40

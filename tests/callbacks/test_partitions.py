@@ -72,7 +72,7 @@ def _broadcast(layout: Layout, root: int) -> tuple[list[bool], list[Any], list[A
         return holds, before, [v.numpy() for _, v in all_variables(model)]
 
 
-@pytest.mark.quick("Layout(partitions=2, replicas=2, placement='cluster')")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", GRIDS, ids=str)
 def test_broadcast(ranks: Callable[..., Any], layout: Layout) -> None:
     root = layout.replicas - 1

@@ -194,7 +194,7 @@ def _late(traced: bool) -> tuple[str, str, float]:
     return error, caught(lambda: hvd.oob_allreduce(1.0)), time.monotonic() - start
 
 
-@pytest.mark.quick("False")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_missing_rank_is_named_within_the_deadline(
     ranks: Callable[..., Any], traced: bool

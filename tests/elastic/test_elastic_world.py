@@ -75,6 +75,7 @@ def test_after_healing_the_world_is_as_new(tmp_path: Path, case: str) -> None:
     assert done.stdout.splitlines() == ["3.0 [0, 1]"] * 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("stays_away", "operation"),
     [

@@ -101,7 +101,7 @@ def test_row_07_pipeline(ranks: Callable[..., Any], tmp_path: Path, case: str) -
         assert found == [[]]
 
 
-@pytest.mark.quick("compiled")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", COMPILED)
 def test_row_07_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, case: str) -> None:
     group = ranks(1, ONE_PROCESS)

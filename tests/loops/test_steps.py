@@ -72,6 +72,7 @@ def stops_at(step: int) -> Callable[[int], bool]:
     return lambda now: now == step
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("step", [0, 3, 5, 14])
 def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(tmp_path: Path, step: int) -> None:
     """At the first, in mid-epoch, as the first of the second epoch, at the last."""

@@ -39,7 +39,7 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.quick("model_parallel-float64")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_weights_are_those_of_one_process(

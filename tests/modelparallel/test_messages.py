@@ -12,7 +12,7 @@ from tests.modelparallel import surroundings
 GROUPS = {"cluster": [[0, 1], [2, 3]], "spread": [[0, 2], [1, 3]]}
 
 
-@pytest.mark.quick("spread")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", GROUPS)
 def test_numbers_and_messages(ranks: Callable[..., Ranks], placement: str) -> None:
     models, stages = GROUPS[placement], GROUPS["spread" if placement == "cluster" else "cluster"]
@@ -32,7 +32,7 @@ def test_numbers_and_messages(ranks: Callable[..., Ranks], placement: str) -> No
         assert "none of smp.RankType.WORLD_RANK" in found["kind"]
 
 
-@pytest.mark.quick("spread")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", GROUPS)
 def test_data_parallelism_is_over_replicas(ranks: Callable[..., Ranks], placement: str) -> None:
     for rank, found in enumerate(ranks(4).run(surroundings.over_replicas, placement)):

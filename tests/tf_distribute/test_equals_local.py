@@ -168,7 +168,8 @@ def test_options_do_not_change_the_numbers(
         compare(ours, chosen, **few)
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", more("central_storage"), more(WORKERS)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", WORKERS])
 def test_float32_to_round_off(ranks: Callable[..., Any], strategy: str) -> None:
     chosen = [("plain", "sgd"), ("clipped_by_config", "adamw")]
     words = (strategy, 1 if strategy == WORKERS else 2, chosen, "float32")

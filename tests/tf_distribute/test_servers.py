@@ -59,6 +59,7 @@ def test_trainings(start: Start, tmp_path: Path) -> None:
     assert max(found["resumed"]) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_loops_of_a_users_own(start: Start, tmp_path: Path) -> None:
     found = found_by(start, tmp_path, "loops", 1)
     print({name: f"{gap:.1e}" for name, gap in found["gaps"].items()})
