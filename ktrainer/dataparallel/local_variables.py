@@ -72,6 +72,11 @@ def variables_of_layers(local_layers: Any) -> list[Any]:
                 "from others and would be reduced. Build the model first: give it an Input, or "
                 "call it on one batch."
             )
+        if layer.variables and not layer.trainable_variables:
+            raise ModelError(
+                f"the local layer {layer.name!r} has no trainable variables: it is frozen. Set "
+                "trainable=True before it is registered, and freeze it after that."
+            )
     return [variable for layer in layers for variable in layer.trainable_variables]
 
 

@@ -54,7 +54,12 @@ from ktrainer.modelparallel.state import (
 from ktrainer.modelparallel.step import gradients, step
 from ktrainer.modelparallel.step_output import StepOutput
 
+WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
+
 __all__ = [
+    "DP_GROUP",
+    "MP_GROUP",
+    "WORLD",
     "CheckpointManager",
     "CommGroup",
     "DistributedModel",

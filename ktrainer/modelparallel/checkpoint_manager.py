@@ -65,7 +65,7 @@ class CheckpointManager:
         self._checkpoint, self._keep = checkpoint, max_to_keep
         self._directory, self._prefix = Path(directory), checkpoint_name
         self._pending: _Arrays | None = None
-        self._hooked = False
+        self._hooked_for: Any = None  # whose hooks end with it
         self._objects()
 
     @property
@@ -138,12 +138,19 @@ class CheckpointManager:
         if not self._uncut():
             _raise_all(world.allgather(self._assign(arrays), "smp: restore"))
             return path
+        models = [x for x in self._objects().values() if isinstance(x, DistributedModel)]
+        if len(models) > 1:
+            raise CheckpointError(
+                f"models {', '.join(repr(model.name) for model in models)} are cut into stages by "
+                "their first steps: a checkpoint of several is restored once all of them are. Make "
+                "a CheckpointManager for each model to restore before the first step."
+            )
         for name, each in self._objects().items():
             if isinstance(each, (tf.Variable, keras.Variable)) and name in arrays:
                 each.assign(arrays[name])
         self._pending = arrays
-        if not self._hooked:
-            self._hooked = True
+        if self._hooked_for is not current():
+            self._hooked_for = current()
             register_post_partition_hook(self._assign_pending)
         return path
 
@@ -277,13 +284,14 @@ def _of_optimizer(key: str, optimizer: Any, names: Mapping[int, str]) -> dict[st
     """The variables of an optimizer; slots are named by their weights."""
     plain = getattr(optimizer, "inner_optimizer", optimizer)
     slots = aligned_slots(plain) if optimizer.built else {}
-    found = {}
+    every = []
     for variable in optimizer.variables:
         weight = slots.get(id(variable))
         kind = "counters" if weight is None else "slots"
         where = "" if weight is None else f"{names.get(id(weight), weight.path)}/"
-        found[f"{key}/{kind}/{where}{variable.name}"] = variable
-    return found
+        every.append(f"{key}/{kind}/{where}{variable.name}")
+    # Some optimizers call several slots of a weight alike; in each process in the same order.
+    return dict(zip(unique_names(every), optimizer.variables, strict=True))
 
 
 def _value(variable: Any) -> np.ndarray:

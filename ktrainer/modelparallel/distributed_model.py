@@ -32,6 +32,14 @@ class DistributedModel(keras.Model):
     `trainable_variables` are those that this process holds.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is DistributedModel and (args or "inputs" in kwargs):
+            raise ModelError(
+                "DistributedModel(inputs, outputs): make a subclass of DistributedModel, which "
+                "calls its layers, or a functional model, in `call`"
+            )
+        return super().__new__(cls, *args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(args))
         if symbolic or in_symbolic_scope():
@@ -168,6 +176,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
         planned.place((inputs,))
         _refuse_shared(planned)
         _refuse_empty(planned)
+        _refuse_float16(model)
         count_over_stages(model.trainable_variables, now.mp)
         for hook in list(_hooks):
             hook()
@@ -201,6 +210,16 @@ def _refuse_shared(planned: PlannedModel) -> None:
                 "would be parts that no process has all of. Put all calls of its layer on one "
                 "stage, with auto_partition=False and `with smp.partition(i):`"
             )
+
+
+def _refuse_float16(model: DistributedModel) -> None:
+    """Refuse what needs a loss scale, of which each stage would have its own."""
+    found = [x.name for x in model._flatten_layers() if x.compute_dtype == "float16"]
+    if found:
+        raise ModelError(
+            f"layer {found[0]!r} computes in float16, which needs a loss scale, and each stage "
+            "would lower it, and skip updates, by itself. Use mixed_bfloat16"
+        )
 
 
 def _refuse_empty(planned: PlannedModel) -> None:

@@ -68,17 +68,21 @@ def _stages_of(values: Sequence[Any]) -> World | None:
     Raises:
         ModelError: it could be a part of a stage's gradients, or not.
     """
-    shapes = tuple(tuple(v.shape) for v in values if v is not None)
+    shapes = [None if v is None else tuple(v.shape) for v in values]
     for known, stages in _stages:
-        if shapes == known:
+        pairs = zip(shapes, known, strict=False)
+        if len(shapes) == len(known) and all(a is None or a == b for a, b in pairs):
             return stages
+    present = Counter(shape for shape in shapes if shape is not None)
     for known, _ in _stages:
-        if not Counter(shapes) - Counter(known):
+        some, more = not present - Counter(known), not Counter(known) - present
+        if some or more:
             raise ModelError(
                 f"the global norm of {len(shapes)} tensors was asked for, which have the shapes of "
-                f"some of the {len(known)} variables that this stage of a DistributedModel holds. "
-                "Over one process it would be wrong: take the norm of the gradients of all "
-                "model.trainable_variables, in order"
+                f"{'some' if some else 'all'} of the {len(known)} variables that this stage of a "
+                f"DistributedModel holds{'' if some else ', and others'}. Over one process it "
+                "would be wrong: take the norm of the gradients of all model.trainable_variables, "
+                "in order, and of nothing else"
             )
     return None
 

@@ -14,21 +14,29 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
 _TAG = 72
+_RANK_TYPES = {
+    CommGroup.WORLD: RankType.WORLD_RANK,
+    CommGroup.MP_GROUP: RankType.MP_RANK,
+    CommGroup.DP_GROUP: RankType.DP_RANK,
+}
 _CHUNK = 2**30  # bytes of one message
 
 
-def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> Any:
-    """The object of a group's first rank, on every rank of it.
+def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
+    """Send a picklable object to all other ranks of a group, which call `recv_from`.
 
     Args:
-        obj: picklable; of the other ranks it is ignored.
-        group: all ranks of it call this together.
+        group: whose ranks they are; the others give `recv_from` this rank's number in it, with the
+            `rank_type` of the group.
 
     Raises:
         WorldError: `group` is no CommGroup.
-        DeadlineExceeded: a rank does not call it.
+        DeadlineExceeded: a rank does not receive it.
     """
-    return _world(group).broadcast([obj], 0, f"smp.broadcast ({group.name})")[0]
+    world = _world(group)
+    for rank in range(world.size):
+        if rank != world.rank:
+            send(obj, rank, _RANK_TYPES[group])
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
+from ktrainer.errors import ModelError
 from ktrainer.modelparallel.coroutines import Coroutine
 
 RUNNER = "_ktrainer_stage_runner"  # attribute of a model that was cut: its `StageRunner`
@@ -39,15 +40,31 @@ def run_through_stages(body: Coroutine, model: Any, inputs: Any, training: bool)
     held = vars(model)[RUNNER].held
 
     @tf.custom_gradient
-    def stages(*weights: Any) -> Any:
+    def stages(*sources: Any) -> Any:
         def gradient(*of_outputs: Any) -> Any:
-            return body.ask(Backward(list(of_outputs)))
+            found = body.ask(Backward(list(of_outputs)))
+            return [*found, *(tf.zeros_like(x) for x in sources[len(found) :])]
 
         return [tf.identity(x) for x in smooth], gradient
 
-    # On a stage without weights the loss still has a gradient to ask for.
     weights = [tf.convert_to_tensor(v.value) for v in held]
-    linked = iter(stages(*weights) if smooth and weights else smooth)
+    given = [_without_gradient(x) for x in keras.tree.flatten(inputs) if is_differentiable(x)]
+    linked = iter(stages(*weights, *given) if smooth and weights else smooth)
     return keras.tree.pack_sequence_as(
         outputs, [next(linked) if is_differentiable(x) else x for x in flat]
     )
+
+
+@tf.custom_gradient
+def _without_gradient(value: tf.Tensor) -> Any:
+    """`value`, whose gradient is refused: a tape asks for it only if something before the model is
+    differentiated too."""
+
+    def gradient(_: tf.Tensor) -> Any:
+        raise ModelError(
+            "a gradient with respect to the input of a DistributedModel was asked for, which the "
+            "stages do not compute: something before the model is a trained variable, or is "
+            "watched by the tape. Put it into the model, or take tf.stop_gradient of the input"
+        )
+
+    return tf.identity(value), gradient

@@ -6,6 +6,7 @@ Eagerly each action runs at once. Inside of a `tf.function` it is recorded, and 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -21,10 +22,13 @@ from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.backends.pipeline.schedules.transfers import Transfer
 from ktrainer.distributed import World
-from ktrainer.errors import ModelError, WorldError
+from ktrainer.errors import DivergenceError, ModelError, WorldError
 from ktrainer.steps.remote_variable import zeros_if_remote
 
 _unfinished: WeakSet[World] = WeakSet()  # stages of which a step has begun, and not ended
+
+
+_COMPARED_STEPS = 3
 
 
 class StageRunner:
@@ -41,6 +45,7 @@ class StageRunner:
         self._transport = Transport(
             self._world, self.partitions, channels=planned.config.microbatches
         )
+        self._compared = 0  # steps so far
         self._shapes: dict[Any, dict[int, tf.TensorSpec]] = {}
         self._last: Any = None  # the message before, inside of a tf.function
         self.held = list(self.stage(True).trainable)
@@ -77,6 +82,30 @@ class StageRunner:
         self._transport.finish()
         _unfinished.discard(self._world)
 
+    def compare(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Compare the arguments of the first steps between the stages, which must all have the same
+        batch: one reads its inputs, another its targets.
+
+        Raises:
+            DivergenceError: on every stage, when it runs, if they differ.
+        """
+        self._message(self._compare, tensors, [])
+
+    def _compare(self, *tensors: Any) -> None:
+        if self._world.size == 1 or self._compared == _COMPARED_STEPS:
+            return
+        self._compared += 1
+        digest = 0
+        for tensor in tensors:
+            digest = zlib.crc32(np.ascontiguousarray(tensor.numpy()).tobytes(), digest)
+        every = self._world.allgather(digest, "comparison of the batch of a step")
+        if len(set(every)) > 1:
+            raise DivergenceError(
+                "the stages of a model were given different batches. All ranks of a replica must "
+                "read the same data in the same order: give shuffles a seed, and shard by "
+                "smp.dp_rank(), not by smp.rank()"
+            )
+
     def finish(self) -> None:
         """Wait until what was sent has left."""
         self._message(self._end, [], [])
@@ -111,7 +140,7 @@ class StageRunner:
         return keras.tree.map_structure(lambda ref: values[ref.id], graph.output_structure)
 
     def backward(self, microbatch: int, done: _Pass, of_outputs: Sequence[Any]) -> list[Any]:
-        """Gradients of the variables that are held here.
+        """Gradients of the variables that are held here; None where there is none.
 
         Args:
             of_outputs: gradients of the outputs that have one, by the same loss on every stage.
@@ -124,13 +153,13 @@ class StageRunner:
         sources = [x for x in done.received if is_differentiable(x)]
         variables = [v.value for v in done.stage.trainable]
         found = done.tape.gradient(targets, [*sources, *variables], output_gradients=cotangents)
-        gradients = [
-            tf.zeros_like(x) if g is None else tf.convert_to_tensor(g)
-            for x, g in zip([*sources, *variables], found, strict=True)
-        ]
+        of_inputs, of_variables = found[: len(sources)], found[len(sources) :]
         if self.partition:
-            self._send("gradient", -1, microbatch, gradients[: len(sources)])
-        return gradients[len(sources) :]
+            pairs = zip(sources, of_inputs, strict=True)
+            sent = [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in pairs]
+            self._send("gradient", -1, microbatch, sent)
+        # None: the outputs do not depend on it, so that an optimizer leaves it alone.
+        return [None if g is None else tf.convert_to_tensor(g) for g in of_variables]
 
     # -- messages
 

@@ -58,8 +58,11 @@ def step(
         status = tf.__internal__.autograph.control_status_ctx()
         body = tf.__internal__.autograph.tf_convert(function, status)
         calls = [functools.partial(body, *a, **k) for a, k in parts]
-        results = _Step([Coroutine(functools.partial(_taped, c), "smp.step") for c in calls]).run()
-        return tf.nest.map_structure(lambda *values: StepOutput(values), *results)
+        bodies = [Coroutine(functools.partial(_taped, c), "smp.step") for c in calls]
+        given = [x for x in tf.nest.flatten([args, kwargs]) if isinstance(x, tf.Tensor)]
+        results = _Step(bodies, given).run()
+        axis = None if any((input_split_axes or {}).values()) else 0
+        return tf.nest.map_structure(lambda *values: StepOutput(values, axis), *results)
 
     return tf.autograph.experimental.do_not_convert(run)
 
@@ -80,7 +83,9 @@ def gradients(loss: Any, variables: Any) -> Any:
             "the DistributedModel"
         )
     body.tape = None  # type: ignore[union-attr]
-    return tape.gradient(loss, [getattr(v, "value", v) if _is_keras(v) else v for v in variables])
+    return tape.gradient(
+        loss, tf.nest.map_structure(lambda v: v.value if _is_keras(v) else v, variables)
+    )
 
 
 def _is_keras(variable: Any) -> bool:
@@ -99,10 +104,11 @@ class _Step:
 
     Args:
         bodies: one for each microbatch.
+        given: the tensors among the arguments, which all stages must have alike.
     """
 
-    def __init__(self, bodies: Sequence[Coroutine]) -> None:
-        self.bodies = bodies
+    def __init__(self, bodies: Sequence[Coroutine], given: Sequence[tf.Tensor]) -> None:
+        self.bodies, self._given = bodies, given
         self._passes: dict[int, Any] = {}
         self._runner: StageRunner | None = None
 
@@ -145,6 +151,7 @@ class _Step:
         runner = self._runner_of(asked)
         if self._runner is None:
             runner.begin()
+            runner.compare(self._given)
         self._runner = runner
         self._passes[microbatch] = runner.forward(microbatch, asked.inputs, asked.training)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from ktrainer.errors import ModelError
 
-_METHODS = ("add_n", "accumulate_n")
+_METHODS = ("add_n", "accumulate_n", "variable")
 
 
 class StepOutput:
@@ -17,10 +17,10 @@ class StepOutput:
 
     Args:
         outputs: the values, in the order of microbatches.
-        axis: the batch axis of the value.
+        axis: the batch axis of the value; None: unknown.
     """
 
-    def __init__(self, outputs: Sequence[Any], axis: int = 0) -> None:
+    def __init__(self, outputs: Sequence[Any], axis: int | None = 0) -> None:
         self._outputs, self._axis = list(outputs), axis
 
     @property
@@ -38,7 +38,17 @@ class StepOutput:
         return self._total(tensors) / tf.cast(len(tensors), tensors[0].dtype)
 
     def concat(self) -> tf.Tensor:
-        """The values along axis 0, one after the other: those of the whole batch."""
+        """The values along axis 0, one after the other: those of the whole batch.
+
+        Raises:
+            ModelError: arguments of the step were split along other axes.
+        """
+        if self._axis is None:
+            raise ModelError(
+                "StepOutput.concat or merge: an argument was split along another axis than 0 "
+                "(input_split_axes), so the batch axis of what the step returned is not known. "
+                "Join `.outputs` along the right one: tf.concat(output.outputs, axis)"
+            )
         return tf.concat(self._tensors("concat"), self._axis)
 
     def merge(self) -> tf.Tensor:
@@ -51,10 +61,11 @@ class StepOutput:
         return tf.stack(self._tensors("stack"))
 
     def accumulate(self, method: str = "add_n", var: Any = None) -> Any:
-        """Mean over microbatches, added up one after the other: for gradients.
+        """Mean over microbatches, added up one after the other: for gradients. None if none of
+        them has one.
 
         Args:
-            method: "add_n" or "accumulate_n", which give the same here.
+            method: "add_n", "accumulate_n" or "variable", which give the same here.
             var: a variable that the mean is assigned to.
 
         Raises:
@@ -62,6 +73,8 @@ class StepOutput:
         """
         if method not in _METHODS:
             raise ModelError(f"accumulate(method={method!r}): it is one of {', '.join(_METHODS)}")
+        if all(value is None for value in self._outputs):
+            return None  # as a tape's, which an optimizer leaves out
         mean = self.reduce_mean()
         if var is None:
             return mean

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 # What only a script with its own Trainer, or with its own steps, uses.
 _NAMES = {"Trainer", "Config", "load_config"}
-_MODULES = {"trainer", "config", "backends", "steps", "dataparallel"}
+_MODULES = {"trainer", "config", "backends", "steps", "dataparallel", "modelparallel"}
 
 
 def is_plain(source: bytes) -> bool:

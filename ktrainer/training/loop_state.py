@@ -137,6 +137,8 @@ class LoopValues(Callback):
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
+        for key, value in state.items():
+            _check_plain(value, f"state/{key}", any(_tracked(value, "")))
         self._state = state
         self._known = {id(value) for _, value in _tracked(state, "state")}
 
@@ -144,7 +146,7 @@ class LoopValues(Callback):
         super().on_epoch_end(epoch, logs)
         if self.world.size == 1:
             return
-        mine = {f"state/{key}": repr(_saved(value)).encode() for key, value in self._plain()}
+        mine = {f"state/{key}": _bytes_of(_saved(value)) for key, value in self._plain()}
         mine |= {v.path: v.numpy().tobytes() for v in self.model.more}
         digests = {path: zlib.crc32(value) for path, value in mine.items()}
         every = self.world.allgather(digests, "comparison of a loop's state")
@@ -174,6 +176,43 @@ class LoopValues(Callback):
         for key, value in self._state.items():
             if isinstance(value, np.random.Generator) or not any(_tracked(value, "")):
                 yield key, value
+
+
+def _check_plain(value: Any, path: str, has_tracked: bool) -> None:
+    """Refuse plain values that would not come back as they are.
+
+    Args:
+        has_tracked: whether variables or objects with variables are beside it.
+
+    Raises:
+        ModelError: naming the value.
+    """
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not has_tracked and not isinstance(key, str):
+                raise ModelError(f"{path} has the key {key!r}: a checkpoint keeps strings alone")
+            _check_plain(each, f"{path}/{key}", has_tracked)
+    elif isinstance(value, (list, tuple)):
+        for number, each in enumerate(value):
+            if isinstance(each, tuple) and not has_tracked:
+                raise ModelError(f"{path}/{number} is a tuple: a checkpoint keeps lists. Use one")
+            _check_plain(each, f"{path}/{number}", has_tracked)
+    elif has_tracked and isinstance(value, _PLAIN) and value is not None:
+        raise ModelError(
+            f"{path} is a plain value beside variables, or objects that have some. Give it a place "
+            "of its own in state={...}, as checkpoints keep the two in different ways"
+        )
+
+
+def _bytes_of(value: Any) -> bytes:
+    """All of a value, for comparison."""
+    if isinstance(value, dict):
+        return b"".join(repr(key).encode() + _bytes_of(value[key]) for key in sorted(value))
+    if isinstance(value, list):
+        return b"[" + b",".join(map(_bytes_of, value)) + b"]"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    return repr(value).encode()
 
 
 def _load(state: dict[str, Any], key: str, value: Any) -> None:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.checkpoint.contents.capture_state import named_variables
@@ -103,6 +104,7 @@ class Steps:
         self._trainer, self._model, self._stack = trainer, model, ExitStack()
         self._running: Generator[Any, Any, None] | None = None
         self._logs: dict[str, Any] = {}
+        self._of_epoch: dict[str, Any] = {}
         self._begun = self._over = False
         try:
             self._stack.enter_context(trainer._next_state(model))
@@ -176,12 +178,24 @@ class Steps:
         return self._user_loop.rows(updates[0][0])
 
     def _next_updates(self, running: Generator[Any, Any, None]) -> Any:
-        logs, self._logs = self._logs, {}
+        logs = self._take_logs()
         if not self._begun:
             self._begun = True
             return next(running)
         lost = self._user_loop.take_loss()
         return running.send(logs) if lost is None else running.throw(lost)
+
+    def _take_logs(self) -> dict[str, Any]:
+        """The newest numbers of the epoch, those of this step among them."""
+        if self._begun and self.batch == 0:
+            self._of_epoch = {}
+        elif not self._of_epoch:  # resumed inside an epoch
+            self._of_epoch = dict(self._state.counted.logs or {})
+        new, self._logs = self._logs, {}
+        logs = {**self._of_epoch, **new}
+        # A loss that was not finite counts once: a rollback may follow.
+        self._of_epoch = {name: value for name, value in logs.items() if not _is_bad(value)}
+        return logs
 
     def close(self) -> None:
         """End the loop, if it has not ended: wait for a checkpoint that is being written, and let
@@ -201,6 +215,10 @@ class Steps:
     def __del__(self) -> None:
         if hasattr(self, "_over"):
             self.close()
+
+
+def _is_bad(value: Any) -> bool:
+    return isinstance(value, (float, np.floating)) and not np.isfinite(value)
 
 
 def open_steps(
@@ -234,6 +252,8 @@ def check_settings(config: Config) -> None:
     only_fit: list[tuple[str, Any, bool]] = [
         ("trainer.accumulate", trainer.accumulate, trainer.accumulate != 1),
         ("trainer.steps_per_call", trainer.steps_per_call, trainer.steps_per_call != 1),
+        ("trainer.xla", trainer.xla, trainer.xla),
+        ("trainer.loss_scope", trainer.loss_scope, config.is_set("trainer.loss_scope")),
         ("trainer.clip.global_norm", clip.global_norm, clip.global_norm is not None),
         ("trainer.clip.norm", clip.norm, clip.norm is not None),
         ("trainer.clip.value", clip.value, clip.value is not None),

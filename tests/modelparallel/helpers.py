@@ -262,11 +262,33 @@ def failures() -> dict[str, str]:
         found["hooks"] = str(len(seen))
         part = [model.trainable_variables[0].value]
         found["norm"] = caught(lambda: tf.linalg.global_norm(part))
+        more = [*(v.value for v in model.trainable_variables), tf.zeros([99])]
+        found["more"] = caught(lambda: tf.linalg.global_norm(more))
+        found["functional"] = caught(lambda: smp.DistributedModel(None, None))
+        split = smp.step(lambda x, y: model(x), input_split_axes={"y": 1})
+        found["axis"] = caught(split(x, tf.transpose(y)).merge)
         found["body"] = once(lambda x, y: 1 / 0 if model(x) is not None else 0)
         found["after"] = once(lambda x, y: model(x))
     with started(partitions=2, microbatches=3) as smp:
         model = model_of(smp.DistributedModel)
         found["twice"] = once(lambda x, y: model(x) + model(x))
+    scale = tf.Variable(tf.ones([], tf.float64))
+    with started(partitions=2, microbatches=3) as smp:
+        model = model_of(smp.DistributedModel)
+
+        def before(x: Any, y: Any) -> Any:
+            return smp.gradients(loss_of(y, model(x * scale)), scale)
+
+        found["input"] = once(before)
+    with started(partitions=2, microbatches=3) as smp:
+        model = model_of(smp.DistributedModel)
+        other = y + tf.cast(smp.rank(), y.dtype)
+        found["batch"] = caught(lambda: smp.step(lambda x, y: model(x))(x, other))
+    with started(partitions=2, microbatches=3) as smp:
+        tf.keras.config.set_dtype_policy("mixed_float16")
+        model = model_of(smp.DistributedModel)
+        tf.keras.config.set_dtype_policy("float64")
+        found["float16"] = once(lambda x, y: model(x))
         found["threads"] = str([t.name for t in threading.enumerate() if t.name == "smp.step"])
         return found
 

@@ -36,12 +36,25 @@ def numbers(placement: str) -> dict[str, Any]:
             "mp_group": smp.get_mp_group(),
             "dp_group": smp.get_dp_group(),
             "got": got["from"],
-            "root": [smp.broadcast({"r": me}, g)["r"] for g in groups],
+            "root": [
+                _from_first(smp, group, kind, own)
+                for group, kind, own in zip(
+                    groups, kinds, (me, smp.mp_rank(), smp.dp_rank()), strict=True
+                )
+            ],
             "every": [smp.allgather(me, g) for g in groups],
             "self": caught(lambda: smp.send(1, me)),
             "group": caught(lambda: smp.barrier("all")),
             "kind": caught(lambda: smp.recv_from(0, "mp")),
         }
+
+
+def _from_first(smp: Any, group: Any, kind: Any, own: int) -> int:
+    """The number of the rank that is first in a group, which sends it to the others."""
+    if own:
+        return smp.recv_from(0, kind)["rank"]
+    smp.broadcast({"rank": smp.rank()}, group)
+    return smp.rank()
 
 
 def waits() -> str:

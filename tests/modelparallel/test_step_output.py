@@ -35,8 +35,11 @@ def test_methods() -> None:
 
 
 def test_what_has_no_value() -> None:
+    assert StepOutput([None, None]).accumulate() is None
     with pytest.raises(ModelError, match="returned None"):
-        StepOutput([None, None]).accumulate()
+        StepOutput([None, tf.ones([])]).accumulate()
+    with pytest.raises(ModelError, match="batch axis"):
+        StepOutput([tf.ones([2]), tf.ones([2])], None).merge()
     with pytest.raises(ModelError, match="one of add_n"):
         StepOutput([tf.constant(1.0)]).accumulate(method="mean")
 

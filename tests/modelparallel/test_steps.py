@@ -91,6 +91,12 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
         "norm": "all model.trainable_variables",
         "name": "names the argument 'z'",
         "nested": "inside of another",
+        "more": "and of nothing else",
+        "functional": "make a subclass",
+        "axis": "batch axis",
+        "input": "with respect to the input of a DistributedModel",
+        "batch": "DivergenceError: the stages of a model were given different batches",
+        "float16": "Use mixed_bfloat16",
     }
     for found in ranks(2).run(helpers.failures):
         for name, text in said.items():

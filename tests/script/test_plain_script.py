@@ -38,6 +38,7 @@ def test_plain(source: str) -> None:
         "import ktrainer.dataparallel as hvd",
         "from ktrainer import dataparallel as sdp",
         "from ktrainer.dataparallel import init",
+        "import ktrainer.modelparallel as smp",
         "from ktrainer import *\nTrainer()",
         "import ktrainer.trainer",
         "def main():\n    import ktrainer\n    return ktrainer.Trainer",
