@@ -138,7 +138,8 @@ class LoopValues(Callback):
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
         for key, value in state.items():
-            _check_plain(value, f"state/{key}", any(_tracked(value, "")))
+            path = f"state/{key}"
+            _check_plain(value, path, any(_tracked(value, path)))
         self._state = state
         self._known = {id(value) for _, value in _tracked(state, "state")}
 

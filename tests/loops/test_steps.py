@@ -219,6 +219,14 @@ def test_loggers_and_progress(tmp_path: Path, capsys: Any) -> None:
     assert "epoch 3/3" in capsys.readouterr().out.lower()
 
 
+def test_what_one_step_has_logged_is_the_epochs(tmp_path: Path) -> None:
+    with make(tmp_path) as trainer, trainer.steps(batches(), epochs=2) as steps:
+        for _ in steps:
+            if steps.epoch_begins:
+                steps.log(loss=float(steps.epoch))
+        assert steps.history == {"loss": [0.0, 1.0]}
+
+
 def test_each_piece_alone(tmp_path: Path) -> None:
     """Only the data; then a model only, without files."""
     off = ("checkpoint.every=null", "trainer.interrupt.signals=[]", "health.nan=ignore")
@@ -237,6 +245,8 @@ def test_each_piece_alone(tmp_path: Path) -> None:
         (["trainer.clip.global_norm=1"], "trainer.clip.global_norm"),
         (["health.nan=skip"], "health.nan"),
         (["health.spike=3"], "health.spike"),
+        (["trainer.xla=true"], "trainer.xla"),
+        (["trainer.loss_scope=global"], "trainer.loss_scope"),
     ],
 )
 def test_settings_of_fit_alone_are_refused(tmp_path: Path, words: list[str], path: str) -> None:
@@ -248,14 +258,21 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with make(tmp_path, "checkpoint.every=1ba") as trainer:
         with pytest.raises(ModelError, match="state/file is a PosixPath"):
             trainer.steps(*arrays(), state={"file": tmp_path})
+        for state, said in [
+            ({"gan": {"mean": keras.metrics.Mean(), "count": 0}}, "state/gan/count is a plain"),
+            ({"seen": {0: 1}}, "state/seen has the key 0"),
+            ({"pairs": [(1, 2)]}, "state/pairs/0 is a tuple"),
+        ]:
+            with pytest.raises(ModelError, match=said):
+                trainer.steps(*arrays(), state=state)
         with pytest.raises(ModelError, match="has no variables yet"):
             trainer.steps(*arrays(), model=keras.Sequential([keras.layers.Dense(3)]))
         with pytest.raises(DataError, match="there is no data"):
             trainer.steps(None)
-        state: dict[str, Any] = {}
-        late = trainer.steps(*arrays(), state=state)
+        later: dict[str, Any] = {}
+        late = trainer.steps(*arrays(), state=later)
         assert next(late)[0].shape == (32, 8)
-        state["mean"] = keras.metrics.Mean()
+        later["mean"] = keras.metrics.Mean()
         with pytest.raises(ModelError, match="state/mean was put there after"):
             list(late)
 
