@@ -45,8 +45,8 @@ class RankLoop(UserLoop):
         self._collectives, self._data = collectives, data
         self._traced: set[Any] = set()
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
-        self._survives = self._in_body = False
-        self._loss: Exception | None = None  # of a rank, in the present step
+        self._heals = self._in_body = False
+        self._error: Exception | None = None  # of a rank, in the present step
         self._size, self._sum = collectives.size, self._compiled_sum()
 
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -63,23 +63,23 @@ class RankLoop(UserLoop):
         compare_datasets(dataset, self.world)
         return dataset
 
-    def survive(self, variables: Sequence[Any] | None) -> None:
+    def heal_steps(self, variables: Sequence[Any] | None) -> None:
         """Let a step whose ranks are lost be repeated, instead of raising: its results are NaN (0
-        for whole numbers), and `take_loss` says so.
+        for whole numbers), and `take_error` says so.
 
         Args:
             variables: those that steps may use, which all ranks have alike already; None ends it.
         """
-        self._survives, self._in_body, self._loss = variables is not None, False, None
+        self._heals, self._in_body, self._error = variables is not None, False, None
         self._equal.update(_reference(v) for v in variables or ())
 
     def rows(self, local: LocalBatch) -> Any:
-        self._in_body = self._survives  # in callbacks errors are raised: the run itself heals
+        self._in_body = self._heals  # in callbacks errors are raised: the run itself heals
         return super().rows(local)
 
-    def take_loss(self) -> BaseException | None:
-        loss, self._loss, self._in_body = self._loss, None, False
-        return loss
+    def take_error(self) -> BaseException | None:
+        error, self._error, self._in_body = self._error, None, False
+        return error
 
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -87,13 +87,13 @@ class RankLoop(UserLoop):
         compiled: LoopStep = self._compiled(step)
         if not self._in_body or not tf.executing_eagerly():
             return self._run_traced(compiled, args)
-        if self._loss is None:
+        if self._error is None:
             try:
                 return self._run_traced(compiled, args)
             except Exception as error:
                 if not self.world.has_lost(error):
                     raise
-                self._loss = error
+                self._error = error
         concrete = compiled.function.get_concrete_function(*_specs_of(args))
         return tf.nest.map_structure(_unknown, concrete.structured_outputs)
 
@@ -122,14 +122,14 @@ class RankLoop(UserLoop):
             return value
         tensors = [tf.convert_to_tensor(leaves[i]) for i in present]
         sums = None
-        if self._loss is None:
+        if self._error is None:
             try:
                 with self._running():
                     sums = self._sum(tensors)
             except Exception as error:
                 if not (self._in_body and self.world.has_lost(error)):
                     raise
-                self._loss = error
+                self._error = error
         if sums is None:
             sums = [_unknown(tensor) for tensor in tensors]
         for i, total in zip(present, sums, strict=True):
@@ -170,9 +170,9 @@ class RankLoop(UserLoop):
         handles = {id(variable.handle): variable for variable in concrete.variables}
         used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
         new = [v for v in used if v.ref() not in self._equal]
-        if not new and self._survives:
+        if not new and self._heals:
             return  # a rank that has joined traces alone
-        if self._survives:
+        if self._heals:
             raise ModelError(
                 "the step uses variables that trainer.steps was not given, and ranks that join "
                 f"would not have: {', '.join(v.name for v in new)}. Give it what they belong to, "

@@ -41,10 +41,10 @@ class UserLoop:
             lambda leaf: None if leaf is None else first_rows(leaf, local.examples), local.batch
         )
 
-    def survive(self, variables: Sequence[Any] | None) -> None:
+    def heal_steps(self, variables: Sequence[Any] | None) -> None:
         """Prepare for lost ranks, of which there are none here."""
 
-    def take_loss(self) -> BaseException | None:
+    def take_error(self) -> BaseException | None:
         """The error of a lost rank, because of which the last step did not count."""
         return None
 

@@ -72,7 +72,7 @@ def rows_spec(array: np.ndarray) -> Spec:
 
 
 def difference(calls: Mapping[int, Call]) -> str | None:
-    """What the first two ranks that have different calls are doing; None if all are equal.
+    """The first two ranks with different calls, and these calls; None if all are equal.
 
     Args:
         calls: by rank.

@@ -73,7 +73,7 @@ class GradientReduction:
         return found
 
     def _operation(self, present: Sequence[int], count: int) -> str:
-        """What the ranks compare: those with gradients of other variables are in another call."""
+        """The operation that ranks compare: with gradients of other variables it is another one."""
         if len(present) == count:
             return self.operation
         which = f"numbers {', '.join(map(str, present))}" if present else "none"

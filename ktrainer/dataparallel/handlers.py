@@ -1,4 +1,4 @@
-"""What a collective call does once the ranks have agreed on it, on arrays in host memory.
+"""Collective calls on arrays in host memory, once the ranks have agreed on them.
 
 Each handler runs on all ranks of a channel at once. `neutral` gives the values of a rank that has
 joined; without it a call is refused while ranks have joined.

@@ -1,4 +1,4 @@
-"""What Keras does around an optimizer that reduces gradients: loss scales and XLA.
+"""Changes to Keras around an optimizer that reduces gradients: loss scales and XLA.
 
 `model.compile` puts a LossScaleOptimizer around the optimizer of a float16 model, which checks the
 gradients of one rank before the optimizer inside sees them: ranks would disagree on whether to

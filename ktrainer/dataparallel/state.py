@@ -1,4 +1,4 @@
-"""What `init` opens and `shutdown` closes: the ranks, and the channels of each process set."""
+"""`init` and `shutdown`: the ranks, and the channels of each process set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEADLINE = "the deadline, with init(deadline=SECONDS)"
 
 @dataclass
 class State:
-    """What was opened by `init`."""
+    """The ranks and process sets that `init` opened."""
 
     world: World
     sets: list[ProcessSet]
@@ -126,7 +126,7 @@ def is_initialized() -> bool:
 
 
 def opened() -> State:
-    """What `init` has opened.
+    """The ranks and process sets that `init` opened.
 
     Raises:
         WorldError: it was not called.

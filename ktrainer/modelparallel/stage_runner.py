@@ -252,7 +252,7 @@ class StageRunner:
 
 
 class _Pass:
-    """What a forward pass leaves for the backward pass of the same microbatch."""
+    """A forward pass, kept for the backward pass of the same microbatch."""
 
     def __init__(
         self, tape: Any, received: list[Any], sent: list[Any], outputs: list[Any], stage: StageGraph

@@ -1,4 +1,4 @@
-"""What `init` opens and `shutdown` closes: the ranks, their groups, and their numbers."""
+"""`init` and `shutdown`: the ranks, their groups, and their numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """What a rank's number counts: all ranks, those of this replica, or of this stage."""
+    """The ranks among which a number counts: all ranks, those of this replica, or of this stage."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp_group"
@@ -35,7 +35,7 @@ class RankType(Enum):
 
 @dataclass
 class State:
-    """What was opened by `init`.
+    """The ranks and settings that `init` opened.
 
     Attributes:
         settings: of the script.
@@ -160,7 +160,7 @@ def is_initialized() -> bool:
 
 
 def current() -> State:
-    """What `init` has opened.
+    """The ranks and settings that `init` opened.
 
     Raises:
         ConfigError: it was not called.

@@ -113,7 +113,7 @@ class _Step:
         self._runner: StageRunner | None = None
 
     def run(self) -> list[Any]:
-        """What the bodies return."""
+        """Run all microbatches; the results of the bodies."""
         settings = state.current().settings
         schedule = make_schedule(
             settings.pipeline,

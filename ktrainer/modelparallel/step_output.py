@@ -1,4 +1,4 @@
-"""What a tensor that a step returns becomes: its value for each microbatch."""
+"""`StepOutput`: a tensor that a step returns, with its value for each microbatch."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ class Steps:
             run = StepsRun(context, self._state, call, trainer.callbacks, trainer)
             self._stack.callback(run.close)
             if context.world.heals:
-                self._user_loop.survive([v for _, v in named_variables(model)])
-                self._stack.callback(self._user_loop.survive, None)
+                self._user_loop.heal_steps([v for _, v in named_variables(model)])
+                self._stack.callback(self._user_loop.heal_steps, None)
             self._running = run.steps(trainer._recovery(run))
             self._stack.callback(self._running.close)
         except BaseException:
@@ -182,8 +182,8 @@ class Steps:
         if not self._begun:
             self._begun = True
             return next(running)
-        lost = self._user_loop.take_loss()
-        return running.send(logs) if lost is None else running.throw(lost)
+        error = self._user_loop.take_error()
+        return running.send(logs) if error is None else running.throw(error)
 
     def _take_logs(self) -> dict[str, Any]:
         """The newest numbers of the epoch, those of this step among them."""
