@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from ktrainer.errors import CheckpointError
@@ -61,7 +61,7 @@ class ObjectGraph:
             shapes = self._reader.get_variable_to_shape_map()
             dtypes = self._reader.get_variable_to_dtype_map()
             text = self._reader.get_tensor(_GRAPH) if _GRAPH in shapes else None
-        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        except (tf.errors.OpError, ValueError, RuntimeError, IndexError) as error:
             raise self._unreadable(error) from error
         if text is None:
             raise CheckpointError(
@@ -137,7 +137,7 @@ class ObjectGraph:
         """
         try:
             return np.asarray(self._reader.get_tensor(variable.key))
-        except (tf.errors.OpError, ValueError, RuntimeError) as error:
+        except (tf.errors.OpError, ValueError, RuntimeError, IndexError) as error:
             raise self._unreadable(error) from error
 
     def _unreadable(self, error: Exception) -> CheckpointError:
