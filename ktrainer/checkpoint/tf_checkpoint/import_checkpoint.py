@@ -100,7 +100,9 @@ def _plan_optimizers(
     plan: _Plan, model: Any, graph: ObjectGraph, weights: Matches, node: int
 ) -> None:
     present = {id(optimizer): optimizer for optimizer in built_optimizers(model)}
-    named = {id(o): name for name, o in reversed(list(attributes(model))) if id(o) in present}
+    # Keras and TensorFlow have lists of attributes of their own, whose paths are longer.
+    paths = sorted(attributes(model), key=lambda each: each[0].count("/"), reverse=True)
+    named = {id(o): name for name, o in paths if id(o) in present}
     pairs = pair_optimizers([(named.get(k, ""), o) for k, o in present.items()], node, graph)
     for optimizer, place in pairs:
         build_optimizer(optimizer, model, place, graph, weights)

@@ -33,17 +33,17 @@ def functional(
 
 
 class Subclassed(keras.Model):
-    def __init__(self) -> None:
+    def __init__(self, embeds: bool = True) -> None:
         super().__init__()
         # In another order than in Keras 2.
         self.heads = {"scale": layers.Dense(1), "mean": layers.Dense(1)}
         self.both = layers.Bidirectional(layers.GRU(2))
         self.blocks = [layers.Dense(3, "tanh"), layers.Dense(3, "tanh")]
         self.stack = layers.RNN([layers.LSTMCell(2), layers.LSTMCell(3)])
-        self.attention = layers.MultiHeadAttention(2, 2)
+        self.attention = layers.MultiHeadAttention(2, 4)
         self.depthwise = layers.DepthwiseConv1D(2, padding="same")
         self.norm = layers.LayerNormalization()
-        self.embed = layers.Embedding(5, 3)
+        self.embed = layers.Embedding(5, 3, trainable=embeds)
         self.tracker = keras.metrics.Mean(name="tracker")
         self.shift = self.add_weight(name="shift", shape=(3,), initializer="ones")
 
@@ -58,8 +58,8 @@ class Subclassed(keras.Model):
         return self.heads["mean"](h) + self.heads["scale"](h) * more
 
 
-def subclassed(optimizer: Any) -> keras.Model:
-    model = Subclassed()
+def subclassed(optimizer: Any, embeds: bool = True) -> keras.Model:
+    model = Subclassed(embeds)
     model(np.zeros((1, 4)))
     model.compile(optimizer, "mse")
     return model
@@ -121,7 +121,7 @@ def subclassed_sgd() -> keras.Model:
 
 
 def subclassed_adam() -> keras.Model:
-    return subclassed(optimizers.Adam(0.05, epsilon=2**-10, **BETAS))
+    return subclassed(optimizers.Adam(0.05, epsilon=2**-10, **BETAS), embeds=False)
 
 
 wide = partial(functional, "adam", width=4)
