@@ -129,11 +129,19 @@ def test_a_gan_with_two_optimizers() -> None:
 
 def test_named_layers_are_found_in_another_order() -> None:
     assert [layer.name for layer in models.adam().layers if layer.weights][-2] == "right"
-    assert [layer.name for layer in models.other_order().layers if layer.weights][0] == "right"
+    assert next(layer.name for layer in models.other_order().layers if layer.weights) == "right"
     assert imports("adam-1", "other_order") == 0
     model = models.other_order()
     restored(model)
     np.testing.assert_allclose(model(X), truth("adam")["saved"], rtol=0, atol=1e-10)
+
+
+def test_layers_without_names_are_found_in_order(capsys: Any) -> None:
+    assert imports("branches-1", "branches") == 0
+    assert "no optimizer in the file" in capsys.readouterr().err
+    model = models.branches()
+    assert restored(model).step == 0
+    np.testing.assert_allclose(model([X, X + 1]), truth("branches")["saved"], rtol=0, atol=1e-10)
 
 
 NORM = "model/layer_with_weights-1"
@@ -262,10 +270,10 @@ def test_a_file_without_objects(capsys: Any) -> None:
 
 def test_modules_and_one_more_variable(capsys: Any) -> None:
     """Any objects with these names will do: a file of plain modules, of a Horovod script."""
-    layers = [
-        tf.train.Checkpoint(kernel=tf.Variable(tf.ones(shape)), bias=tf.Variable(tf.ones(shape[-1:])))
-        for shape in ((4, 3), (3, 1))
-    ]  # fmt: skip
+    layers = []
+    for shape in ((4, 3), (3, 1)):
+        kernel, bias = tf.Variable(tf.ones(shape)), tf.Variable(tf.ones(shape[-1:]))
+        layers.append(tf.train.Checkpoint(kernel=kernel, bias=bias))
     net = tf.train.Checkpoint(**{f"layer_with_weights-{k}": x for k, x in enumerate(layers)})
     keras.config.set_dtype_policy("float32")
     tf.train.Checkpoint(model=net).write("plain")

@@ -16,31 +16,32 @@ from ktrainer.checkpoint.tf_checkpoint.match_weights import Matches
 from ktrainer.checkpoint.tf_checkpoint.object_graph import FileVariable, ObjectGraph
 
 # Class: attribute of the Keras 3 optimizer: (slot of `optimizers.legacy`, word in the names of
-# Keras 2.11 and later). One name means different numbers in different classes.
-_ADAM = {"_momentums": ("m", "m"), "_velocities": ("v", "v"), "_velocity_hats": ("vhat", "vhat")}
+# Keras 2.11 and later). Attributes are without their `_`: one that Keras renames is a mismatch. One
+# name means different numbers in different classes.
+_ADAM = {"momentums": ("m", "m"), "velocities": ("v", "v"), "velocity_hats": ("vhat", "vhat")}
 _SLOTS: dict[str, dict[str, tuple[str, str]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Nadam": _ADAM,
-    "Adamax": {"_m": ("m", "m"), "_u": ("v", "u")},
+    "Adamax": {"m": ("m", "m"), "u": ("v", "u")},
     "SGD": {"momentums": ("momentum", "m")},
     "RMSprop": {
-        "_velocities": ("rms", "velocity"),
-        "_momentums": ("momentum", "momentum"),
-        "_average_gradients": ("mg", "average_gradient"),
+        "velocities": ("rms", "velocity"),
+        "momentums": ("momentum", "momentum"),
+        "average_gradients": ("mg", "average_gradient"),
     },
-    "Adagrad": {"_accumulators": ("accumulator", "accumulator")},
+    "Adagrad": {"accumulators": ("accumulator", "accumulator")},
     "Adadelta": {
-        "_accumulated_grads": ("accum_grad", "accumulated_grad"),
-        "_accumulated_delta_vars": ("accum_var", "accumulated_delta_var"),
+        "accumulated_grads": ("accum_grad", "accumulated_grad"),
+        "accumulated_delta_vars": ("accum_var", "accumulated_delta_var"),
     },
-    "Ftrl": {"_accumulators": ("accumulator", "accumulator"), "_linears": ("linear", "linear")},
-    "Lion": {"_momentums": ("", "m")},
+    "Ftrl": {"accumulators": ("accumulator", "accumulator"), "linears": ("linear", "linear")},
+    "Lion": {"momentums": ("", "m")},
 }
-_AVERAGES = {"_model_variables_moving_average": ("", "average")}
+_AVERAGES = {"model_variables_moving_average": ("", "average")}
 _SAME = {"AdamW": "Adam"}  # the state is the same
 _NUMBER = re.compile("u?int|float|bfloat")
-_FRESH = ("_accumulated_gradients", "_variables", "_trainable_variables")
+_FRESH = "accumulated_gradients"  # Keras 2 has none
 _SETTINGS = ("beta_1", "beta_2", "rho", "momentum", "epsilon", "initial_accumulator_value")
 
 
@@ -76,16 +77,17 @@ class OptimizerMatch:
     def _child(self, *names: str) -> FileVariable | None:
         """The number that the optimizer has as one of these attributes."""
         children = self.graph.children[self.node]
-        found = (self.graph.variable(children.get(name)) for name in names)
+        words = (word for name in names for word in (name, f"_{name}"))
+        found = (self.graph.variable(children.get(word)) for word in words)
         return next((v for v in found if v and not v.shape and _NUMBER.match(v.dtype)), None)
 
     def _match_counters(self, optimizer: Any) -> None:
-        count = self._child("iter", "_iterations")
+        count = self._child("iter", "iterations")
         if count is not None:
             self.matches[id(optimizer.iterations)] = count
             if int(self.graph.read(count)) == 0:  # slots are made by the first update
                 self.fresh |= {id(v) for v in optimizer.variables}
-        rate, here = self._child("learning_rate", "_learning_rate"), _learning_rate(optimizer)
+        rate, here = self._child("learning_rate"), _learning_rate(optimizer)
         if rate is not None and here is not None:
             self.matches[id(here)] = rate
         elif rate is not None:
@@ -100,9 +102,9 @@ class OptimizerMatch:
     def _match_slots(self, optimizer: Any, slots: Mapping[str, tuple[str, str]]) -> None:
         trained = list(getattr(optimizer, "_trainable_variables", []))
         legacy = self.graph.slots[self.node]
-        for name, value in vars(optimizer).items():
-            if name in _FRESH and isinstance(value, list):
-                self.fresh |= {id(v) for v in value} if name == "_accumulated_gradients" else set()
+        for name, value in [(key.lstrip("_"), value) for key, value in vars(optimizer).items()]:
+            if name == _FRESH:
+                self.fresh |= {id(v) for v in value or ()}
             elif isinstance(value, keras.Variable) and id(value) not in self.matches:
                 found = self._child(name)
                 self.matches |= {} if found is None else {id(value): found}
@@ -126,8 +128,7 @@ class OptimizerMatch:
                 self.notes.append(f"{weight.path} was never updated: it has no slot {slot!r}")
 
     def _match_list(self, trained: list[Any], values: list[Any], name: str, word: str) -> None:
-        plain = name.lstrip("_")
-        found = (self.graph.at(self.node, each) for each in (name, plain, f"_{plain}"))
+        found = (self.graph.at(self.node, each) for each in (name, f"_{name}"))
         place = next((each for each in found if each is not None), None)
         if place is None:
             return

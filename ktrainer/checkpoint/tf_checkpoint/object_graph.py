@@ -16,8 +16,9 @@ from ktrainer.errors import CheckpointError
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "VARIABLE_VALUE"
+_COUNT = ("iter", "iterations")  # of optimizers before Keras 2.11, and since
 # What Keras 2 keeps beside the weights: metrics and functions of a SavedModel, random generators.
-_NO_WEIGHTS = ("keras_api", "random_generator", "_random_generator", "save_counter")
+_NO_WEIGHTS = ("keras_api", "random_generator", "save_counter")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,9 @@ class ObjectGraph:
             seen.add(now)
             variable = self.variable(now)
             found += [] if variable is None else [variable]
-            todo += [c for name, c in self.children[now].items() if name not in _NO_WEIGHTS]
+            todo += [
+                c for name, c in self.children[now].items() if name.lstrip("_") not in _NO_WEIGHTS
+            ]
         return found
 
     def optimizers(self) -> list[int]:
@@ -126,7 +129,8 @@ class ObjectGraph:
         return [
             node
             for node, children in enumerate(self.children)
-            if self.slots[node] or self.variable(children.get("iter", children.get("_iterations")))
+            if self.slots[node]
+            or any(name.lstrip("_") in _COUNT and self.variable(c) for name, c in children.items())
         ]
 
     def read(self, variable: FileVariable) -> np.ndarray:

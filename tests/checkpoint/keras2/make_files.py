@@ -102,8 +102,22 @@ def main() -> None:
     optimizer = legacy.Adam(0.0625, epsilon=2**-10, **betas)
     keep("legacy_subclassed", lambda: Subclassed(False), optimizer)
     gan()
+    branches()
     os.remove(HERE / "checkpoint")
     of_fit()
+
+
+def branches() -> None:
+    """Layers without names, alike in shape and depth."""
+    tf.random.set_seed(0)
+    keras.backend.clear_session()
+    inputs = keras.Input((4,)), keras.Input((4,))
+    a, b, c, d = (keras.layers.Dense(2, "tanh", bias_initializer="normal") for _ in range(4))
+    x = keras.layers.Concatenate()([d(inputs[1]), b(inputs[0]), a(inputs[1]), c(inputs[0])])
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    tf.train.Checkpoint(model=model).save(str(HERE / "branches"))
+    x = data()[0]
+    np.savez(HERE / "branches.npz", saved=model([x, x + 1]).numpy())
 
 
 def gan() -> None:
