@@ -285,3 +285,11 @@ def test_modules_and_one_more_variable(capsys: Any) -> None:
     tf.train.Checkpoint(model=net).write("plain")
     assert imports(Path("plain").absolute(), "two_layers") == 2
     assert _in_order(["-", "-", "float32[2]", "model/more"], capsys.readouterr().err)
+
+
+def test_one_variable_is_not_two_weights(capsys: Any) -> None:
+    tf.train.Checkpoint(model=tf.train.Checkpoint(w=tf.Variable([1.0, 2.0]))).write("w")
+    keras.config.set_dtype_policy("float32")
+    assert imports(Path("w").absolute(), "twice") == 2
+    printed = capsys.readouterr().err
+    assert _in_order(["float32[2]", "shared with one above", "model/w"], printed)

@@ -67,6 +67,8 @@ def import_checkpoint(
             f"{prefix} does not fit the model of {function}, and nothing was written:\n"
             + table(plan.rows)
         )
+    if plan.step < 0:
+        raise CheckpointError(f"{prefix} is damaged: its optimizer has made {plan.step} updates")
     store = Store(output or prefix.with_name(f"{prefix.name}-ktrainer"))
     path = store.path_of(plan.step)
     if path.exists():
@@ -151,11 +153,14 @@ def _name_of(node: int, graph: ObjectGraph) -> str:
 
 def _add(plan: _Plan, named: Iterable[tuple[str, Any]], matches: Matches) -> set[str]:
     """Add (name, variable) pairs to the plan, as pairs or as rows; return the keys used."""
-    used = set()
+    used: set[str] = set()
     for name, variable in named:
         found = matches.get(id(variable))
         if found is None:
             plan.rows.append((name, _facts(variable), "", ""))
+            continue
+        if found.key in used:
+            plan.rows.append((name, _facts(variable), "shared with one above", _path(found)))
             continue
         used.add(found.key)
         if _is_like(variable, found, name.startswith("optimizer/")):

@@ -82,6 +82,20 @@ def gan() -> keras.Model:
     return model
 
 
+class Twice(keras.Model):
+    """Two weights, by whose name one variable is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.add_weight(name="w", shape=(2,))
+        self.b = self.add_weight(name="w", shape=(2,))
+        self.built = True
+
+
+def twice() -> keras.Model:
+    return Twice()
+
+
 def branches() -> keras.Model:
     inputs = keras.Input((4,)), keras.Input((4,))
     a, b, c, d = (layers.Dense(2, "tanh") for _ in range(4))
