@@ -89,6 +89,22 @@ def test_training_continues_as_in_keras_2(file: str, model: str, name: str, caps
         np.testing.assert_allclose(trainer.model(X), numbers["continued"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", models.OTHERS)
+@pytest.mark.quick("lion", "legacy_ftrl")
+def test_other_optimizers_continue_as_in_keras_2(name: str) -> None:
+    numbers = truth(f"optimizer_{name}")
+    assert imports(f"optimizer_{name}-1", name) == 0
+    model = getattr(models, name)()
+    restored(model)
+    np.testing.assert_allclose(model(X), numbers["saved"], rtol=0, atol=1e-10)
+    for k in range(0, 24, 6):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(X[k : k + 6]) - Y[k : k + 6]) ** 2)
+        weights = model.trainable_variables
+        model.optimizer.apply(tape.gradient(loss, weights), weights)
+    np.testing.assert_allclose(model(X), numbers["continued"], rtol=0, atol=1e-10)
+
+
 def test_the_newest_of_a_folder(capsys: Any) -> None:
     assert imports("managed", "fast_adam") == 0
     model = models.fast_adam()

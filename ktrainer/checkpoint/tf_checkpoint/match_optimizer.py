@@ -42,7 +42,17 @@ _AVERAGES = {"model_variables_moving_average": ("", "average")}
 _SAME = {"AdamW": "Adam"}  # the state is the same
 _NUMBER = re.compile("u?int|float|bfloat")
 _FRESH = "accumulated_gradients"  # Keras 2 has none
-_SETTINGS = ("beta_1", "beta_2", "rho", "momentum", "epsilon", "initial_accumulator_value")
+_SETTINGS = (
+    "beta_1",
+    "beta_2",
+    "rho",
+    "momentum",
+    "epsilon",
+    "beta",
+    "l1_regularization_strength",
+    "l2_regularization_strength",
+    "learning_rate_power",
+)
 
 
 class OptimizerMatch:

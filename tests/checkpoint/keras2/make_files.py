@@ -102,9 +102,36 @@ def main() -> None:
     optimizer = legacy.Adam(0.0625, epsilon=2**-10, **betas)
     keep("legacy_subclassed", lambda: Subclassed(False), optimizer)
     gan()
+    other_optimizers()
     branches()
     os.remove(HERE / "checkpoint")
     of_fit()
+
+
+def other_optimizers() -> None:
+    new, legacy = keras.optimizers, keras.optimizers.legacy
+    betas = {"beta_1": 0.75, "beta_2": 0.875}
+    for name, optimizer in {
+        "adagrad": new.Adagrad(0.0625),
+        "adadelta": new.Adadelta(0.0625),
+        "adamax": new.Adamax(0.0625),
+        "ftrl": new.Ftrl(0.0625),
+        "adamw": new.AdamW(0.0625),
+        "lion": new.Lion(0.0625),
+        "amsgrad": new.Adam(0.0625, amsgrad=True),
+        "average": new.SGD(0.0625, momentum=0.75, use_ema=True),
+        "legacy_adadelta": legacy.Adadelta(0.0625, rho=0.875),
+        "legacy_adamax": legacy.Adamax(0.0625, **betas),
+        "legacy_ftrl": legacy.Ftrl(0.0625),
+        "legacy_amsgrad": legacy.Adam(0.0625, amsgrad=True, **betas),
+        "legacy_rmsprop": legacy.RMSprop(0.0625, rho=0.875, momentum=0.5, centered=True),
+    }.items():
+        keep(f"optimizer_{name}", two_layers, optimizer)
+
+
+def two_layers() -> keras.Model:
+    layers = [keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]
+    return keras.Sequential([keras.Input((4,)), *layers])
 
 
 def branches() -> None:

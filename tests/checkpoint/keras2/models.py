@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -150,3 +151,41 @@ wide = partial(functional, "adam", width=4)
 without_norm = partial(functional, "adam", norm=False)
 with_more = partial(functional, "adam", more=True)
 other_order = partial(functional, "adam", deep=5)
+
+
+def _of(optimizer: Any, **settings: Any) -> Callable[[], keras.Model]:
+    def make() -> keras.Model:
+        start = [keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)]
+        model = keras.Sequential(start)
+        model.compile(optimizer(0.5, **settings), "mse")  # the rate is that of the file
+        return model
+
+    return make
+
+
+_BETAS = {"beta_1": 0.75, "beta_2": 0.875}
+adagrad, adadelta = _of(optimizers.Adagrad), _of(optimizers.Adadelta)
+adamax, ftrl = _of(optimizers.Adamax), _of(optimizers.Ftrl)
+adamw, lion = _of(optimizers.AdamW), _of(optimizers.Lion)
+amsgrad = _of(optimizers.Adam, amsgrad=True)
+average = _of(optimizers.SGD, momentum=0.75, use_ema=True)
+legacy_adadelta = _of(optimizers.Adadelta, rho=0.875)
+legacy_adamax = _of(optimizers.Adamax, **_BETAS)
+legacy_ftrl = _of(optimizers.Ftrl)
+legacy_amsgrad = _of(optimizers.Adam, amsgrad=True, **_BETAS)
+legacy_rmsprop = _of(optimizers.RMSprop, rho=0.875, momentum=0.5, centered=True)
+OTHERS = [
+    "adagrad",
+    "adadelta",
+    "adamax",
+    "ftrl",
+    "adamw",
+    "lion",
+    "amsgrad",
+    "average",
+    "legacy_adadelta",
+    "legacy_adamax",
+    "legacy_ftrl",
+    "legacy_amsgrad",
+    "legacy_rmsprop",
+]
