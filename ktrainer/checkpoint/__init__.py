@@ -7,6 +7,7 @@ format/                 how it lies on disk: complete or absent folders, checksu
 stage_parts.py          a pipeline's checkpoint: a part from each stage
 restore_run.py          continues a run from one
 export/                 one as an ordinary Keras file
+tf_checkpoint/          imports those of tf.train.Checkpoint
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`ktrainer checkpoint`: list, show, verify and export the checkpoints of a run.
+"""`ktrainer checkpoint`: list, show, verify and export the checkpoints of a run, import others.
 
-All but `export` do without TensorFlow.
+All but `export` and `import` do without TensorFlow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _WHERE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions of `ktrainer checkpoint` and their options."""
-    parser.description = "Look at checkpoints, check them, and make Keras files of them."
+    parser.description = (
+        "Look at checkpoints, check them, make Keras files of them, and import those of Keras 2."
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, what in (
         ("list", "which checkpoints there are: step, epoch, size, time; whether their files are"
@@ -61,6 +63,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="a function that makes the model, as `fit` takes it; needed for models of "
                 "your own classes, or with Lambda layers. This imports and runs MODULE.",
             )
+    _add_import(actions)
+
+
+def _add_import(actions: Any) -> None:
+    what = (
+        "make a checkpoint of a file that tf.train.Checkpoint wrote in Keras 2 or Horovod, to "
+        "continue its training; status 2, and a table, where it does not fit the model"
+    )
+    action = actions.add_parser(
+        "import", help=what, description=what[0].upper() + what[1:] + ". Nothing in FILE is run."
+    )
+    action.add_argument(
+        "path", metavar="FILE", help="its prefix, as in ckpts/ckpt-1, or the folder: the newest"
+    )
+    action.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        required=True,
+        help="a function that builds and compiles the Keras 3 model. This imports and runs MODULE.",
+    )
+    action.add_argument(
+        "--out", metavar="DIR", help="the folder to put the checkpoint in (default: FILE-ktrainer)"
+    )
+    action.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="without the optimizer's state, which starts new, at step 0",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(path)
     if args.action == "verify":
         return _verify(path)
+    if args.action == "import":
+        return _import(args)
     found = select_checkpoint(path, best=args.best)
     if args.action == "show":
         return _show(found.path, args.json)
@@ -78,6 +110,22 @@ def run(args: argparse.Namespace) -> int:
 
     export_model(found.path, Path(args.output), args.model)
     print(f"wrote {args.output} from {found.path}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    quiet_tensorflow()
+    from ktrainer.checkpoint.tf_checkpoint.import_checkpoint import import_checkpoint
+
+    output = Path(args.out) if args.out else None
+    path, notes = import_checkpoint(
+        Path(args.path), args.model, output, weights_only=args.weights_only
+    )
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    step = read_manifest(path)["step"]
+    print(f"wrote {path}: step {step}, epoch 0 (the file does not say which epoch it was)")
+    print(f"continue with checkpoint.resume={path}")
     return 0
 
 

@@ -23,7 +23,10 @@ COMMANDS = {
         "ktrainer.cli.config_command",
         "print the resolved configuration, or describe its keys",
     ),
-    "checkpoint": ("ktrainer.cli.checkpoint_command", "list, show, verify and export checkpoints"),
+    "checkpoint": (
+        "ktrainer.cli.checkpoint_command",
+        "list, show, verify, export and import checkpoints",
+    ),
     "env": ("ktrainer.cli.env_command", "show what is installed here, and which backends can run"),
     "horovod build": (
         "ktrainer.cli.horovod_command",

@@ -63,7 +63,7 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
     if function is None:
         model = _rebuilt(checkpoint, arrays, state, whole)
     else:
-        model = _called(function)
+        model = model_of_function(function)
         _fill(model, arrays, state)
         if not whole and model.compiled:
             model.optimizer = None  # it would be among the weights
@@ -120,7 +120,7 @@ def _made(config: dict[str, Any], checkpoint: Path) -> Any:
     return model
 
 
-def _called(function: str) -> Any:
+def model_of_function(function: str) -> Any:
     """The model that the user's function returns."""
     import keras
 
