@@ -106,8 +106,9 @@ class CustomLoop:
         checkpoints, signals, the learning rate, the NaN guard, progress and loggers, healing.
 
         Args:
-            x, y, batch_size, epochs, verbose, callbacks, shuffle, sample_weight, initial_epoch,
-                steps_per_epoch: as in `fit`; `x` may also be what `distribute` returns.
+            x, y, sample_weight: as in `fit`; `x` may also be what `distribute` returns.
+            batch_size, epochs, verbose, callbacks, shuffle: as in `fit`.
+            initial_epoch, steps_per_epoch: as in `fit`.
             model: the models that are trained, built: one, or several in a list or dict.
             optimizer: their optimizers: one, or several in a list or dict.
             state: whatever else a checkpoint must hold, by name: metrics, variables, random
