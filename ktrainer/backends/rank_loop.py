@@ -85,15 +85,11 @@ class RankLoop(UserLoop):
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self._forget_traces_of_other_ranks()
         compiled: LoopStep = self._compiled(step)
-        if not self._in_body or not tf.executing_eagerly():
+        if not tf.executing_eagerly():
             return self._run_traced(compiled, args)
+        result = self._unless_lost(lambda: self._run_traced(compiled, args))
         if self._error is None:
-            try:
-                return self._run_traced(compiled, args)
-            except Exception as error:
-                if not self.world.has_lost(error):
-                    raise
-                self._error = error
+            return result
         concrete = compiled.function.get_concrete_function(*_specs_of(args))
         return tf.nest.map_structure(_unknown, concrete.structured_outputs)
 
@@ -108,6 +104,22 @@ class RankLoop(UserLoop):
     def _compiled_sum(self) -> Any:
         return tf.function(self._sum_over_ranks, autograph=False, reduce_retracing=True)
 
+    def _unless_lost(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`; in a body that is repeated because a rank is lost, None."""
+        if self._error is None:
+            try:
+                return call()
+            except Exception as error:
+                if not (self._in_body and self.world.has_lost(error)):
+                    raise
+                self._error = error
+        return None
+
+    def _sum_now(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        with self._running():
+            sums: list[tf.Tensor] = self._sum(tensors)
+        return sums
+
     def _run_traced(self, compiled: LoopStep, args: tuple[Any, ...]) -> Any:
         self._trace(compiled, args)
         with self._running():
@@ -121,16 +133,8 @@ class RankLoop(UserLoop):
         if not present:
             return value
         tensors = [tf.convert_to_tensor(leaves[i]) for i in present]
-        sums = None
-        if self._error is None:
-            try:
-                with self._running():
-                    sums = self._sum(tensors)
-            except Exception as error:
-                if not (self._in_body and self.world.has_lost(error)):
-                    raise
-                self._error = error
-        if sums is None:
+        sums = self._unless_lost(lambda: self._sum_now(tensors))
+        if self._error is not None:
             sums = [_unknown(tensor) for tensor in tensors]
         for i, total in zip(present, sums, strict=True):
             leaves[i] = total if op == "sum" else total / self._collectives.size
@@ -243,8 +247,8 @@ def _spec_of(value: Any) -> Any:
         return value
     if isinstance(value, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         spec = tf.type_spec_from_value(value)
-        return spec if spec.shape.rank == 0 else any_rows(spec)
-    if hasattr(value, "__array__") and hasattr(value, "dtype"):
+    elif hasattr(value, "__array__") and hasattr(value, "dtype"):
         spec = tf.TensorSpec(value.shape, tf.as_dtype(value.dtype))
-        return spec if spec.shape.rank == 0 else any_rows(spec)
-    return value
+    else:
+        return value
+    return spec if spec.shape.rank == 0 else any_rows(spec)

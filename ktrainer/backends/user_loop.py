@@ -37,9 +37,7 @@ class UserLoop:
 
     def rows(self, local: LocalBatch) -> Any:
         """A feed's local batch, as `run` takes it."""
-        return tf.nest.map_structure(
-            lambda leaf: None if leaf is None else first_rows(leaf, local.examples), local.batch
-        )
+        return local.rows()
 
     def heal_steps(self, variables: Sequence[Any] | None) -> None:
         """Prepare for lost ranks, of which there are none here."""
@@ -110,12 +108,3 @@ def wide_type(tensor: tf.Tensor) -> tf.DType:
     raise ConfigError(
         f"trainer.reduce sums numbers, not {tensor.dtype.name}; cast it first (`tf.cast`)"
     )
-
-
-def first_rows(leaf: Any, count: int) -> Any:
-    """The first rows of a tensor or array, as a tensor."""
-    if isinstance(leaf, tf.SparseTensor):
-        shape = tf.concat([[tf.constant(count, tf.int64)], leaf.dense_shape[1:]], 0)
-        return tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
-    tensor = leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
-    return tensor if tensor.shape[0] == count else tensor[:count]

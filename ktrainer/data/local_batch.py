@@ -37,6 +37,17 @@ class LocalBatch:
         """True if `batch` is padding only, to be weighted with zero."""
         return self.examples == 0
 
+    def rows(self, part: int = 0, parts: int = 1) -> Any:
+        """The true rows of one of several parts of `batch`, as tensors; there may be none."""
+        start, stop = bounds(self.examples, part, parts)
+        whole = parts == 1 and not self.is_padding
+
+        def of_leaf(leaf: Any) -> Any:
+            tensor = leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+            return tensor if whole or leaf is None else _rows_of(tensor, start, stop)
+
+        return tf.nest.map_structure(of_leaf, self.batch)
+
 
 def bounds(rows: int, rank: int, size: int) -> tuple[int, int]:
     """First row, and the one after the last, of `rank`'s contiguous slice of `rows` rows.

@@ -71,9 +71,7 @@ def init(
     before = world.deadline, world.deadline_setting
     world.deadline_setting = _DEADLINE
     world.deadline = before[0] if deadline is None else deadline
-    global_process_set.group = RankGroup(world)
-    places = world.allgather(world.local_rank, "init")
-    _state = State(world, [global_process_set], Replacements(), before, places)
+    _state = _opened(world, before)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
 
@@ -93,9 +91,13 @@ def open_over(world: World) -> None:
     global _state
     if _state is not None:
         raise WorldError("ktrainer.dataparallel is already initialised.")
+    _state = _opened(world, None)
+
+
+def _opened(world: World, before: tuple[float, str] | None) -> State:
     global_process_set.group = RankGroup(world)
     places = world.allgather(world.local_rank, "init")
-    _state = State(world, [global_process_set], Replacements(), None, places)
+    return State(world, [global_process_set], Replacements(), before, places)
 
 
 def shutdown() -> None:

@@ -36,7 +36,6 @@ from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.variable_broadcast import broadcast_variables
-from ktrainer.training.loop import drive
 
 if TYPE_CHECKING:
     from ktrainer.training.recovery_protocol import ResumableLoop
@@ -69,12 +68,9 @@ class ElasticRecovery:
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
 
-    def train(self, loop: ResumableLoop) -> keras.callbacks.History:
-        """Train to the end; as a joining rank, from where the others are."""
-        return drive(self.updates(loop), loop.run_program)
-
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
-        """Yield all updates to the end; an update that a lost rank interrupts comes again."""
+        """Yield all updates to the end; as a joining rank, from where the others are. An update
+        that a lost rank interrupts comes again."""
         if self.world.alone:
             self._warm_up()
             if not self._joining_policy.enter():

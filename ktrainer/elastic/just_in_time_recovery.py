@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -76,8 +76,8 @@ class JustInTimeRecovery:
         self._counted = self._told  # the same, at the point
         self._point: RecoveryPoint | None = None
 
-    def train(self, loop: ResumableLoop) -> keras.callbacks.History:
-        """Train to the end.
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates to the end.
 
         Raises:
             RanksLost: on all surviving ranks; it says what became of the state.
@@ -88,7 +88,7 @@ class JustInTimeRecovery:
                 loop.begin()
                 self.vote(np.zeros(0, np.int32), "metric counts of each rank")
                 self.commit(Phase.TOLD)
-                history = loop.train()
+                history = yield from loop.updates()
                 self.world.agree("end of training")
                 return history
             except Exception as error:

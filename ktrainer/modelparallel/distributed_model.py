@@ -63,16 +63,12 @@ class DistributedModel(keras.Model):
     @property
     def trainable_variables(self) -> list[Any]:
         """Trained variables: those that this process holds, once the model is cut."""
-        every = super().trainable_variables
-        placement = placement_of(self)
-        return every if placement is None else [v for v in every if placement.holds(v)]
+        return _held(self, super().trainable_variables)
 
     @property
     def trainable_weights(self) -> list[Any]:
         """The same as `trainable_variables`."""
-        every = super().trainable_weights
-        placement = placement_of(self)
-        return every if placement is None else [v for v in every if placement.holds(v)]
+        return _held(self, super().trainable_weights)
 
     def save_model(self, path: str) -> None:
         """Write the whole model, for plain Keras. All ranks call this together.
@@ -104,6 +100,12 @@ class DistributedModel(keras.Model):
                 "the outputs of the model, and use weight_decay of the optimizer"
             )
         return []
+
+
+def _held(model: DistributedModel, variables: list[Any]) -> list[Any]:
+    """Those that this process holds; all, before the model is cut."""
+    placement = placement_of(model)
+    return variables if placement is None else [v for v in variables if placement.holds(v)]
 
 
 def _save_whole(model: Any, path: Path) -> None:

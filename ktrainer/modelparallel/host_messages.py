@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktrainer.distributed import World
+from ktrainer.distributed import World, mpi_chunks
 from ktrainer.errors import WorldError
 from ktrainer.modelparallel.state import CommGroup, RankType, current
 
 if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
-_TAG = 72
+_TAG = 0  # of objects, as in a pipeline's transport: tensors between stages have others
 _RANK_TYPES = {
     CommGroup.WORLD: RankType.WORLD_RANK,
     CommGroup.MP_GROUP: RankType.MP_RANK,
     CommGroup.DP_GROUP: RankType.DP_RANK,
 }
-_CHUNK = 2**30  # bytes of one message
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
@@ -79,15 +78,9 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
         DeadlineExceeded: it does not receive it.
     """
     world = _peer(dest_rank, rank_type, "smp.send")
-    from mpi4py import MPI  # imported late: importing it starts MPI
-
-    data = np.frombuffer(MPI.pickle.dumps(obj), np.uint8)
     what = f"smp.send to {rank_type.name} {dest_rank}"
-    length = np.array([data.size], np.int64)
-    world.wait(world.comm.Issend(length, dest_rank, _TAG), what, length)
-    for start in range(0, data.size, _CHUNK):
-        piece = data[start : start + _CHUNK]
-        world.wait(world.comm.Issend(piece, dest_rank, _TAG), what, piece)
+    for part in mpi_chunks.parts_of_object(obj):
+        world.wait(world.comm.Issend(part, dest_rank, _TAG), what, part)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
@@ -102,16 +95,13 @@ def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
         DeadlineExceeded: it does not send anything.
     """
     world = _peer(src_rank, rank_type, "smp.recv_from")
-    from mpi4py import MPI
-
     what = f"smp.recv_from {rank_type.name} {src_rank}"
-    length = np.empty(1, np.int64)
-    world.wait(world.comm.Irecv(length, src_rank, _TAG), what, length)
-    data = np.empty(int(length[0]), np.uint8)
-    for start in range(0, data.size, _CHUNK):
-        piece = data[start : start + _CHUNK]
-        world.wait(world.comm.Irecv(piece, src_rank, _TAG), what, piece)
-    return MPI.pickle.loads(data.tobytes())
+
+    def receive(parts: list[np.ndarray]) -> None:
+        for part in parts:
+            world.wait(world.comm.Irecv(part, src_rank, _TAG), what, part)
+
+    return mpi_chunks.receive_object(receive)
 
 
 def _world(group: Any) -> World:

@@ -175,12 +175,11 @@ class StageRunner:
 
     def _send_outputs(self, microbatch: int, tensors: Sequence[Any]) -> None:
         def send(*values: Any) -> None:
+            what = f"outputs of microbatch {microbatch}"
             for value in values:
                 array = np.ascontiguousarray(value.numpy())
                 for partition in range(self.partitions - 1):
-                    for request in self._transport.start_send(array, partition, microbatch):
-                        what = f"outputs of microbatch {microbatch}"
-                        self._transport._sending.append((request, array, what))
+                    self._transport.send_array(array, partition, microbatch, what)
 
         self._message(send, tensors, [])
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
+from ktrainer.data.rank_consistency import check_consistency
 from ktrainer.dataparallel import state as dataparallel
 from ktrainer.distributed import SingleWorld, World, current_world, is_open, open_world
 from ktrainer.distributed.rank_layout import Layout
-from ktrainer.errors import ConfigError, DivergenceError, WorldError
+from ktrainer.errors import ConfigError, WorldError
 from ktrainer.modelparallel.settings import Settings, settings_of
 from ktrainer.runtime.symbol_check import check_symbols
 
@@ -101,7 +102,7 @@ def init(config: Mapping[str, Any] | None = None, *, deadline: float | None = No
     before = world.deadline, world.deadline_setting
     world.deadline_setting = _DEADLINE
     world.deadline = before[0] if deadline is None else deadline
-    _compare(settings, world)
+    check_consistency(world, config=asdict(settings))
     _state = _opened(settings, world, before)
     if settings.horovod:
         dataparallel.open_over(_state.dp)
@@ -118,15 +119,6 @@ def _opened(settings: Settings, world: World, before: tuple[float, str]) -> Stat
         mp = both.group(layout.model_ranks(replica), f"the stages of replica {replica}")
         dp = both.group(layout.copy_ranks(stage), f"the copies of stage {stage}")
     return State(settings, world, mp, dp, layout, before)
-
-
-def _compare(settings: Settings, world: World) -> None:
-    for rank, theirs in enumerate(world.allgather(settings, "smp.init")):
-        if theirs != settings:
-            raise DivergenceError(
-                f"ranks were given different configurations: rank {world.rank} {settings}, rank "
-                f"{rank} {theirs}. Give smp.init the same one on every rank."
-            )
 
 
 def at_shutdown(forget: Callable[[], None]) -> None:

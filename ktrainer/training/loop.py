@@ -179,10 +179,6 @@ class Loop:
 
     # -- the loops
 
-    def train(self) -> keras.callbacks.History:
-        """Train from the present progress to the end, with the program's updates."""
-        return drive(self.updates(), self.run_program)
-
     def run_program(self, updates: Updates) -> Any:
         """Make the updates of one call of the program; returns its logs, unread."""
         if len(updates) == 1:

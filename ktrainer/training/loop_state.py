@@ -112,9 +112,6 @@ class LoopModel(keras.Model):
     def reset_metrics(self) -> None:
         """Leave metrics to the loop."""
 
-    def train_step(self, data: Any) -> Any:
-        raise NotImplementedError("the steps of a loop are the user's own")
-
 
 class _Untracked:
     """Values that Keras is not to look at."""
@@ -175,7 +172,7 @@ class LoopValues(Callback):
 
     def _plain(self) -> Iterator[tuple[str, Any]]:
         for key, value in self._state.items():
-            if isinstance(value, np.random.Generator) or not any(_tracked(value, "")):
+            if not any(_tracked(value, f"state/{key}")):
                 yield key, value
 
 

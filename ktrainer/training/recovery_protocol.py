@@ -31,14 +31,8 @@ class ResumableLoop(Protocol):
     def begin(self) -> None:
         """Do everything before the first update."""
 
-    def train(self) -> keras.callbacks.History:
-        """Train from the present progress to the end."""
-
     def updates(self) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates from the present progress to the end, for others to make."""
-
-    def run_program(self, updates: Any) -> Any:
-        """Make updates that `updates` has yielded; returns their logs."""
 
     def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
         """Continue from a committed moment; returns the progress that callbacks know of."""
@@ -47,8 +41,8 @@ class ResumableLoop(Protocol):
 class Recovery(Protocol):
     """Keeps a run alive, or saves it, when ranks are lost."""
 
-    def train(self, loop: ResumableLoop) -> keras.callbacks.History:
-        """Run `loop` to its end."""
+    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
+        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
 
     def begin_step(self) -> None:
         """Prepare for an update that may be interrupted."""
@@ -72,13 +66,6 @@ class Recovery(Protocol):
         """Let go of what was started for recovery."""
 
 
-class StepwiseRecovery(Recovery, Protocol):
-    """A recovery that also serves steps of the user's own."""
-
-    def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
-        """Yield all updates of `loop`, for others to make; errors of theirs are thrown in here."""
-
-
 class NoRecovery:
     """A lost rank ends the run.
 
@@ -88,11 +75,6 @@ class NoRecovery:
 
     def __init__(self, world: World) -> None:
         self.world = world
-
-    def train(self, loop: ResumableLoop) -> keras.callbacks.History:
-        """Run `loop` to its end."""
-        loop.begin()
-        return loop.train()
 
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates of `loop`, for others to make."""

@@ -28,7 +28,7 @@ from ktrainer.training.fit_settings import (
     step_options,
     versions_that_compute,
 )
-from ktrainer.training.loop import Loop
+from ktrainer.training.loop import Loop, drive
 from ktrainer.training.preemption import SignalHandlers
 from ktrainer.training.triggers import make_triggers
 from ktrainer.verify.first_update_check import check_first_update
@@ -92,7 +92,7 @@ class Run:
     def train(self, recovery: Recovery) -> keras.callbacks.History:
         """Train to the end; see `ktrainer.training.loop`."""
         with self.loop(recovery) as loop:
-            return recovery.train(loop)
+            return drive(recovery.updates(loop), loop.run_program)
 
     @contextmanager
     def loop(self, recovery: Recovery) -> Iterator[Loop]:

@@ -26,7 +26,7 @@ from ktrainer.training.run import Run
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
-    from ktrainer.training.recovery_protocol import StepwiseRecovery
+    from ktrainer.training.recovery_protocol import Recovery
 
 _NONE: Mapping[str, Any] = {
     "validation_split": 0.0,
@@ -72,9 +72,9 @@ class StepsRun(Run):
     """A run whose updates are the user's own."""
 
     def check(self) -> None:
-        check_settings(self.context.config)
+        """`open_steps` has checked the settings; the models need no `compile`."""
 
-    def steps(self, recovery: StepwiseRecovery) -> Generator[Any, Any, None]:
+    def steps(self, recovery: Recovery) -> Generator[Any, Any, None]:
         """Yield all updates; is sent their logs."""
         with self.loop(recovery) as loop:
             yield from recovery.updates(loop)

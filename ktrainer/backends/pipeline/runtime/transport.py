@@ -7,7 +7,6 @@ bytes, bfloat16 included.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,6 +127,15 @@ class Transport:
         """
         return [self._comm.Isend(piece, partition, 1 + channel) for piece in _pieces(array)]
 
+    def send_array(self, array: np.ndarray, partition: int, channel: int, what: str) -> None:
+        """`start_send`, whose requests `finish` waits for.
+
+        Args:
+            what: names it, should a deadline pass.
+        """
+        requests = self.start_send(array, partition, channel)
+        self._sending += [(request, array, what) for request in requests]
+
     def start_receive(self, array: np.ndarray, partition: int, channel: int) -> list[Any]:
         """Start to receive into `array`; return the requests to `wait` for."""
         return [self._comm.Irecv(piece, partition, 1 + channel) for piece in _pieces(array)]
@@ -155,8 +163,7 @@ class Transport:
     def send_object(self, value: Any, partition: int, what: str) -> None:
         """Send a picklable object to another partition of this replica."""
         name = f"{what} to {self.rank_name(partition)}"
-        data = np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
-        parts = [np.array([data.size], np.int64), *mpi_chunks.pieces(data)]
+        parts = mpi_chunks.parts_of_object(value)
         self.wait([self._comm.Isend(part, partition, _OBJECT) for part in parts], name)
 
     def receive_object(self, partition: int, what: str) -> Any:
@@ -166,12 +173,11 @@ class Transport:
             DeadlineExceeded: it sent nothing.
         """
         name = f"{what} from {self.rank_name(partition)}"
-        size = np.empty(1, np.int64)
-        self.wait([self._comm.Irecv(size, partition, _OBJECT)], name)
-        data = np.empty(int(size[0]), np.uint8)
-        pieces = mpi_chunks.pieces(data)
-        self.wait([self._comm.Irecv(piece, partition, _OBJECT) for piece in pieces], name)
-        return pickle.loads(data.data)
+
+        def receive(parts: list[np.ndarray]) -> None:
+            self.wait([self._comm.Irecv(part, partition, _OBJECT) for part in parts], name)
+
+        return mpi_chunks.receive_object(receive)
 
     def _tag(self, transfer: Transfer, part: int) -> int:
         place = transfer.microbatch * self.stages + transfer.destination

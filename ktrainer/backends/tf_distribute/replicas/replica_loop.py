@@ -18,7 +18,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
 )
 from ktrainer.backends.user_loop import ReduceOp, UserLoop, wide_type
 from ktrainer.data.distributed_dataset import require_dataset
-from ktrainer.data.local_batch import LocalBatch, bounds
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.world import World
 from ktrainer.steps.assigned_variables import aggregation_of, constant_of, over_all_ranks
@@ -57,20 +57,17 @@ class StrategyLoop(UserLoop):
         return made
 
     def rows(self, local: LocalBatch) -> Any:
-        batch, count = super().rows(local), self._local_replicas
+        count = self._local_replicas
         if count == 1:
-            return batch
-        parts = []
-        for number in range(count):
-            start, stop = bounds(local.examples, number, count)
-            parts.append([leaf[start:stop] for leaf in tf.nest.flatten(batch)])
+            return local.rows()
+        parts = [tf.nest.flatten(local.rows(number, count)) for number in range(count)]
         first = self.world.replica * count if self.world.size > 1 else 0
 
         def of_replica(context: Any) -> list[Any]:
             return parts[context.replica_id_in_sync_group - first]
 
         leaves = self._strategy.experimental_distribute_values_from_function(of_replica)
-        return tf.nest.pack_sequence_as(batch, leaves)
+        return tf.nest.pack_sequence_as(local.batch, leaves)
 
     @property
     def _local_replicas(self) -> int:
