@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,34 @@ def hand_written() -> Callable[[Any], Any]:
     return lambda batch: step(*batch)
 
 
+def in_turns(
+    variants: dict[str, Callable[[Any], Any]], data: Sequence[Any], barrier: Any, rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds a step, of each variant and round; the variants take turns."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name, step in variants.items():
+            barrier()
+            start = time.perf_counter()
+            for batch in data:
+                logs = step(batch)
+            tf.nest.map_structure(float, logs)
+            barrier()
+            if number:  # the first compiles
+                times[name].append((time.perf_counter() - start) / len(data) * 1e3)
+    return times
+
+
+def show(times: dict[str, list[float]]) -> None:
+    """Print medians, and medians of the ratios to "none" of the same round."""
+    for name, values in times.items():
+        ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
+        print(
+            f"{name:17s} {statistics.median(values):7.2f} ms a step   "
+            f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30, help="steps a round")
@@ -103,25 +131,10 @@ def main() -> None:
         variants["horovod"] = ours(HorovodGradients(world), world.rank, world.size)
         variants["horovod, by hand"] = hand_written()
     data = batches(world.rank, args.steps)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(args.rounds + 1):
-        for name, step in variants.items():
-            world.barrier()
-            start = time.perf_counter()
-            for batch in data:
-                logs = step(batch)
-            tf.nest.map_structure(float, logs)
-            world.barrier()
-            if round_:  # the first compiles
-                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    times = in_turns(variants, data, world.barrier, args.rounds)
     if world.is_root:
         print(f"ktrainer {ktrainer.__version__}, {world.size} processes, batch {BATCH} each")
-        for name, values in times.items():
-            ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
-            print(
-                f"{name:17s} {statistics.median(values):7.2f} ms a step   "
-                f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
-            )
+        show(times)
 
 
 if __name__ == "__main__":

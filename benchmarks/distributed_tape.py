@@ -12,8 +12,6 @@ knows no Keras 3 variables, so all variants differentiate by the TensorFlow vari
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +20,10 @@ import ktrainer.dataparallel as sdp  # before TensorFlow, to keep its log quiet
 # isort: split
 import keras
 import tensorflow as tf
-from data_parallel_step import BATCH, batches, build_model
+from data_parallel_step import BATCH, batches, build_model, in_turns, show
 
 
-def loop_of(library: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
     """The step of a script that was written for `library`; None: for one process."""
     model = build_model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -41,7 +39,7 @@ def loop_of(library: Any) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
         model.optimizer.apply(tape.gradient(value, variables), model.trainable_variables)
         return value
 
-    return step
+    return lambda batch: step(*batch)
 
 
 def main() -> None:
@@ -57,25 +55,10 @@ def main() -> None:
     hvd.init()
     loops = {"none": loop_of(None), "ktrainer": loop_of(sdp), "horovod": loop_of(hvd)}
     data = batches(sdp.rank(), args.steps)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(args.rounds + 1):
-        for name, step in loops.items():
-            sdp.barrier()
-            start = time.perf_counter()
-            for batch in data:
-                value = step(*batch)
-            float(value)
-            sdp.barrier()
-            if number:  # the first compiles
-                times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+    times = in_turns(loops, data, sdp.barrier, args.rounds)
     if sdp.rank() == 0:
         print(f"{sdp.size()} processes, batch {BATCH} each")
-        for name, values in times.items():
-            ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
-            print(
-                f"{name:9s} {statistics.median(values):7.2f} ms a step   "
-                f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
-            )
+        show(times)
     sdp.shutdown()
 
 

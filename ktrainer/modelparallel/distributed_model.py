@@ -13,7 +13,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
-from ktrainer.checkpoint.export.keras_file import whole_on_root, write_file
+from ktrainer.checkpoint.export.keras_file import write_file, write_keras_file
 from ktrainer.config import PipelineConfig
 from ktrainer.errors import CheckpointError, ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
@@ -121,7 +121,6 @@ def _save_whole(model: Any, path: Path) -> None:
         ModelError: the model is not cut yet.
         CheckpointError: on every rank, when rank 0 cannot write the file.
     """
-    world, error = state.current().world, None
     if placement_of(model) is None:
         raise ModelError(
             f"model {model.name!r} has no variables yet: it is cut into stages by its first step. "
@@ -131,14 +130,7 @@ def _save_whole(model: Any, path: Path) -> None:
         raise CheckpointError(
             f"{path} does not end in .keras or .weights.h5, the formats that Keras 3 reads"
         )
-    with whole_on_root(model) as missing:
-        if missing:
-            error = f"cannot save the model to {path}: no stage has {', '.join(missing)}"
-        elif world.is_root:
-            error = _write(model, path)
-    error = world.broadcast(error, 0, "saving the model")
-    if error is not None:
-        raise CheckpointError(error)
+    write_keras_file(model, path, state.current().world, _write)
 
 
 def _write(model: Any, path: Path) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,17 @@ def save_model(model: Any, path: str | os.PathLike[str], world: World) -> None:
     write_keras_file(model, path, world)
 
 
-def write_keras_file(model: Any, path: str | os.PathLike[str], world: World) -> None:
-    """Write `model`, or its weights where `path` ends in `.weights.h5`; as `save_model`."""
+def write_keras_file(
+    model: Any,
+    path: str | os.PathLike[str],
+    world: World,
+    write: Callable[[Any, Path], str | None] | None = None,
+) -> None:
+    """Write `model`, or its weights where `path` ends in `.weights.h5`; as `save_model`.
+
+    Args:
+        write: writes it on rank 0, where all weights are, and returns an error; None: `write_file`.
+    """
     if "://" in os.fspath(path):
         raise CheckpointError(f"{path} is not on a local file system: save locally, then copy it")
     path, error = Path(path), None
@@ -45,7 +54,7 @@ def write_keras_file(model: Any, path: str | os.PathLike[str], world: World) -> 
         if missing:
             error = f"cannot save the model to {path}: no stage has {', '.join(missing)}"
         elif world.is_root:
-            error = write_file(model, path)
+            error = (write or write_file)(model, path)
     error = world.broadcast(error, 0, "saving the model")
     if error is not None:
         raise CheckpointError(error)
