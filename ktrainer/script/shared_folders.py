@@ -11,8 +11,8 @@ import shutil
 import stat
 import sys
 import sysconfig
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,9 @@ from ktrainer.runtime.monkeypatching import Replacements
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")})
 WRITTEN = "ktrainer.written"  # audit event: rank 0 has written this path
+# What a record of outcomes holds, one byte each.
+_MADE, _EXISTS = b".", b"E"
+_LATE = b"+"  # the folder is there, but rank 0 has still to make it, or has removed it before
 _WRAPPERS = ("os", "pathlib", "shutil")  # modules between the caller and these functions
 
 
@@ -47,7 +50,7 @@ def share_folders(marks: Path, rank: int, replaced: Replacements) -> None:
 class _SharedFolders:
     """Folders that ranks make in the same order, and one of them executes.
 
-    A file for each path records outcomes, one byte each. Its lock keeps other ranks out.
+    A file for each path records the outcomes. Its lock keeps other ranks out.
 
     Args:
         marks: the folder of these files.
@@ -59,6 +62,7 @@ class _SharedFolders:
         # What this rank has left to rank 0 to remove, and which file it was.
         self._left: dict[str, tuple[int, ...] | None] = {}
         self._own: list[str] = []  # temporary files and folders of this rank
+        self._late: set[str] = set()  # folders that this rank made again
         self._held: set[str] = set()
 
     def wrap(
@@ -102,6 +106,11 @@ class _SharedFolders:
         if any(path == own or path.startswith(own + os.sep) for own in self._own):
             call()
             return
+        with self._record(path) as record:
+            if path in self._late and record.endswith(_LATE):  # rank 0 has removed it before
+                call()
+                record[:] = record.removesuffix(_LATE)
+                return
         there = _identity(path)
         # The same file: rank 0 has still to remove it. Of a folder that cannot be told.
         if path in self._left and there in (None, self._left[path]) and self._left[path] != ():
@@ -110,37 +119,48 @@ class _SharedFolders:
 
     def make(self, path: str, call: Callable[[], None]) -> None:
         """Make a folder once for all ranks."""
-        parents = {path, *map(str, Path(path).parents)}
-        if parents.intersection(self._left):  # rank 0 may not have removed it yet
-            self._left.pop(path, None)
-            self._calls[path] = self._calls.get(path, 0) + 1
-            with suppress(FileExistsError):
-                call()
-            return
+        # What this rank has left to rank 0 to remove may still be there.
+        left = bool({path, *map(str, Path(path).parents)}.intersection(self._left))
+        self._left.pop(path, None)
+        number = self._calls.get(path, 0)
+        with self._record(path) as record:
+            late = record.endswith(_LATE)
+            outcomes = bytes(record.removesuffix(_LATE))
+            outcome = outcomes[number : number + 1]
+            made = outcome != _EXISTS and _succeeds(call)
+            if not outcome and number == len(outcomes) and (made or late or not left):
+                outcome = _MADE if made or late else _EXISTS
+                record[:] = outcomes + outcome
+            elif made:  # as a slower rank, after rank 0 has removed it, or before rank 0 makes it
+                record[:] = outcomes + _LATE
+                self._late.add(path)
+            self._calls[path] = number + 1
+        if outcome == _EXISTS or not (outcome or made or left):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    @contextmanager
+    def _record(self, path: str) -> Iterator[bytearray]:
+        """The outcomes of `path`, one byte each, locked; changes are written."""
         mark = self._marks / hashlib.sha256(path.encode()).hexdigest()
         # `watch_files` reports what is opened by `open`, but not `os.open`.
-        with os.fdopen(os.open(mark, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "a+b") as record:
-            fcntl.flock(record, fcntl.LOCK_EX)
-            record.seek(0)
-            outcomes, number = record.read(), self._calls.get(path, 0)
-            failed = outcomes[number : number + 1] == b"E"
-            # What another rank has made, and rank 0 has removed since, is made again.
-            if failed or (number < len(outcomes) and os.path.lexists(path)):
-                self._calls[path] = number + 1
-                if failed:
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-                return
-            outcome = b""
-            try:
-                call()
-                outcome = b"."
-            except OSError as error:
-                outcome = b"E" if error.errno == errno.EEXIST else b""
-                raise
-            finally:
-                record.write(outcome)
-                record.flush()
-                self._calls[path] = len(outcomes) + len(outcome)
+        with os.fdopen(os.open(mark, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before = file.read()
+            record = bytearray(before)
+            yield record
+            if record != before:
+                file.seek(0)
+                file.truncate()
+                file.write(record)
+
+
+def _succeeds(make: Callable[[], None]) -> bool:
+    """Make a folder; return whether it was not there before."""
+    try:
+        make()
+    except FileExistsError:
+        return False
+    return True
 
 
 def _identity(path: str) -> tuple[int, ...] | None:

@@ -10,9 +10,11 @@ import pytest
 from tests.script.test_run import STAGES, TWO, assert_same, result, run, start
 
 FOLDERS = """
-import json, os, pathlib, shutil
+import json, os, pathlib, shutil, time
 import keras
 record = []
+def wait_on(rank):
+    time.sleep(0.5 * (os.environ["OMPI_COMM_WORLD_RANK"] == str(rank)))
 def attempt(make, folder):
     try:
         make(folder)
@@ -33,8 +35,11 @@ model.save("once/model.keras")  # all ranks are here
 attempt(shutil.rmtree, "once")
 attempt(os.remove, "file.txt")
 attempt(os.remove, "file.txt")
-model.save("a/model.keras")
-attempt(os.mkdir, "once")
+for slow in (0, 1):
+    model.save("a/model.keras")
+    wait_on(slow)
+    attempt(os.mkdir, "once")
+    attempt(os.rmdir, "once")
 print("RESULT", json.dumps({"record": record}))
 """
 
@@ -49,8 +54,9 @@ def test_folders_are_made_and_removed_once(tmp_path: Path) -> None:
     first, second = done.stdout.splitlines()
     assert first == second
     made = ["done", "exists", "done", "done", "exists", "exists"]
-    expected = [*made, "done", "done", "missing", "done"]
+    expected = [*made, "done", "done", "missing", *["done"] * 4]
     assert result_of(first) == expected
+    assert not (tmp_path / "once").exists()
 
 
 AGAIN = """
