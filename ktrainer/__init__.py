@@ -11,7 +11,8 @@ elastic/      when ranks are lost         launch/, cli/   `ktrainer run` and its
 config/       keys and their checks       plan/        what a configuration means here
 script/       scripts without a Trainer   verify/      split against unsplit updates
 plan_report/  `ktrainer plan`             runtime/     devices, folders, Keras' versions
-dataparallel/ gradients over ranks in loops of one's own, as in Horovod
+dataparallel/ gradients over ranks in custom loops, as in Horovod
+modelparallel/ models in stages in custom loops, as in SageMaker's library
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ Each process trains on its own data with a batch of its own; gradients are avera
 Start the script with `ktrainer run -n N script.py`, mpirun or srun. `Trainer.fit` needs none of it.
 
 state.py        init, shutdown, process sets    options.py     ReduceOp, Compression
-ranks.py        rank, size, facts               collectives.py, rows.py, objects.py   calls
+ranks.py        rank, size, builds              collectives.py, rows.py, objects.py   calls
 gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
-channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
-rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
+channel.py      a communicator on which ranks compare each call before they make it: calls.py
+                describes a call, handlers.py carries it out on arrays
+rank_group.py   the channels of a process set; lane.py: one thread's calls, in order; sums.py:
+                the engine's buckets on one
 host_calls.py, reductions.py   calls from eager and compiled code
 adasum.py, join.py, process_sets.py, unavailable.py
 """

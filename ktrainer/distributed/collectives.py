@@ -1,6 +1,6 @@
 """Abstract collectives on gradients: sums of tensors over ranks, inside a compiled step.
 
-All gradients go through here; host messages go out of band through `World`. Two operations are
+All sums of gradients over replicas go through here; host messages go out of band through `World`. Two operations are
 enough for data parallelism:
 
     reduce(gradients, weight)   sum over ranks of weight * gradient, once a step, fused

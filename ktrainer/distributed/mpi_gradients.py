@@ -1,8 +1,9 @@
-"""Gradients over plain MPI: fused buckets through mpi4py, nothing compiled.
+"""Gradients over plain MPI: fused buckets through mpi4py, without an extension to compile.
 
 Dense gradients are packed, already weighted, into buckets of at most `bucket_mb`, in the
 reverse order of the variables, which is about the order in which the backward pass finishes
-them; each bucket is one all-reduce that starts as soon as its last gradient is there.
+them; each bucket is one all-reduce, which starts when its last gradient is there and the previous
+bucket is summed.
 
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32: each rank sums one segment of the bucket and sends the sum to the

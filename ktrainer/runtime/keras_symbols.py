@@ -1,8 +1,7 @@
 """The private symbols of Keras and TensorFlow that the package replaces, calls or reads.
 
-Keras 3 has no interface for a distribution that is not its own. To support another version of it:
-widen `SUPPORTED` and the bounds in pyproject.toml, run `make test-keras`, and update the table
-below and the code that it names. At start `symbol_check` compares the table with what is installed.
+Keras 3 has no interface for a distribution that is not its own. CONTRIBUTING.md says how
+to support another version of it. At start `symbol_check` compares the table with what is installed.
 
 The table has a module, then one of its symbols with the parameters that we rely on, then the
 packages that use it and why. `Class()._name` is an attribute that an instance gets in code of the

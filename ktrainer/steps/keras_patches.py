@@ -6,17 +6,18 @@ puts them back:
 
 | replaced | because |
 |---|---|
-| `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all shares |
-| `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all shares |
+| `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all parts |
+| `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all parts |
 | `tf.GradientTape.gradient` | so is a vector that is differentiated |
-| `metrics.Mean.update_state` | a scalar counts with the share's weight |
+| `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
 | `Function.__call__` | a `tf.function` that a step calls may have been traced without all that |
 
-The source of each replacement is the function of that name in Keras 3.15.
+The source of each replacement is the function of that name in Keras 3.15, or in TensorFlow for
+`tf.GradientTape` and `Function`.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo
 
 @contextmanager
 def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -> Iterator[None]:
-    """Trace a Keras step, called inside, as one share of an update.
+    """Trace a Keras step, called inside, as one part of an update.
 
     Args:
-        context: the share and its surroundings.
+        context: the part and its surroundings.
         optimizers: those that the step may apply; classes that override `apply` are covered. None:
             any that there are.
     """

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.callbacks.base import gradient_hooks
 from ktrainer.checkpoint.contents.capture_state import named_variables
 from ktrainer.data.rank_consistency import check_consistency
 from ktrainer.errors import ConfigError, DataError
@@ -80,6 +81,12 @@ class StepsRun(Run):
             yield from recovery.updates(loop)
 
     def _open_program(self) -> None:
+        for hook in gradient_hooks(self.every):
+            raise ConfigError(
+                f"{getattr(hook, '__self__', hook)!r} overrides on_gradients, which changes the "
+                "gradients in the step of a fit. In a loop over trainer.steps the step is yours, "
+                "and nothing would call it: change the gradients there, or use trainer.fit"
+            )
         self.state.program = UserProgram(self.model)
         world = self.context.world
         if world.size > 1:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import Trainer
+from ktrainer import Callback, Trainer
 from ktrainer.errors import ConfigError, DataError, Interrupted, ModelError
 from tests.dist.harness import RankError
 from tests.dist.harness.group import ROOT
@@ -292,3 +292,13 @@ def test_state_that_differs_between_ranks_is_named(ranks: Callable[..., Any], ki
         RankError, match=f"DivergenceError[\\s\\S]*different values of state/{kind}"
     ):
         ranks(2).run(different, kind)
+
+
+class Halved(Callback):
+    def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        return [gradient / 2 for gradient in gradients]
+
+
+def test_a_gradient_hook_that_nothing_would_call_is_refused(tmp_path: Path) -> None:
+    with make(tmp_path) as trainer, pytest.raises(ConfigError, match="Halved.*on_gradients"):
+        trainer.steps(*arrays(), callbacks=[Halved()])
