@@ -1,7 +1,7 @@
 """Abstract collectives on gradients: sums of tensors over ranks, inside a compiled step.
 
-All sums of gradients over replicas go through here; host messages go out of band through `World`. Two operations are
-enough for data parallelism:
+All sums of gradients over replicas go through here; host messages go out of band through `World`.
+Two operations are enough for data parallelism:
 
     reduce(gradients, weight)   sum over ranks of weight * gradient, once a step, fused
     sum(vector)                 sum over ranks of a few numbers, in the forward pass

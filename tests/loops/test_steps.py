@@ -300,5 +300,5 @@ class Halved(Callback):
 
 
 def test_a_gradient_hook_that_nothing_would_call_is_refused(tmp_path: Path) -> None:
-    with make(tmp_path) as trainer, pytest.raises(ConfigError, match="Halved.*on_gradients"):
+    with make(tmp_path) as trainer, pytest.raises(ConfigError, match=r"Halved.*on_gradients"):
         trainer.steps(*arrays(), callbacks=[Halved()])
