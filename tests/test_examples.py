@@ -93,7 +93,7 @@ def _backend(size: int) -> list[str]:
     return ["backend=data_parallel"] if size > 1 else []
 
 
-@pytest.mark.quick("digits-2")
+@pytest.mark.quick("digits-1")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SAYS)
 def test_example(ranks, data_folder, tmp_path, name, size):
@@ -160,6 +160,7 @@ def _custom_loop_on_devices(*words: str) -> str:
     return _custom_loop(*words)
 
 
+@pytest.mark.exhaustive
 def test_a_custom_loop_is_the_same_on_two_processes(ranks):
     (expected,) = ranks(1).run(_custom_loop, "backend=local", deadline=120)
     assert re.fullmatch(r"epoch 1  loss \d\.\d+  val_accuracy 0\.\d+\n", expected), expected
@@ -185,6 +186,7 @@ def _resumable(*words: str) -> str:
     return _run_script(script, "logging.progress=none", *words)
 
 
+@pytest.mark.exhaustive
 def test_a_resumable_loop_continues_where_it_was(ranks, tmp_path):
     """Ended after 20 of 46 steps, in mid-epoch, and started again: the same last line."""
     folders = [f"run.dir={tmp_path / name}" for name in ("whole", "cut")]
@@ -197,6 +199,7 @@ def test_a_resumable_loop_continues_where_it_was(ranks, tmp_path):
     assert ranks(2).run(_resumable, "backend=data_parallel", *words[:1], deadline=120)[1] == ""
 
 
+@pytest.mark.exhaustive
 def test_a_data_parallel_loop_is_that_of_one_process(ranks, data_folder, tmp_path):
     """20 steps in float64 on two ranks and on one: the same losses, and the same weights."""
     script, said = str(EXAMPLES / "custom_loops" / "data_parallel.py"), {}

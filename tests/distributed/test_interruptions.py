@@ -182,6 +182,7 @@ def _kept() -> dict[str, list[bool]]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_what_mpi_may_still_use_is_kept_after_ctrl_c(ranks: Callable[..., Any]) -> None:
     found, _ = ranks(2, "late").run(_kept)
     assert found == {

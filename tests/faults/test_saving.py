@@ -127,6 +127,7 @@ def test_row_05_not_even_a_folder(ranks: Callable[..., Any], tmp_path: Path) -> 
     assert names == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick("1-full-told0")
 @pytest.mark.parametrize(
     ("faulty", "fault", "told"),

@@ -29,7 +29,7 @@ def check(ranks: Callable[..., Any], names: list[str], by_rank: list[list[Outcom
     assert max(gaps.values()) < 1e-12, gaps
 
 
-@pytest.mark.quick("3-mpi")
+@pytest.mark.quick("2-mpi")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_data_parallel(ranks: Callable[..., Any], size: int, engine: str) -> None:

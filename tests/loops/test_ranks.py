@@ -143,6 +143,7 @@ def unclear_rows() -> tuple[str, str, float]:
     return shapes, statistics, total
 
 
+@pytest.mark.exhaustive
 def test_what_is_no_row_is_never_counted_as_one(ranks: Callable[..., Any]) -> None:
     for shapes, statistics, total in ranks(2, "ends").run(unclear_rows):
         assert "ranks have results of different shapes" in shapes

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 X, Y = np.ones((8, 6)), np.ones((8, 3))
 
@@ -78,6 +79,7 @@ def _after_fit() -> Any:
         return found, works
 
 
+@pytest.mark.exhaustive
 def test_each_says_which_call_of_the_trainer_does_it(ranks: Callable[..., Any]) -> None:
     for found, works in ranks(2).run(_after_fit, deadline=150):
         assert works[0] == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3

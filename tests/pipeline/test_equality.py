@@ -52,7 +52,7 @@ MODELS = ("mlp", "cnn", "tied", "two", "recurrent")
 MAIN = {name: Case(name, epochs=3, gradients=True) for name in MODELS}
 
 
-@pytest.mark.quick("mlp-2-1f1b", "cnn-2-zero_bubble")
+@pytest.mark.quick("mlp-2-1f1b")
 @pytest.mark.parametrize(
     ("model", "stages", "words"),
     [

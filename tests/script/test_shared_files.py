@@ -44,6 +44,7 @@ print("RESULT", json.dumps({"record": record}))
 """
 
 
+@pytest.mark.exhaustive
 def test_folders_are_made_and_removed_once(tmp_path: Path) -> None:
     (tmp_path / "folders.py").write_text(FOLDERS)
     (tmp_path / "before").mkdir()

@@ -98,6 +98,7 @@ def test_workers_and_servers_that_fail_or_stop(start: Start, tmp_path: Path) -> 
     assert "in 'a read from the servers'" in errors
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_is_killed_is_named(start: Start, script: Path) -> None:
     command = (*LAUNCH, "--workers", 1, "--servers", 1, script, *SERVERS, *QUIET)
     launcher = start(*command, "data.batch_size=16", "trainer.epochs=9")

@@ -80,6 +80,7 @@ def test_ranks(ranks: Callable[..., Any]) -> None:
     assert (first, second) == ([NORMALISED, DRAWN, ROUNDING] * 2, [])
 
 
+@pytest.mark.exhaustive
 def test_ranks_without_an_optimizer_that_scales_rounding(ranks: Callable[..., Any]) -> None:
     first, _ = ranks(2).run(displayed, "unknown", "sgd", "backend=data_parallel", deadline=120)
     assert first == [NORMALISED, DRAWN, LENGTH]
