@@ -306,7 +306,7 @@ class Trainer(CustomLoop):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where the checkpoints of this `fit` go: `checkpoints`, `checkpoints-2`, ..."""
+        """Folder of the checkpoints of this `fit`: `checkpoints`, `checkpoints-2`, ..."""
         return self._context().checkpoint_dir(self.state)
 
     def request_stop(self, reason: str) -> None:

@@ -180,7 +180,7 @@ class LossGuard(Callback):
         return f" on {', '.join(texts)}"
 
     def _problem(self, finite: bool, loss: float, in_a_row: int) -> str | None:
-        """What is wrong with the step; None if nothing is."""
+        """Describe the fault of the step; None if it has none."""
         if not finite:
             return "the loss is not finite"
         if loss > self._limit():

@@ -24,7 +24,7 @@ SCRIPT = "the script"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where the run keeps its files.
+    """The folder of the run's files.
 
     Attributes:
         dir: folder of the run, made with access for its owner alone when missing. null: rank 0
@@ -52,7 +52,7 @@ class ClipConfig:
 
 @dataclass(frozen=True)
 class InterruptConfig:
-    """What `fit` does on a signal to end.
+    """Response of `fit` to a signal to end.
 
     Attributes:
         signals: signals to handle, of SIGTERM, SIGINT, SIGHUP and SIGUSR1. After one on any rank,

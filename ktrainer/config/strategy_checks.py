@@ -94,7 +94,7 @@ def with_sharding(config: Config) -> Config:
 
 
 def _check_sharding(config: Config, backend: TfDistributeConfig) -> None:
-    """What `fit` reads by `data` must be what `trainer.distribute` reads by `auto_shard`."""
+    """Check that `fit` reads by `data` what `trainer.distribute` reads by `auto_shard`."""
     data = config.data
     if backend.auto_shard == "file" and data.shard == "element":
         _refuse_sharding(

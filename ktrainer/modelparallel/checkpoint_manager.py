@@ -70,7 +70,7 @@ class CheckpointManager:
 
     @property
     def checkpoint(self) -> Any:
-        """What is saved."""
+        """The saved objects."""
         return self._checkpoint
 
     @property

@@ -1,4 +1,4 @@
-"""What there is to run on: processes, cores, GPUs, Horovod."""
+"""The hardware and launch of a process: ranks, cores, GPUs, Horovod."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HardwareGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a plan has to know about the processes and their machine.
+    """The processes and their machine, as a plan needs them.
 
     Attributes:
         size: processes in all.
@@ -92,7 +92,7 @@ def _workers() -> int | None:
 
 
 def _threads_asked() -> int | None:
-    """What the user, or `ktrainer run`, asks TensorFlow for; its default, 0, is no number."""
+    """Threads that the user, or `ktrainer run`, asks TensorFlow for; its default, 0, counts as none."""
     asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else None
 

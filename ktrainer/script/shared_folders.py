@@ -164,7 +164,7 @@ def _succeeds(make: Callable[[], None]) -> bool:
 
 
 def _identity(path: str) -> tuple[int, ...] | None:
-    """What tells the file at `path` from a later one; empty for a folder, None if there is none."""
+    """Identity of the file at `path`; empty for a folder, None if there is none."""
     with suppress(OSError):
         found = os.lstat(path)
         folder = stat.S_ISDIR(found.st_mode)

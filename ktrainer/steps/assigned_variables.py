@@ -143,7 +143,7 @@ def over_all_ranks(
     before: Sequence[tf.Tensor],
     values: Sequence[tf.Tensor],
 ) -> list[tf.Tensor]:
-    """What all ranks have assigned: of `sum` what they have added, of `mean` the value.
+    """Combine what all ranks have assigned: of `sum` the additions, of `mean` the values.
 
     Args:
         context: of the step.

@@ -43,7 +43,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class CallArguments:
-    """What one call of `fit`, `evaluate` or `predict` was given.
+    """The arguments of one call of `fit`, `evaluate` or `predict`.
 
     Attributes:
         config: the Trainer's configuration with the arguments of the call.
@@ -75,7 +75,7 @@ class CallArguments:
     verbose: int | str = "auto"
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all ranks: the configuration, and the other arguments."""
+        """The facts that must be equal on all ranks: the configuration, and the other arguments."""
         beside = (
             "initial_epoch",
             "batches_per_epoch",

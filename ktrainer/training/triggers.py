@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Triggers:
-    """When things happen.
+    """The times of saving, logging and validation.
 
     Attributes:
         epochs: passes over the data, in all.
@@ -57,7 +57,7 @@ class Triggers:
 
 
 def make_triggers(config: Config) -> Triggers:
-    """When things happen, from the configuration; durations parsed."""
+    """Return the times from the configuration, durations parsed."""
     trainer = config.trainer
     dev = bool(trainer.fast_dev_run)
     seconds = Duration.parse(trainer.max_time) if trainer.max_time else None

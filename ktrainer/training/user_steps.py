@@ -288,7 +288,7 @@ def check_settings(config: Config) -> None:
 
 
 def _global_batches(data: Any) -> Any:
-    """What `trainer.distribute` was given, as the run itself gives each rank its rows."""
+    """The data that `trainer.distribute` was given, as the run itself gives each rank its rows."""
     if callable(data) and not isinstance(data, tf.data.Dataset):
         return lambda: _global_batches(data())
     if hasattr(data, "global_batches"):

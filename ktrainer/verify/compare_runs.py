@@ -1,4 +1,4 @@
-"""What `ktrainer verify` prints: two recorded runs, item by item, and why they differ."""
+"""The report of `ktrainer verify`: two recorded runs, item by item, and why they differ."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from ktrainer.verify.side_effects import CheckSkipped, KeptState, variables_kept
 
 @dataclass
 class GradientPass:
-    """What one pass gave.
+    """Results of one pass.
 
     Attributes:
         gradients: one list for each time that an optimizer was applied; None where a variable has

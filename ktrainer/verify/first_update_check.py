@@ -105,7 +105,7 @@ def _paused(feeds: Sequence[Feed]) -> Iterator[None]:
 
 
 def _known(model: keras.Model, how: tuple[Split, bool]) -> Sequence[str] | None:
-    """What was found if the model was checked as it is compiled now, else None; from now on it
+    """Findings if the model was checked as it is compiled now, else None; from now on it
     counts as checked."""
     if (before := _checked.get(model)) is not None:
         checked, compiled, noise = before
@@ -141,7 +141,7 @@ def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
 def _check(
     model: keras.Model, batch: Any, feed: Feed, plan: Plan, into: Split, exact: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """What will not train as in one process, if anything, and the variables whose gradients are
+    """Losses that will not train as in one process, and the variables whose gradients are
     rounding errors. Of an `exact` loss only the model's call is checked."""
     _refuse(model, plan)
     batch, rows = _few_rows(batch)
@@ -279,6 +279,6 @@ def _say_skipped(error: Exception, config: Config) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What a display says of an error."""
+    """Text of an error for a display."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"

@@ -168,7 +168,7 @@ def call_couples_examples(passes: GradientPasses, batch: Any, rows: int, parts: 
 
 
 def explain_lookup(path: str, split: str) -> str:
-    """What a warning says of such a variable; `split` is into what an update is split."""
+    """Text of a warning of such a variable; `split` is into what an update is split."""
     return (
         f"{path} will not train as in one process: its rows are looked up once a batch, not once "
         "an example, as those of a table of positions are, and the optimizer squares the gradient "
@@ -181,7 +181,7 @@ def explain_lookup(path: str, split: str) -> str:
 
 
 def explain(found: Difference, split: str, full_check: str) -> str:
-    """What a warning says of a difference: what, why, what to do.
+    """Text of a warning of a difference: what, why, what to do.
 
     Args:
         split: into what an update is split.

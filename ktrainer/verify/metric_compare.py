@@ -36,7 +36,7 @@ class MetricDifference:
     examples: int
 
     def explain(self, split: str) -> str:
-        """What a warning says of it; `split` is into what an update is split."""
+        """Text of a warning of it; `split` is into what an update is split."""
         return (
             f"the metric {self.name} will not be as in one process: for {self.examples} examples "
             f"it is {self.whole:.6g} at once and {self.split:.6g} in {self.parts} parts. An update "

@@ -10,7 +10,7 @@ from ktrainer.plan.run_plan import Plan
 
 @dataclass(frozen=True)
 class Split:
-    """What splits an update.
+    """The split of an update.
 
     Attributes:
         replicas: copies of the model: ranks, devices, or groups of ranks.
