@@ -92,7 +92,7 @@ def _workers() -> int | None:
 
 
 def _threads_asked() -> int | None:
-    """Threads that the user, or `ktrainer run`, asks TensorFlow for; its default, 0, counts as none."""
+    """Threads that the user or `ktrainer run` asks TensorFlow for; 0, its default, is None."""
     asked = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else None
 
