@@ -51,21 +51,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
+_SCOPES = {
+    "tf_distribute": "strategies",
+    "faults": "faults",
+    "pipeline": "stages",
+    "modelparallel": "stages",
+}
+
+
 class GroupsShared(LoadScopeScheduling):
     """Keeps a file's tests together, and on half the workers those files that use groups of ranks.
 
     A group's first task takes about ten seconds, for TensorFlow's import on every rank. Groups for
     strategies are processes of their own, so their tests share them on any other worker; so do the
-    tests of faults, most of which start processes of their own.
+    tests of faults, most of which start processes of their own, and those of stages, so that both
+    of two workers are busy to the end.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         if not re.search(r"^def test_\w+\([^)]*\branks\b", (ROOT / file).read_text(), re.MULTILINE):
             return file
-        for folder, scope in (("tf_distribute", "strategies"), ("faults", "faults")):
-            if file.startswith(f"tests/{folder}/"):
-                return f"groups for {scope}"
+        scope = _SCOPES.get(file.split("/")[1])
+        if scope is not None:
+            return f"groups for {scope}"
         return f"groups {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
 
 
