@@ -16,7 +16,7 @@ parts. Gradients are therefore summed with the weights w. Then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,7 +30,7 @@ from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
-from ktrainer.steps.update_guard import UpdateGuard
+from ktrainer.steps.update_guard import UpdateGuard, all_finite
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class StepContext(TracedContext):
         on_assign: called with a Keras variable and its new value before it is assigned, but not
             where an optimizer assigns.
         updating: an optimizer assigns now.
+        local: `id()` of the variables that are this rank's own; see `steps.local_layers`.
     """
 
     weight: tf.Tensor
@@ -128,6 +129,7 @@ class StepContext(TracedContext):
     sums: bool = False
     on_assign: Callable[[Any, Any], None] | None = None
     updating: bool = False
+    local: Collection[int] = frozenset()
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
@@ -261,16 +263,29 @@ class StepContext(TracedContext):
             )
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The variables' gradients summed over ranks with their weights; None stays None."""
+        """The variables' gradients summed over ranks with their weights; None stays None. Those of
+        local variables are weighted only."""
         loss = [] if self.loss is None else [self.loss()]
         if self.collectives is None:
             self.loss_of_all = loss[0] if loss else None
             return gradients
-        present = [i for i, g in enumerate(gradients) if g is not None]
+        weight = self.weight if self.gradient_weight is None else self.gradient_weight
+        present: list[int] = []
+        own: list[int] = []
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                (own if id(variables[i]) in self.local else present).append(i)
+        for i in own:
+            gradients[i] = weighted(gradients[i], weight)
+        if own and loss and self.guard is not None and self.guard.finite:
+            # All ranks must skip what one of them skips, and they hear of its loss.
+            finite = all_finite([gradients[i] for i in own])
+            loss = [tf.where(finite, loss[0], tf.constant(float("nan"), loss[0].dtype))]
+        if own and not present and not loss:
+            return gradients
         # Some gradients (of loops, of masked layers) have forgotten their static shape.
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         shaped = [mark_common(gradient, self.rows) for gradient in shaped]
-        weight = self.weight if self.gradient_weight is None else self.gradient_weight
         # One number more, of the gradients' type, so that it goes in the same message.
         wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
         more = [tf.reshape(tf.cast(value, wire), [1]) for value in loss]
