@@ -186,3 +186,74 @@ def test_ranks_equal_copies_in_one_process(
     own = found[0]["values"]["top/kernel"], found[1]["values"]["top/kernel"]
     assert np.abs(own[0] - own[1]).max() > 1e-3
     assert len({str(result["loss"]) for result in found}) == 1
+
+
+# -- checkpoints
+
+
+def run_in(folder: str, steps: int | None = None, **settings: Any) -> dict[str, Any]:
+    """Train in a folder of checkpoints, or resume; all values, and the best weights so far."""
+    use_float64()
+    keras.utils.clear_session()
+    words = [f"{k.replace('__', '.')}={v}" for k, v in settings.items()]
+    words += [f"checkpoint.dir={folder}", "checkpoint.every=1ba", "trainer.epochs=2"]
+    words += [] if steps is None else [f"trainer.max_steps={steps}"]
+    local = {"backend": {"name": "data_parallel", "local_layers": list(LOCAL)}}
+    with Trainer(QUIET | local, overrides=words) as trainer:
+        callbacks = [
+            keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
+        ]
+        model = build(trainer.world.rank)
+        history = trainer.fit(model, *data(), callbacks=callbacks).history
+        best = [np.array(w) for w in callbacks[0].best_weights or ()]
+        trainer.save(f"{folder}/whole.keras")
+        return {"values": values_of(model), "history": history, "best": best}
+
+
+def error_in(folder: str, **settings: Any) -> str:
+    try:
+        run_in(folder, **settings)
+    except (CheckpointError, DivergenceError) as error:
+        return str(error)
+    return "none"
+
+
+def same(found: Any, expected: Any) -> None:
+    for one, two in zip(found, expected, strict=True):
+        assert one["history"] == two["history"]
+        for path, value in two["values"].items():
+            np.testing.assert_array_equal(one["values"][path], value, err_msg=path)
+        for best, wanted in zip(one["best"], two["best"], strict=True):
+            np.testing.assert_array_equal(best, wanted)
+
+
+@pytest.mark.parametrize("size", [2, more(3)])
+def test_each_rank_resumes_with_its_own_to_the_bit(
+    ranks: Callable[..., Any], tmp_path: Path, size: int
+) -> None:
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    group = ranks(size)
+    expected = group.run(run_in, whole)
+    group.run(run_in, cut, steps=7)  # in the second epoch
+    same(group.run(run_in, cut), expected)
+    top = [result["values"]["top/kernel"] for result in expected]
+    assert np.abs(top[0] - top[1]).max() > 1e-3
+    assert all(result["best"] for result in expected)
+    # Each rank's own are in the file, and what all share once.
+    newest = sorted((tmp_path / "whole").glob("step-*"))[-1]
+    arrays, state = read_checkpoint(newest)
+    for rank, result in enumerate(expected):
+        np.testing.assert_array_equal(
+            arrays[f"model/top/kernel@{rank}"], result["values"]["top/kernel"]
+        )
+    assert "model/body/kernel" in arrays
+    assert "model/top/kernel" in state["local"]
+    assert not any("body" in name for name in state["local"])
+    assert sum("top_kernel" in name for name in arrays) == 2 * size  # Adam's two slots
+    # `trainer.save` has rank 0's.
+    saved = keras.models.load_model(tmp_path / "whole" / "whole.keras")  # not of the package
+    np.testing.assert_array_equal(saved.get_layer("top").kernel, top[0])
+    # Another number of ranks, or none that are local, is refused.
+    assert f"of {size} ranks, and there are 1" in error_in(whole)
+    shared = group.run(error_in, whole, backend__local_layers="[]")
+    assert all("name it in backend.local_layers" in text for text in shared)
