@@ -286,17 +286,38 @@ class StepContext(TracedContext):
         # Some gradients (of loops, of masked layers) have forgotten their static shape.
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         shaped = [mark_common(gradient, self.rows) for gradient in shaped]
-        # One number more, of the gradients' type, so that it goes in the same message.
+        # One number more, or two, of the gradients' type, so that it goes in the same message.
         wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
-        more = [tf.reshape(tf.cast(value, wire), [1]) for value in loss]
+        counted = [] if self.rows_agree is None else [self.weight]
+        more = [tf.reshape(tf.cast(value, wire), [1]) for value in (*loss, *counted)]
         reduced = reduce_gradients(self.collectives, [*shaped, *more], weight, self.order)
         if self.collectives.atomic:
             reduced = self.order.after_all(reduced)
-        if more:
+        if counted:
+            assert_some_rows(reduced.pop()[0])
+        if loss:
             self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients
+
+
+def assert_some_rows(count: tf.Tensor) -> list[Any]:
+    """Have a step of the user's own fail whose arguments have no rows on any rank.
+
+    Args:
+        count: greater than 0 where a rank has some.
+
+    Returns:
+        The operations that others must wait for.
+    """
+    return assert_in_graph(
+        count > 0,
+        "no rank has any rows of what trainer.run was given, so the step would train on nothing. "
+        "All tensors that it is given are rows of one batch: give a step its constants otherwise, "
+        "as variables, or let it use them from outside. Rows:",
+        tf.cast(count, tf.int64),
+    )
 
 
 @contextmanager
