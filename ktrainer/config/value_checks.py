@@ -146,34 +146,24 @@ def _check_trainer(config: Config) -> None:
 
 
 def _check_local_layers(config: Config, backend: DataParallelConfig) -> None:
-    """Refuse what would need the values, or the gradients, of all ranks' local layers."""
-    path = "backend.local_layers"
+    """Refuse what decides by the gradients of all variables, as those of local layers differ."""
+    path, trainer = "backend.local_layers", config.trainer
     for i, pattern in enumerate(backend.local_layers):
         compile_pattern(pattern, f"{path}[{i}]")
-    trainer = config.trainer
-    refused = [
-        (
-            config.world.heal,
-            "world.heal=true, --heal and --replace: a lost rank takes its own layers with it, and "
-            "one that joins has none to begin with. Restart from checkpoints, which have those of "
-            "every rank: `ktrainer run --max-restarts`",
-        ),
-        (
-            trainer.clip.global_norm is not None,
+    what = None
+    if trainer.clip.global_norm is not None:
+        what = (
             "trainer.clip.global_norm, which scales all gradients by one norm: it would differ "
-            "between ranks. Use trainer.clip.norm or trainer.clip.value",
-        ),
-        (
-            trainer.precision == "mixed_float16",
+            "between ranks. Use trainer.clip.norm or trainer.clip.value."
+        )
+    elif trainer.precision == "mixed_float16":
+        what = (
             "trainer.precision=mixed_float16, whose loss scale skips updates by the gradients of "
-            "one rank. Use mixed_bfloat16 or float32",
-        ),
-    ]
-    for is_set, what in refused:
-        if is_set:
-            raise ConfigError(
-                f"cannot be combined with {what}.", path=path, value=backend.local_layers
-            )
+            "one rank. Use mixed_bfloat16 or float32."
+        )
+    if what is not None:
+        message = f"cannot be combined with {what}"
+        raise ConfigError(message, path=path, value=backend.local_layers)
 
 
 def _check_signals(config: Config) -> None:

@@ -31,16 +31,19 @@ def set_local_layers(model: keras.Model, patterns: Iterable[str]) -> None:
 
 def local_variables(model: Any) -> Collection[int]:
     """The `id()` of each local variable of a model and its optimizers, of those that are made."""
-    patterns = _patterns.get(model, ())
-    if not patterns:
-        return frozenset()
-    compiled = [compile_pattern(pattern, _KEY) for pattern in patterns]
-    own = {
-        id(variable)
-        for name, variable in named_from_model(model)
-        if any(matches(pattern, name) for pattern in compiled)
-    }
-    return frozenset(own | slots_of(optimizers_of(model), own))
+    own = {id(variable) for _, variable in _matched(model)}
+    return frozenset(own | slots_of(optimizers_of(model), own)) if own else frozenset()
+
+
+def local_paths(model: Any) -> list[str]:
+    """The names of the local variables of a model, from the model down."""
+    return [name for name, _ in _matched(model)]
+
+
+def _matched(model: Any) -> list[tuple[str, Any]]:
+    compiled = [compile_pattern(pattern, _KEY) for pattern in _patterns.get(model, ())]
+    named = named_from_model(model) if compiled else []
+    return [(n, v) for n, v in named if any(matches(pattern, n) for pattern in compiled)]
 
 
 def slots_of(optimizers: Iterable[Any], weights: Collection[int]) -> set[int]:
