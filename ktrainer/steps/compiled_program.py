@@ -90,7 +90,8 @@ class CompiledProgram(Program):
             self._accumulated = None
         if not self.is_built(training):
             self._make_variables(spec, training)
-        check_local_layers(self.model)
+        if training:
+            check_local_layers(self.model)
 
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""

@@ -160,8 +160,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("mpi-accumulated-2", "mpi-plain-3")
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", ["plain", "accumulated", more("several"), more("xla")])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_equal_copies_in_one_process(
     ranks: Callable[..., Any], size: int, case: str, engine: str

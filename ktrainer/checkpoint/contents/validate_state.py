@@ -55,10 +55,10 @@ def state_problem(state: Any, arrays: Mapping[str, np.ndarray]) -> str | None:
         return f"its 'counting' has more ranks than {state.get('world_size', 1)}"
     if len(state.get("counted") or ()) not in (0, state.get("world_size", 1)):
         return f"its 'counted' is not of {state.get('world_size', 1)} ranks"
-    names = [*_names(state, len(arrays)), *state.get("local", ())]
-    if len(state.get("local", ())) * state.get("world_size", 1) > len(arrays):
-        return f"its 'local' has more names than there are arrays of {state['world_size']} ranks"
-    names = names_of_all_ranks(names, state.get("local", ()), state.get("world_size", 1))
+    local, ranks = state.get("local", ()), state.get("world_size", 1)
+    if len(local) * ranks > len(arrays):
+        return f"its 'local' has more names than there are arrays of {ranks} ranks"
+    names = names_of_all_ranks([*_names(state, len(arrays)), *local], local, ranks)
     missing = [name for name in names if name not in arrays]
     if missing:
         return f"it needs the array {missing[0]!r}, which is not in the checkpoint"
