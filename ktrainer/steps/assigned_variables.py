@@ -24,8 +24,8 @@ from tensorflow.python.ops.resource_variable_ops import (
 )
 
 from ktrainer.runtime.monkeypatching import replaced_in
-from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.step_context import StepContext, assert_some_rows
+from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
+from ktrainer.steps.step_context import StepContext
 
 _UNCLEAR = (
     "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "

@@ -26,7 +26,7 @@ import tensorflow as tf
 from ktrainer.distributed.collectives import GradientCollectives, InOrder, weighted
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
-from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
@@ -270,13 +270,8 @@ class StepContext(TracedContext):
             self.loss_of_all = loss[0] if loss else None
             return gradients
         weight = self.weight if self.gradient_weight is None else self.gradient_weight
-        present: list[int] = []
-        own: list[int] = []
-        for i, gradient in enumerate(gradients):
-            if gradient is not None:
-                (own if id(variables[i]) in self.local else present).append(i)
-        for i in own:
-            gradients[i] = weighted(gradients[i], weight)
+        own = self._weigh_local(gradients, variables, weight)
+        present = [i for i, g in enumerate(gradients) if g is not None and i not in own]
         if own and loss and self.guard is not None and self.guard.finite:
             # All ranks must skip what one of them skips, and they hear of its loss.
             finite = all_finite([gradients[i] for i in own])
@@ -301,23 +296,15 @@ class StepContext(TracedContext):
             gradients[i] = gradient
         return gradients
 
-
-def assert_some_rows(count: tf.Tensor) -> list[Any]:
-    """Have a step of the user's own fail whose arguments have no rows on any rank.
-
-    Args:
-        count: greater than 0 where a rank has some.
-
-    Returns:
-        The operations that others must wait for.
-    """
-    return assert_in_graph(
-        count > 0,
-        "no rank has any rows of what trainer.run was given, so the step would train on nothing. "
-        "All tensors that it is given are rows of one batch: give a step its constants otherwise, "
-        "as variables, or let it use them from outside. Rows:",
-        tf.cast(count, tf.int64),
-    )
+    def _weigh_local(
+        self, gradients: list[Any], variables: list[Any], weight: tf.Tensor
+    ) -> list[int]:
+        """Weight the gradients of local variables in place; return which these are."""
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        own = [i for i, (g, v) in pairs if g is not None and id(v) in self.local]
+        for i in own:
+            gradients[i] = weighted(gradients[i], weight)
+        return own
 
 
 @contextmanager
