@@ -280,7 +280,10 @@ class Trainer(CustomLoop):
 
     @leaves_strategy_scope
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all."""
+        """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all.
+
+        Local layers are written as rank 0 has them.
+        """
         from ktrainer.checkpoint import save_model
 
         if self.model is None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from keras.callbacks import BackupAndRestore
 
 from ktrainer.backends.backend import Backend
 from ktrainer.backends.rank_loop import RankLoop
@@ -37,10 +40,32 @@ class DataParallel(Backend):
         # Not the rank, which changes when others are lost: the step is not compiled again then.
         return CompiledProgram(model, options, self._collectives, self.world.stable_rank)
 
+    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
+        if self._local_layers and any(isinstance(c, BackupAndRestore) for c in callbacks):
+            raise ConfigError(
+                "keras.callbacks.BackupAndRestore keeps the weights of rank 0 alone, and each rank "
+                "has its own local layers: use checkpoint.every instead",
+                path="backend.local_layers",
+                value=self._local_layers,
+            )
+
     def open_loop(self) -> UserLoop:
+        if self._local_layers:
+            raise ConfigError(
+                "local layers are for trainer.fit, evaluate and predict: in a loop of your own, "
+                "whose step may use any variables, it cannot be told which layers these are. Use "
+                "hvd.PartialDistributedGradientTape or hvd.PartialDistributedOptimizer of "
+                "ktrainer.dataparallel there",
+                path="backend.local_layers",
+                value=self._local_layers,
+            )
         if self._collectives is None:
             return UserLoop(self.world)
         return RankLoop(self.world, self._collectives, self.config.data)
+
+    @property
+    def _local_layers(self) -> list[str]:
+        return cast("DataParallelConfig", self.config.backend).local_layers
 
     @property
     def communication_seconds(self) -> float | None:

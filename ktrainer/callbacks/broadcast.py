@@ -19,7 +19,13 @@ from ktrainer.distributed import World
 from ktrainer.distributed.array_transfer import broadcast_arrays
 from ktrainer.errors import ModelError
 from ktrainer.state.progress import Progress
-from ktrainer.steps.named_variables import all_variables, model_variables, view_of
+from ktrainer.steps.local_layers import local_variables, slots_of
+from ktrainer.steps.named_variables import (
+    all_variables,
+    built_optimizers,
+    model_variables,
+    view_of,
+)
 from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.steps.variable_placement import Placement, placement_of
 
@@ -28,7 +34,7 @@ class BroadcastVariables(Callback):
     """Give every rank the model's and optimizers' variables of rank `root`, before step 1.
 
     That covers weights, moving statistics, seed generators, optimizer slots, counters and
-    learning rates; not metrics, whose states belong to each rank.
+    learning rates; not metrics, whose states belong to each rank, nor local layers.
 
     Of a model in partitions, each rank holds some variables. Those that several partitions hold
     are made equal within every replica; then all replicas get the variables of replica `root`.
@@ -42,7 +48,7 @@ class BroadcastVariables(Callback):
         super().__init__()
         self.root = root
         self._own_world = world
-        self.local: list[Any] = []  # variables that are not broadcast
+        self.local: list[Any] = []  # variables that, with their slots, are not broadcast
         self._pending = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -64,9 +70,12 @@ class BroadcastVariables(Callback):
 
 
 def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any] = ()) -> None:
-    """Broadcast all variables of `model` and of the optimizers that it holds, but `local`.
+    """Broadcast all variables of `model` and of the optimizers that it holds, but local ones.
 
-    `root` is a rank, or a replica if the model is in partitions.
+    Args:
+        root: a rank, or a replica if the model is in partitions.
+        local: variables that are local, besides those of the model's local layers; Keras', or the
+            `tf.Variable`s of these.
     """
     if world.size == 1:
         return
@@ -80,9 +89,11 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
     if placement is not None:
         _equalise_partitions(model, placement)
         world = placement.copies
-    kept = {id(variable) for variable in local}
-    named = [(name, v) for name, v in model_variables(model) if id(v) not in kept]
-    broadcast_variables(named, world, root)
+    values = {id(getattr(variable, "_value", variable)) for variable in local}
+    named = model_variables(model)
+    own = {id(v) for _, v in named if id(getattr(v, "_value", v)) in values}
+    own |= {*slots_of(built_optimizers(model), own), *local_variables(model)}
+    broadcast_variables([(name, v) for name, v in named if id(v) not in own], world, root)
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:

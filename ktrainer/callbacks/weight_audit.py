@@ -16,6 +16,7 @@ from ktrainer.distributed import World
 from ktrainer.errors import DivergenceError
 from ktrainer.state.durations import Duration, Every
 from ktrainer.state.progress import Progress
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import model_variables, view_of
 from ktrainer.steps.variable_placement import placement_of
 
@@ -23,7 +24,7 @@ from ktrainer.steps.variable_placement import placement_of
 class Audit(Callback):
     """Compare a checksum of every variable between ranks, every so often.
 
-    Of a model in partitions, each partition between its copies.
+    Of a model in partitions, each partition between its copies. Local layers are left out.
 
     Ranks whose weights differ train on, and look healthy; this finds out.
 
@@ -63,7 +64,8 @@ class Audit(Callback):
         if self.every.needs_agreement:
             due = bool(world.broadcast(due, 0, "decision to audit"))
         if due:
-            arrays = {n: view_of(v) for n, v in model_variables(self.model)}
+            local = local_variables(self.model)
+            arrays = {n: view_of(v) for n, v in model_variables(self.model) if id(v) not in local}
             placement = placement_of(self.model)
             if placement is None:
                 audit(world, arrays)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.checkpoint.contents.data_state import Data
+from ktrainer.checkpoint.contents.local_state import arrays_of_rank, check_ranks, name_of_rank
 from ktrainer.checkpoint.contents.restore_state import assign_state, needed_arrays, pair_variables
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
@@ -71,11 +72,15 @@ def resume(
         return None
     if check is not None:
         check(state)
+    check_ranks(state, world)
     callbacks = list(callbacks)
     saved = _specs(arrays, world)
-    pairs = pair_variables(model, saved, state, world)
-    keep = needed_arrays(model, pairs, saved, state, world)
+    mine = arrays_of_rank(saved, state, world.rank)
+    pairs = pair_variables(model, mine, state, world)
+    needed = needed_arrays(model, pairs, mine, state, world)
+    keep = {name_of_rank(name, state, world.rank) for name in needed}
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
+    arrays = arrays_of_rank(arrays, state, world.rank)
     progress = assign_state(
         model, pairs, arrays, state, world, callbacks=callbacks, feed=feed, counted=counted
     )

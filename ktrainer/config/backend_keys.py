@@ -46,6 +46,10 @@ class DataParallelConfig(BackendConfig):
         bucket_mb: size of a fused bucket in MiB, for the mpi engine.
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
             uses most of the rows.
+        local_layers: layers that stay each process's own, as regular expressions that match whole
+            names, such as [head, "decoder/block_[0-5]"]: their variables are neither broadcast nor
+            reduced, and a checkpoint has those of every process. Such a run depends on the number
+            of processes.
     """
 
     name: str = "data_parallel"
@@ -54,6 +58,7 @@ class DataParallelConfig(BackendConfig):
     op: Literal["average", "sum"] = "average"
     bucket_mb: float = number(25.0, above=0)
     sparse_as_dense: bool = False
+    local_layers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

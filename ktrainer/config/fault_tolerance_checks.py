@@ -76,6 +76,14 @@ def _check_backend(config: Config) -> None:
             path="backend.engine",
             value="horovod",
         )
+    if getattr(backend, "local_layers", None):
+        raise ConfigError(
+            "a lost rank takes its own layers with it, and one that joins has none to begin with: "
+            "set world.heal=false, and let `ktrainer run --max-restarts` restart the run from "
+            "checkpoints, which have the layers of every rank.",
+            path="backend.local_layers",
+            value=backend.local_layers,  # type: ignore[union-attr]
+        )
     if getattr(backend, "op", "average") == "sum":
         raise ConfigError(
             "the sum over ranks changes with their number, so that world.heal=true would change "

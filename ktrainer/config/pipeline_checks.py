@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.config import callback_registry
 from ktrainer.config.backend_keys import PipelineConfig
+from ktrainer.config.name_patterns import compile_pattern
 from ktrainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,11 +107,7 @@ def _check_stages(backend: PipelineConfig) -> None:
         if not stage.isdecimal() or int(stage) >= count:
             message = f"there is no stage {stage}: {numbers} (partitions x chunks - 1)."
             raise ConfigError(message, path=path, value=pattern)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            message = f"{pattern!r} is no regular expression: {error}."
-            raise ConfigError(message, path=path, value=pattern) from None
+        compile_pattern(pattern, path)
     left = [stage for stage in range(count) if str(stage) not in backend.stages]
     if backend.stages and left and backend.default_partition not in left:
         raise ConfigError(

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ktrainer.config import callback_registry
-from ktrainer.config.backend_keys import PipelineConfig, TfDistributeConfig
+from ktrainer.config.backend_keys import (
+    DataParallelConfig,
+    PipelineConfig,
+    TfDistributeConfig,
+)
 from ktrainer.config.fault_tolerance_checks import check_healing, check_health
+from ktrainer.config.name_patterns import compile_pattern
 from ktrainer.config.pipeline_checks import check_pipeline
 from ktrainer.config.schema import Config
 from ktrainer.config.schema_fields import (
@@ -47,6 +52,8 @@ def check_values(
     _check_checkpoint(config)
     check_healing(config)
     check_health(config)
+    if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
+        _check_local_layers(config, config.backend)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
     if isinstance(config.backend, TfDistributeConfig):
@@ -136,6 +143,27 @@ def _check_trainer(config: Config) -> None:
             path="trainer.loss_scope",
             value="global",
         )
+
+
+def _check_local_layers(config: Config, backend: DataParallelConfig) -> None:
+    """Refuse what decides by the gradients of all variables, as those of local layers differ."""
+    path, trainer = "backend.local_layers", config.trainer
+    for i, pattern in enumerate(backend.local_layers):
+        compile_pattern(pattern, f"{path}[{i}]")
+    what = None
+    if trainer.clip.global_norm is not None:
+        what = (
+            "trainer.clip.global_norm, which scales all gradients by one norm: it would differ "
+            "between ranks. Use trainer.clip.norm or trainer.clip.value."
+        )
+    elif trainer.precision == "mixed_float16":
+        what = (
+            "trainer.precision=mixed_float16, whose loss scale skips updates by the gradients of "
+            "one rank. Use mixed_bfloat16 or float32."
+        )
+    if what is not None:
+        message = f"cannot be combined with {what}"
+        raise ConfigError(message, path=path, value=backend.local_layers)
 
 
 def _check_signals(config: Config) -> None:

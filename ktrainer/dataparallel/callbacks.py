@@ -41,8 +41,8 @@ class BroadcastGlobalVariablesCallback(BroadcastVariables):
     Args:
         root_rank: whose variables.
         device: refused if given: variables stay where they are.
-        local_variables: variables that stay a rank's own; also `register_local_var`. The slots
-            that an optimizer keeps for them are broadcast, as in Horovod.
+        local_variables: variables that stay a rank's own, with the slots that optimizers keep for
+            them (Horovod broadcasts these); also `register_local_var`.
         process_set: the ranks; default: all.
 
     Raises:
@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(BroadcastVariables):
             self.register_local_var(variable)
 
     def register_local_var(self, variable: Any) -> None:
-        """Leave a variable of the model as it is on each rank."""
+        """Leave a variable of the model, and its optimizer's slots, as they are on each rank."""
         self.local.append(variable)
 
 

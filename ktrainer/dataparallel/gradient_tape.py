@@ -7,9 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.dataparallel.gradients import make_reduction
+from ktrainer.dataparallel.keras_hooks import hook_optimizers
 from ktrainer.dataparallel.local_variables import variables_of_layers
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
+from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ModelError
 
 
@@ -77,10 +79,17 @@ class DistributedGradientTape(tf.GradientTape):
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of a variable, or of a watched tensor, this rank's own.
 
+        An optimizer that is to apply it together with reduced ones must not decide on all
+        gradients at once: one with `global_clipnorm`, and a LossScaleOptimizer, raise a ModelError.
+
         Raises:
             ModelError: it is neither, or has no value yet.
         """
         self._reduction.local.add(source)
+        state = opened()
+        hook_optimizers(state.replaced, state.local)
+        if not isinstance(source, tf.Tensor):  # a tensor is of one step
+            state.local.add(source)
 
     def gradient(
         self,
@@ -115,7 +124,8 @@ def PartialDistributedGradientTape(
     """A DistributedGradientTape that leaves the gradients of some layers a rank's own.
 
     They are divided by the number of ranks, unless `scale_local_gradients=False`. Clip them apart
-    from the others: a norm over both differs between ranks.
+    from the others: a norm over both differs between ranks, and so an optimizer that has
+    `global_clipnorm`, or scales the loss, refuses them.
 
     Args:
         gradtape: the tape.

@@ -1,9 +1,10 @@
-"""Changes to Keras around an optimizer that reduces gradients: loss scales and XLA.
+"""Changes to Keras around optimizers of reduced and local gradients: loss scales and XLA.
 
 `model.compile` puts a LossScaleOptimizer around the optimizer of a float16 model, which checks the
 gradients of one rank before the optimizer inside sees them: ranks would disagree on whether to
 update. And on GPUs it lets XLA compile the step, in which nothing can be communicated. Both are
-replaced once an optimizer is distributed, until `shutdown`.
+replaced once an optimizer is distributed, until `shutdown`; `apply` of all optimizers, once a tape
+has local gradients, which not every optimizer can take.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.trainer import Trainer as KerasTrainer
 
-from ktrainer.dataparallel.local_variables import refuse_mixed_decisions
+from ktrainer.dataparallel.local_variables import LocalVariables, refuse_mixed
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacements
 
@@ -58,6 +60,32 @@ def hook_keras(replaced: Replacements) -> None:
         replaced.wrap(KerasTrainer, "_resolve_auto_jit_compile", _no_xla)
 
 
+def hook_optimizers(replaced: Replacements, local: LocalVariables) -> None:
+    """Let Keras' optimizers refuse what they cannot do with local gradients of a tape; once for
+    each `init`.
+
+    Args:
+        local: the sources whose gradients are local.
+    """
+    for owner in (BaseOptimizer, keras.optimizers.LossScaleOptimizer):
+        if not hasattr(owner.apply, "ktrainer_local"):
+            replaced.wrap(owner, "apply", lambda original: _refusing_apply(original, local))
+
+
+def _refusing_apply(original: Callable[..., Any], local: LocalVariables) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if trainable_variables is None:
+            variables = list(getattr(self, "inner_optimizer", self)._trainable_variables)
+        else:
+            variables = trainable_variables = list(trainable_variables)
+        refuse_mixed(self, variables, local)
+        return original(self, grads, trainable_variables)
+
+    apply.ktrainer_local = True  # type: ignore[attr-defined]
+    return apply
+
+
 def _outer_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
@@ -67,9 +95,9 @@ def _outer_apply(original: Callable[..., Any]) -> Callable[..., Any]:
         with reducing() as first:
             if first:
                 reduction = _whole_reduction(inner)
-                refuse_mixed_decisions(self, reduction.local)
-                variables = trainable_variables or self.inner_optimizer._trainable_variables
-                grads = reduction(list(grads), list(variables))
+                variables = list(trainable_variables or self.inner_optimizer._trainable_variables)
+                refuse_mixed(self, variables, reduction.local)
+                grads = reduction(list(grads), variables)
             return original(self, grads, trainable_variables)
 
     apply.ktrainer_hook = True  # type: ignore[attr-defined]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
+from ktrainer.steps.local_layers import refuse_mixed_decisions
 
 
 class LocalVariables:
@@ -80,24 +82,17 @@ def variables_of_layers(local_layers: Any) -> list[Any]:
     return [variable for layer in layers for variable in layer.trainable_variables]
 
 
-def refuse_mixed_decisions(optimizer: Any, local: LocalVariables) -> None:
-    """Refuse optimizers that decide on all gradients at once, as local ones differ between ranks.
+def refuse_mixed(optimizer: Any, variables: Iterable[Any], local: LocalVariables) -> None:
+    """Refuse an optimizer of local and shared variables that decides on all gradients at once.
+
+    Args:
+        variables: that it updates.
 
     Raises:
         ModelError: ranks would update shared variables differently.
     """
-    if not local:
-        return
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        what, instead = "a LossScaleOptimizer skips updates", "train in float32 or bfloat16"
-    elif getattr(optimizer, "global_clipnorm", None) is not None:
-        what, instead = "global_clipnorm scales all gradients", "use clipnorm or clipvalue"
-    else:
-        return
-    raise ModelError(
-        f"{optimizer.name!r} has local variables, and {what} by what it finds in those of this "
-        f"rank: ranks would update shared variables differently. Instead, {instead}."
-    )
+    if local and len({variable in local for variable in variables}) > 1:
+        refuse_mixed_decisions(optimizer)
 
 
 def _value_of(variable: Any) -> Any:

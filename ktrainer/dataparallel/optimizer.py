@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ktrainer.dataparallel.gradients import GradientReduction, make_reduction
 from ktrainer.dataparallel.keras_hooks import hook_keras, is_distributed, reducing
-from ktrainer.dataparallel.local_variables import refuse_mixed_decisions, variables_of_layers
+from ktrainer.dataparallel.local_variables import refuse_mixed, variables_of_layers
 from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
@@ -121,11 +121,11 @@ def PartialDistributedOptimizer(
 
 def _make_apply(reduction: GradientReduction, aggregation: LocalAggregation | None) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        refuse_mixed_decisions(self, reduction.local)
         gradients = list(grads)
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
+        refuse_mixed(self, variables, reduction.local)
 
         def update(found: list[Any]) -> None:
             with reducing() as first:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.dataparallel.local_variables import LocalVariables
 from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
 from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.distributed import World, current_world, is_open, open_world
@@ -28,6 +29,7 @@ class State:
     replaced: Replacements
     before: tuple[float, str] | None  # the world's deadline; None: it is not this module's to set
     places: list[int]  # the local rank of each rank
+    local: LocalVariables = field(default_factory=LocalVariables)  # local sources of tapes
     next_id: int = 1
 
 

@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.placement.variable_holders import aligned_slots
 from ktrainer.checkpoint import read_checkpoint
 from ktrainer.checkpoint.format.checkpoint_folder import (
     finish_checkpoint,
@@ -29,6 +28,7 @@ from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.modelparallel.distributed_model import DistributedModel, register_post_partition_hook
 from ktrainer.modelparallel.state import current
 from ktrainer.steps.named_variables import unique_names
+from ktrainer.steps.optimizers import aligned_slots
 from ktrainer.steps.variable_placement import placement_of
 
 _Arrays = Mapping[str, np.ndarray]

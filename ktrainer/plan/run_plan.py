@@ -217,6 +217,11 @@ def _notes(config: Config, facts: Hardware, replicas: int, engine: str | None) -
         notes.append("mixed_float16 is slow on CPUs; mixed_bfloat16 or float32 is faster.")
     if isinstance(config.backend, DataParallelConfig) and config.backend.op == "sum":
         notes.append(f"backend.op=sum: gradients are {facts.size} times their average.")
+    if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
+        notes.append(
+            f"backend.local_layers={config.backend.local_layers}: each of {facts.size} processes "
+            "trains its own, so results depend on their number."
+        )
     if engine == "mpi" and facts.gpus and facts.size > 1:
         notes.append(
             "gradients go through host memory; `ktrainer horovod build` gives Horovod with NCCL."

@@ -74,12 +74,14 @@ def show_model(
         backend = effective_pipeline(config, config.backend)
         _show_pipeline(model, inputs, share, config, backend, plan)
     else:
-        _show_whole(model)
+        _show_whole(model, getattr(config.backend, "local_layers", ()))
     raise PlanPrinted
 
 
-def _show_whole(model: Any) -> None:
+def _show_whole(model: Any, local_layers: Sequence[str]) -> None:
     """Size of a model of which every process has all; its variables are made for it."""
+    from ktrainer.steps.local_layers import check_local_layers, local_variables, set_local_layers
+
     if not model.built:
         print(f"model     {model.name}: built by its first batch, so its size is not known")
         return
@@ -88,6 +90,12 @@ def _show_whole(model: Any) -> None:
         f"model     {model.name}: {model.count_params():,} parameters, {bytes_text(size)}; with "
         f"gradients and optimizer {bytes_text(_state(model))} a process"
     )
+    set_local_layers(model, local_layers)
+    check_local_layers(model)
+    local = local_variables(model)
+    own = sum(math.prod(v.shape) for v in model.weights if id(v) in local)
+    if local_layers:
+        print(f"local     {own:,} of its parameters are each process's own")
 
 
 def _show_pipeline(

@@ -12,6 +12,7 @@ mean_metrics.py                                    the weight of a rank's number
 metric_states.py, metric_reduction.py              states that add up; their sums over ranks
 named_variables.py                                 the variables of a model's state, by unique names
 variable_placement.py, remote_variable.py          variables that other processes hold
+local_layers.py                                    variables that are each rank's own
 loop_step.py, assigned_variables.py                a step of a loop of the user's own, on one rank
 variable_broadcast.py                              equal variables on all ranks
 strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy

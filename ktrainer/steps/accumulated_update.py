@@ -12,11 +12,19 @@ import tensorflow as tf
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.program_interface import LocalBatchLike
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.step_helpers import average_statistics, is_uniform, python_step, rows_of
+from ktrainer.steps.step_helpers import (
+    average_statistics,
+    is_uniform,
+    moved_by_padding,
+    python_step,
+    rows_of,
+    unmoved,
+)
 from ktrainer.steps.step_options import StepOptions
 from ktrainer.steps.update_guard import Before
 from ktrainer.steps.update_in_parts import (
@@ -157,13 +165,11 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         self, batch: Any, weight: tf.Tensor, denominators: tf.Tensor, padding: bool
     ) -> tuple[Any, Tensors]:
         context = self._context(batch, weight, denominators=tf.unstack(denominators))
-        kept = [(v, tf.identity(v)) for v in self.model.metrics_variables] if padding else []
-        with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
-            logs = self._logged.noting(self._step)(batch)
-        rest = self._add_in_place(self._gradients.take(context))
+        with unmoved(moved_by_padding(self.model) if padding else []):
+            with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
+                logs = self._logged.noting(self._step)(batch)
+            rest = self._add_in_place(self._gradients.take(context))
         self._assigned.update(context.assigned)
-        for variable, value in kept:
-            variable.assign(value)
         return logs, rest
 
     def _add_in_place(self, parts: Tensors) -> Tensors:
@@ -192,6 +198,7 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
             guard=self.options.guard,
             times=times,
             loss=(lambda: loss) if self.options.guard is not None else None,
+            local=local_variables(self.model),
         )
         sums = [[] if total is None else [tf.identity(total)] for total in self._sums]
         gradients = self._gradients.whole([a + b for a, b in zip(sums, rest, strict=True)])

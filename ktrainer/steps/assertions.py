@@ -31,6 +31,24 @@ def assert_in_graph(condition: tf.Tensor, message: str, *numbers: Any) -> list[A
     return [] if check is None else [check]
 
 
+def assert_some_rows(count: tf.Tensor) -> list[Any]:
+    """Have a step of the user's own fail whose arguments have no rows on any rank.
+
+    Args:
+        count: greater than 0 where a rank has some.
+
+    Returns:
+        The operations that others must wait for.
+    """
+    return assert_in_graph(
+        count > 0,
+        "no rank has any rows of what trainer.run was given, so the step would train on nothing. "
+        "All tensors that it is given are rows of one batch: give a step its constants otherwise, "
+        "as variables, or let it use them from outside. Rows:",
+        tf.cast(count, tf.int64),
+    )
+
+
 @contextmanager
 def explain_assertions() -> Iterator[None]:
     """Turn failures of `assert_in_graph` into errors of this package; steps run inside.

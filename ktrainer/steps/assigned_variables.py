@@ -24,7 +24,7 @@ from tensorflow.python.ops.resource_variable_ops import (
 )
 
 from ktrainer.runtime.monkeypatching import replaced_in
-from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.step_context import StepContext
 
 _UNCLEAR = (
@@ -169,6 +169,9 @@ def over_all_ranks(
             parts.append(tf.math.multiply_no_nan(new, share))
     total = context.collectives.sum(concatenated([*parts, share]), context.order)
     *sums, shares = split_like(total, [*parts, share])
+    if rows is not None and "mean" in kinds:
+        with tf.control_dependencies(assert_some_rows(shares)):
+            shares = tf.identity(shares)
     return [
         total if kind == "sum" else total / shares for kind, total in zip(kinds, sums, strict=True)
     ]

@@ -11,8 +11,7 @@ Three ways to run an update, from the simplest that will do:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -24,6 +23,7 @@ from ktrainer.state.nested_logs import LogPath
 from ktrainer.steps.accumulated_update import AccumulatedUpdate
 from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.local_layers import check_local_layers, local_variables
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.optimizers import optimizers_of
@@ -33,8 +33,10 @@ from ktrainer.steps.step_helpers import (
     average_statistics,
     check_applied,
     is_uniform,
+    moved_by_padding,
     python_step,
     rows_of,
+    unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
 from ktrainer.steps.steps_per_execution import compile_many, stack_local_batches
@@ -88,6 +90,8 @@ class CompiledProgram(Program):
             self._accumulated = None
         if not self.is_built(training):
             self._make_variables(spec, training)
+        if training:
+            check_local_layers(self.model)
 
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
@@ -212,7 +216,7 @@ class CompiledProgram(Program):
             before = Before(self.model) if guard is not None else None
             if before is not None:
                 context.guard, context.loss = guard, before.loss
-            with _uncounted(self.model.metrics_variables if padding else []):
+            with unmoved(moved_by_padding(self.model) if padding else []):
                 with (
                     keras_patches(context, optimizers_of(self.model)),
                     gather_loss_inputs(context, self.model, self.options.loss_scope),
@@ -240,6 +244,7 @@ class CompiledProgram(Program):
             uniform=is_uniform(batch),
             hooks=hooks,
             rows=rows_of(batch),
+            local=local_variables(self.model),
         )
         if not self.options.average and self.collectives is not None:
             context.gradient_weight = weight * self.collectives.size
@@ -258,15 +263,6 @@ class CompiledProgram(Program):
             if cause is not None:
                 raise cause from error
             raise
-
-
-@contextmanager
-def _uncounted(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore variables after a step: those of metrics, which must not count padding."""
-    kept = [(v, tf.identity(v)) for v in variables]
-    yield
-    for variable, value in kept:
-        variable.assign(value)
 
 
 def on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,22 @@ def is_linear(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "inner_optimizer", optimizer), keras.optimizers.SGD)
 
 
+def aligned_slots(optimizer: Any) -> dict[int, Any]:
+    """For each slot of an optimizer, by `id()`, the trained variable that it belongs to: slots are
+    in lists that have one entry for each."""
+    trained = optimizer._trainable_variables
+    own = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name in ("_variables", "_trainable_variables") or not isinstance(value, (list, tuple)):
+            continue
+        if len(value) == len(trained):
+            for slot, variable in zip(value, trained, strict=True):
+                if isinstance(slot, keras.Variable) and id(slot) not in own:
+                    found[id(slot)] = variable
+    return found
+
+
 def _layers(model: keras.Model) -> list[Any]:
     return list(model._flatten_layers(include_self=True, recursive=True))
 

@@ -16,7 +16,7 @@ parts. Gradients are therefore summed with the weights w. Then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,11 +26,11 @@ import tensorflow as tf
 from ktrainer.distributed.collectives import GradientCollectives, InOrder, weighted
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
-from ktrainer.steps.assertions import assert_in_graph
+from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
-from ktrainer.steps.update_guard import UpdateGuard
+from ktrainer.steps.update_guard import UpdateGuard, all_finite
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class StepContext(TracedContext):
         on_assign: called with a Keras variable and its new value before it is assigned, but not
             where an optimizer assigns.
         updating: an optimizer assigns now.
+        local: `id()` of the variables that are this rank's own; see `steps.local_layers`.
     """
 
     weight: tf.Tensor
@@ -128,6 +129,7 @@ class StepContext(TracedContext):
     sums: bool = False
     on_assign: Callable[[Any, Any], None] | None = None
     updating: bool = False
+    local: Collection[int] = frozenset()
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
@@ -261,27 +263,48 @@ class StepContext(TracedContext):
             )
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """The variables' gradients summed over ranks with their weights; None stays None."""
+        """The variables' gradients summed over ranks with their weights; None stays None. Those of
+        local variables are weighted only."""
         loss = [] if self.loss is None else [self.loss()]
         if self.collectives is None:
             self.loss_of_all = loss[0] if loss else None
             return gradients
-        present = [i for i, g in enumerate(gradients) if g is not None]
+        weight = self.weight if self.gradient_weight is None else self.gradient_weight
+        own = self._weigh_local(gradients, variables, weight)
+        present = [i for i, g in enumerate(gradients) if g is not None and i not in own]
+        if own and loss and self.guard is not None and self.guard.finite:
+            # All ranks must skip what one of them skips, and they hear of its loss.
+            finite = all_finite([gradients[i] for i in own])
+            loss = [tf.where(finite, loss[0], tf.constant(float("nan"), loss[0].dtype))]
+        if own and not present and not loss:
+            return gradients
         # Some gradients (of loops, of masked layers) have forgotten their static shape.
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         shaped = [mark_common(gradient, self.rows) for gradient in shaped]
-        weight = self.weight if self.gradient_weight is None else self.gradient_weight
-        # One number more, of the gradients' type, so that it goes in the same message.
+        # One number more, or two, of the gradients' type, so that it goes in the same message.
         wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
-        more = [tf.reshape(tf.cast(value, wire), [1]) for value in loss]
+        counted = [] if self.rows_agree is None else [self.weight]
+        more = [tf.reshape(tf.cast(value, wire), [1]) for value in (*loss, *counted)]
         reduced = reduce_gradients(self.collectives, [*shaped, *more], weight, self.order)
         if self.collectives.atomic:
             reduced = self.order.after_all(reduced)
-        if more:
+        if counted:
+            assert_some_rows(reduced.pop()[0])
+        if loss:
             self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def _weigh_local(
+        self, gradients: list[Any], variables: list[Any], weight: tf.Tensor
+    ) -> list[int]:
+        """Weight the gradients of local variables in place; return which these are."""
+        pairs = enumerate(zip(gradients, variables, strict=True))
+        own = [i for i, (g, v) in pairs if g is not None and id(v) in self.local]
+        for i in own:
+            gradients[i] = weighted(gradients[i], weight)
+        return own
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.errors import ModelError
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
 
 
@@ -43,19 +45,37 @@ def check_applied(context: StepContext, model: keras.Model) -> None:
 
 
 def average_statistics(context: StepContext, model: keras.Model) -> None:
-    """Average what the step assigned and no optimizer owns, such as BatchNorm's statistics."""
+    """Average what the step assigned and no optimizer owns, such as BatchNorm's statistics, but for
+    those of local layers."""
     if context.collectives is None:
         return
     moved = [
         v
         for v in model.non_trainable_variables
-        if id(v) in context.assigned and tf.as_dtype(v.dtype).is_floating
+        if id(v) in context.assigned
+        and id(v) not in context.local
+        and tf.as_dtype(v.dtype).is_floating
     ]
     if moved:
         values = [tf.convert_to_tensor(v.value) for v in moved]
         averages = context.collectives.reduce(values, context.weight, context.order)
         for variable, value in zip(moved, averages, strict=True):
             variable.assign(value)
+
+
+def moved_by_padding(model: keras.Model) -> list[Any]:
+    """What a step moves on this rank alone: metrics, and statistics of local layers."""
+    local = local_variables(model)
+    return [*model.metrics_variables, *(v for v in model.non_trainable_variables if id(v) in local)]
+
+
+@contextmanager
+def unmoved(variables: Sequence[Any]) -> Iterator[None]:
+    """Restore variables after a step."""
+    kept = [(v, tf.identity(v)) for v in variables]
+    yield
+    for variable, value in kept:
+        variable.assign(value)
 
 
 def python_step(step: Callable[..., Any]) -> Callable[..., Any]:

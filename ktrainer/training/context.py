@@ -79,9 +79,11 @@ class RunContext:
         Args:
             options: how steps run; None for those of its last `fit`, or of the configuration.
         """
+        from ktrainer.steps.local_layers import set_local_layers
         from ktrainer.steps.program_cache import cached_program
         from ktrainer.training.fit_settings import step_options
 
+        set_local_layers(model, getattr(self.config.backend, "local_layers", ()))
         return cached_program(
             model,
             options or step_options(self.config),

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from ktrainer.data import Feed
+from ktrainer.steps.local_layers import local_paths
 from ktrainer.verify.first_update_check import first_line
 from ktrainer.verify.update_split import Split
 
@@ -53,6 +54,8 @@ def _differences(
 
 
 def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
+    if own := local_paths(model):
+        yield f"unlike one process: {_list(own)} (backend.local_layers) are each rank's own"
     layers = list(model._flatten_layers())
     parts = split.microbatches > 1  # which nothing synchronizes
     normalising = [

@@ -92,8 +92,15 @@ def refuse_own_batches(config: Config) -> None:
     """Refuse a configuration that no single process equals.
 
     Raises:
-        ConfigError: batches are each worker's own.
+        ConfigError: batches, or layers, are each worker's own.
     """
+    if getattr(config.backend, "local_layers", None):
+        raise ConfigError(
+            "layers that are each rank's own have no equivalent in one process to verify against: "
+            "verify without backend.local_layers.",
+            path="backend.local_layers",
+            value=config.backend.local_layers,  # type: ignore[attr-defined]
+        )
     if config.data.batch == "per_worker":
         raise ConfigError(
             "batches that are each worker's own have no unsplit equivalent to verify against: "

@@ -25,6 +25,7 @@ HEAL = ["world.heal=true", "backend=data_parallel"]
         ([*HYBRID, "world.min_size=2"], "world.min_size", "--max-restarts"),
         ([*HEAL, "backend.engine=horovod"], "backend.engine", "backend.engine=mpi"),
         ([*HEAL, "backend.op=sum"], "backend.op", "backend.op=average"),
+        ([*HEAL, "backend.local_layers=[head]"], "backend.local_layers", "--max-restarts"),
         ([*HEAL, "data.batch=per_worker"], "data.batch", "data.batch=global"),
         ([*HEAL, "data.shard=element"], "data.shard", "data.shard=batch"),
         ([*HEAL, "world.min_size=3", "world.max_size=2"], "world.max_size", "world.min_size=3"),

@@ -297,3 +297,34 @@ def test_refusing_loads_no_tensorflow():
         "assert not {'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "says"),
+    [
+        (["backend.local_layers=[head]"], "backend.local_layers", "a key of backend=data_parallel"),
+        (
+            ["backend=data_parallel", "backend.local_layers=[head, 'a(']"],
+            "backend.local_layers[1]",
+            "no regular expression",
+        ),
+        (
+            ["backend=data_parallel", "backend.local_layers=[a]", "trainer.clip.global_norm=1"],
+            "backend.local_layers",
+            "Use trainer.clip.norm",
+        ),
+        (
+            [
+                "backend=data_parallel",
+                "backend.local_layers=[a]",
+                "trainer.precision=mixed_float16",
+            ],
+            "backend.local_layers",
+            "Use mixed_bfloat16",
+        ),
+    ],
+)
+def test_local_layers(words, path, says):
+    error = refused(words)
+    assert error.path == path
+    assert says in str(error)

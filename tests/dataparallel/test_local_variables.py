@@ -109,13 +109,18 @@ def _pieces() -> dict[str, Any]:
         ((_, slices),), ((_, reduced),) = tape.get_local_and_global_gradients(loss, [table, shared])
         found["slices"] = [slices.values.numpy().tolist(), slices.indices.numpy().tolist()]
         found["reduced"] = float(reduced)
-        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), "mse")
+        optimizer = keras.optimizers.SGD(0.0, momentum=1.0)
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
         callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         callback.register_local_var(model.layers[-1].kernel)
+        optimizer.build(model.trainable_variables)  # as a loop that was restored has it
+        for slot in optimizer.momentums:
+            slot.assign(np.full(slot.shape, float(rank)))
         model.layers[0].kernel.assign(np.full((3, 2), float(rank)))
         x, y = (rows[0] for rows in _rows(rank))
         model.fit(x, y, verbose=0, callbacks=[callback])
         found["weights"] = [v.numpy() for v in model.trainable_variables]
+        found["slots"] = [float(slot.numpy().ravel()[0]) for slot in optimizer.momentums]
         gradients, variables = [tf.ones([3, 2]), tf.ones([2, 1])], model.trainable_variables
         for name, optimizer in (
             ("clip", keras.optimizers.SGD(global_clipnorm=1.0)),
@@ -124,6 +129,21 @@ def _pieces() -> dict[str, Any]:
             partial = hvd.PartialDistributedOptimizer(optimizer, local_layers=[model.layers[-1]])
             found[name] = caught(lambda o=partial: o.apply(gradients, variables))
         make = hvd.PartialDistributedGradientTape
+        for name, optimizer in (
+            ("tape clip", keras.optimizers.SGD(global_clipnorm=1.0)),
+            ("tape scale", keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.0))),
+            ("tape plain", keras.optimizers.SGD(0.0, clipnorm=1.0)),
+        ):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x))
+            tape = make(tape, local_layers=model.layers[-1])
+            gradients = tape.gradient(loss, variables)
+            found[name] = caught(
+                lambda o=optimizer, g=gradients: o.apply_gradients(zip(g, variables, strict=True))
+            )
+        # A rank's own alone may be clipped by their norm.
+        last, own = gradients[-1:], variables[-1:]
+        found["own"] = caught(lambda: keras.optimizers.SGD(global_clipnorm=1.0).apply(last, own))
         new = keras.layers.Dense(1)
         found["unbuilt"] = caught(lambda: make(tf.GradientTape(), local_layers=new))
         found["no layer"] = caught(lambda: make(tf.GradientTape(), local_layers=["dense"]))
@@ -136,8 +156,13 @@ def test_sources_callbacks_and_what_is_refused(ranks: Callable[..., Any]) -> Non
         assert found["reduced"] == 1.5
         first, last = found["weights"]
         np.testing.assert_array_equal(first, np.zeros((3, 2)))
-        np.testing.assert_array_equal(last, [[1.0], [rank + 1.0]])
+        np.testing.assert_array_equal(last, [[1.0 + rank], [rank + 1.0 + rank]])  # plus its slot
+        assert found["slots"] == [0.0, float(rank)]
         assert "use clipnorm or clipvalue" in found["clip"]
         assert "LossScaleOptimizer skips updates" in found["scale"]
+        assert "use clipnorm or clipvalue" in found["tape clip"]
+        assert "LossScaleOptimizer skips updates" in found["tape scale"]
+        assert not found["tape plain"]
+        assert not found["own"]
         assert "is not built" in found["unbuilt"]
         assert "is no keras.layers.Layer" in found["no layer"]

@@ -48,7 +48,7 @@ class Faults(Callback):
 
 def build():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dropout(0.2),
-        keras.layers.Dense(3)])
+        keras.layers.Dense(3, name="head")])
     model.compile("adam", "mse")
     return model
 
@@ -65,13 +65,15 @@ WORDS = ("trainer.epochs=2", "data.batch_size=16", "logging.progress=none", "wor
 ARGS = ("--max-restarts", 3, "--backoff", 0.1)
 
 
-@pytest.mark.quick("mpi")
+@pytest.mark.quick("mpi-local")
+@pytest.mark.parametrize("local", [False, True], ids=["shared", "local"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_failed_group_resumes_from_its_last_checkpoint(
-    start: Start, tmp_path: Path, engine: str
+    start: Start, tmp_path: Path, engine: str, local: bool
 ) -> None:
-    """In run folders that are named after the time."""
+    """In run folders that are named after the time; each rank with its own layers."""
     words = (*WORDS, "backend=data_parallel", f"backend.engine={engine}", "checkpoint.every=2ba")
+    words += ("backend.local_layers=[head]",) if local else ()
     path = tmp_path / "script.py"
     path.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{TRAINS}")
     launcher = start(*LAUNCH, "-n", 2, *ARGS, path, *words)
@@ -79,6 +81,7 @@ def test_a_failed_group_resumes_from_its_last_checkpoint(
     assert launcher.returncode == 0, errors
     said = [line for line in out.splitlines() if line.startswith("[0]")]
     assert said == ["[0] start 0 from 0", "[0] start 1 from 2", "[0] same True"], errors
+    assert "[1] same True" in out.splitlines()
     assert "rank 1 was ended by signal 9 (SIGKILL: Killed)" in errors
     assert "starting again in 0.1 s, restart 1 of 3" in errors
     assert len(list((tmp_path / "runs").iterdir())) == 1

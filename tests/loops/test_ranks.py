@@ -114,8 +114,9 @@ def test_data_that_differ_are_named(
         ranks(2).run(run, known)
 
 
-def unclear_rows() -> tuple[str, str, float]:
-    """Results of one element a row; a constant among the arguments; then a step as it should be."""
+def unclear_rows() -> tuple[str, str, float, list[str]]:
+    """Results of one element a row; a constant among the arguments; then a step as it should be;
+    and an empty constant alone."""
     import keras
     import tensorflow as tf
 
@@ -140,15 +141,32 @@ def unclear_rows() -> tuple[str, str, float]:
             it.run(step, tf.ones([2], tf.float64), part)
         except (ModelError, DeadlineExceeded) as error:
             statistics = f"{type(error).__name__}: {error}"
-    return shapes, statistics, total
+        weight, optimizer = keras.Variable(2.0), keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+
+        def train(empty: Any) -> None:
+            optimizer.apply([2 * weight + tf.reduce_sum(empty)], [weight])
+
+        def normalise(empty: Any) -> None:
+            layer(tf.ones([2, 1]) + tf.reduce_sum(empty), training=True)
+
+        nothing = []
+        for each in (train, normalise):
+            try:
+                it.run(each, tf.zeros([0], weight.dtype))
+            except (ModelError, DeadlineExceeded) as error:
+                nothing.append(f"{type(error).__name__}: {error}")
+    return shapes, statistics, total, nothing
 
 
 @pytest.mark.exhaustive
 def test_what_is_no_row_is_never_counted_as_one(ranks: Callable[..., Any]) -> None:
-    for shapes, statistics, total in ranks(2, "ends").run(unclear_rows):
+    for shapes, statistics, total, nothing in ranks(2, "ends").run(unclear_rows):
         assert "ranks have results of different shapes" in shapes
         assert total == 21
         assert "arguments of trainer.run have different numbers of rows" in statistics
+        assert len(nothing) == 2
+        assert all("no rank has any rows of what trainer.run was given" in each for each in nothing)
 
 
 def late(seconds: float) -> str:

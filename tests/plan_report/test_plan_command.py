@@ -80,8 +80,13 @@ def test_other_backends(script, capsys):
     out = capsys.readouterr().out
     assert "backend   local" in out
     assert "model     stack: 2,176 parameters, 8.7 kB; with gradients and optimizer 34.8 kB" in out
-    assert main.main(["plan", "-n", "3", script, "backend=data_parallel"]) == 0
+    words = ["-n", "3", script, "backend=data_parallel"]
+    assert main.main(["plan", *words]) == 0
     assert "3 processes on" in capsys.readouterr().out
+    assert main.main(["plan", *words, "backend.local_layers=[dense_3]"]) == 0
+    out = capsys.readouterr().out
+    assert "local     272 of its parameters are each process's own" in out
+    assert "each of 3 processes trains its own" in out
 
 
 SUBCLASSED = """

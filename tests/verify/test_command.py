@@ -81,6 +81,9 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     per_worker = ["backend=data_parallel", "data.batch=per_worker"]
     assert main.main(["verify", "-n", "2", script, *per_worker]) == 2
     assert "no unsplit equivalent" in capfd.readouterr().err
+    local = ["backend=data_parallel", "backend.local_layers=[head]"]
+    assert main.main(["verify", "-n", "2", script, *local]) == 2
+    assert "no equivalent in one process" in capfd.readouterr().err
     assert main.main(["verify", "missing.py"]) == 2
     (tmp_path / "empty.py").write_text("print('hello')\n")
     assert main.main(["verify", str(tmp_path / "empty.py")]) == 2

@@ -37,7 +37,7 @@ def callback_states(
     """
     states: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
-    saved = _held_here(model) if held else _saved_here(model)
+    saved = weights_here(model) if held else _saved_here(model)
     for name, callback in _named(callbacks):
         state = _state(callback)
         weights = {}
@@ -53,10 +53,14 @@ def callback_states(
     return states, arrays
 
 
-def callback_arrays(states: Sequence[Mapping[str, Any]], model: Any = None) -> Iterator[str]:
-    """The names of the arrays of `states`; given a model that is cut into stages, those of the
-    weights in this process."""
-    held = _held_here(model)
+def callback_arrays(
+    states: Sequence[Mapping[str, Any]], held: Sequence[bool] | None = None
+) -> Iterator[str]:
+    """The names of the arrays of `states`.
+
+    Args:
+        held: for each of the model's weights whether it is asked for; None: all are.
+    """
     for i, saved in enumerate(states):
         for attribute, count in saved["weights"].items():
             for k in range(count):
@@ -77,7 +81,7 @@ def load_callback_states(
         model: if it is cut into stages, weights of other processes become None.
     """
     present = dict(_named(callbacks))
-    here = set(callback_arrays(states, model))
+    here = set(callback_arrays(states, weights_here(model)))
     for i, saved in enumerate(states):
         callback = present.get(saved["callback"])
         if callback is None:
@@ -102,7 +106,7 @@ def _saved_here(model: Any) -> list[bool] | None:
     return [placement.replica == 0 and placement.owns(weight) for weight in model.weights]
 
 
-def _held_here(model: Any) -> list[bool] | None:
+def weights_here(model: Any) -> list[bool] | None:
     """For each of the model's weights whether its value is here; None: all are."""
     placement = placement_of(model) if model is not None else None
     return None if placement is None else [placement.holds(w) for w in model.weights]

@@ -2,9 +2,9 @@
 
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
-`callbacks/<i>/<name>/<k>`.
+`callbacks/<i>/<name>/<k>`. Those of local layers are one set per rank, `...@<rank>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
-metric counts of each rank.
+metric counts of each rank, names of local arrays.
 
 Of a model that is cut into stages (`placement_of`) each process captures what it holds; names are
 those of the whole model, so a checkpoint fits any number of stages.
@@ -27,10 +27,12 @@ from ktrainer.checkpoint.contents.data_state import (
     data_states,
     replicas_of,
 )
+from ktrainer.checkpoint.contents.local_state import names_of_all_ranks, with_all_ranks
 from ktrainer.checkpoint.contents.metric_state import counting_ranks, metric_states
 from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import all_variables, built_optimizers
 from ktrainer.steps.variable_placement import Placement, placement_of
 
@@ -75,6 +77,9 @@ def capture(
         arrays.update(places)
     states, more = callback_states(callbacks, model)
     arrays.update(more)
+    local = local_names(model, states)
+    if local:
+        arrays = with_all_ranks(arrays, local, world)
     state = {
         "progress": progress.to_dict(),
         "history": dict(history or {"epoch": [], "history": {}}),
@@ -84,6 +89,8 @@ def capture(
         "world_size": world.size,
         "data_replicas": replicas_of(world) if places else [],
     }
+    if local:
+        state["local"] = local
     if place is not None:
         state["data"] = dict(place)
     if counted is not None and progress.batch:
@@ -102,7 +109,22 @@ def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any
     """
     names = [name for name, _ in named_variables(model)]
     names += [name for name in arrays if name.startswith(("metrics/", "data/"))]
-    return names + list(callback_arrays(state["callbacks"]))
+    names += callback_arrays(state["callbacks"])
+    return names_of_all_ranks(names, state.get("local", ()), state["world_size"])
+
+
+def local_names(model: Any, states: list[dict[str, Any]]) -> list[str]:
+    """The names of the arrays that are each rank's own: those of local layers.
+
+    Args:
+        states: of the callbacks.
+    """
+    local = local_variables(model)
+    if not local:
+        return []
+    names = [name for name, variable in named_variables(model) if id(variable) in local]
+    weights = [id(weight) in local for weight in model.weights]
+    return names + list(callback_arrays(states, weights))
 
 
 def named_variables(model: Any) -> list[tuple[str, Any]]:

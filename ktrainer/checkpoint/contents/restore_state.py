@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ktrainer.checkpoint.contents.callback_state import callback_arrays, load_callback_states
+from ktrainer.checkpoint.contents.callback_state import (
+    callback_arrays,
+    load_callback_states,
+    weights_here,
+)
 from ktrainer.checkpoint.contents.capture_state import SEED, Arrays, named_variables
 from ktrainer.checkpoint.contents.data_state import Data, data_name, restore_data
 from ktrainer.checkpoint.contents.metric_state import restore_metrics
@@ -19,6 +23,7 @@ from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import built_optimizers
 from ktrainer.steps.variable_placement import placement_of
 
@@ -31,7 +36,7 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
     """Pair the variables in this process with saved arrays. Changes no value.
 
     Args:
-        saved: the arrays, or placeholders of their shapes and dtypes.
+        saved: the arrays of this rank, or placeholders of their shapes and dtypes.
 
     Raises:
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
@@ -40,6 +45,12 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
     named = named_variables(model)
     pairs, mismatches = match_arrays(_part(saved, "model/", "optimizer/", "seed/"), named)
     problems += mismatches
+    local = local_variables(model)
+    problems += [
+        f"{key} is of a local layer, with values of each rank: name it in backend.local_layers"
+        for variable, key in pairs
+        if key in state.get("local", ()) and id(variable) not in local
+    ]
     if world.any(bool(problems), "comparison with a checkpoint"):
         raise CheckpointError(
             "the checkpoint does not fit this model, and nothing was loaded:\n  "
@@ -56,7 +67,7 @@ def needed_arrays(
     names = {key for _, key in pairs}
     names |= {name for name in saved if name.startswith("metrics/")}
     names |= {data_name(world.rank)} & set(saved)
-    return names | set(callback_arrays(state.get("callbacks", []), model))
+    return names | set(callback_arrays(state.get("callbacks", []), weights_here(model)))
 
 
 def assign_state(

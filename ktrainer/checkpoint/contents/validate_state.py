@@ -16,6 +16,7 @@ import numpy as np
 
 from ktrainer.checkpoint.contents.callback_state import callback_arrays
 from ktrainer.checkpoint.contents.data_state import LEAST_BYTES, data_name
+from ktrainer.checkpoint.contents.local_state import names_of_all_ranks
 from ktrainer.checkpoint.format.checkpoint_folder import STATE
 from ktrainer.checkpoint.format.checkpoint_reader import Arrays, read_checkpoint
 from ktrainer.checkpoint.format.value_encoding import is_count
@@ -54,7 +55,11 @@ def state_problem(state: Any, arrays: Mapping[str, np.ndarray]) -> str | None:
         return f"its 'counting' has more ranks than {state.get('world_size', 1)}"
     if len(state.get("counted") or ()) not in (0, state.get("world_size", 1)):
         return f"its 'counted' is not of {state.get('world_size', 1)} ranks"
-    missing = [name for name in _names(state, len(arrays)) if name not in arrays]
+    local, ranks = state.get("local", ()), state.get("world_size", 1)
+    if len(local) * ranks > len(arrays):
+        return f"its 'local' has more names than there are arrays of {ranks} ranks"
+    names = names_of_all_ranks([*_names(state, len(arrays)), *local], local, ranks)
+    missing = [name for name in names if name not in arrays]
     if missing:
         return f"it needs the array {missing[0]!r}, which is not in the checkpoint"
     for rank in range(len(state.get("data_replicas", ()))):
@@ -170,4 +175,5 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "counted": _counted,
     "data_replicas": _counts,
     "data": _data,
+    "local": lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
 }

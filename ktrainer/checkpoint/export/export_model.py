@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
+from ktrainer.checkpoint.contents.local_state import arrays_of_rank
 from ktrainer.checkpoint.contents.restore_state import pair_variables
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
@@ -44,7 +45,8 @@ _DANGEROUS = ("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLaye
 
 
 def export_model(checkpoint: Path, output: Path, function: str | None = None) -> None:
-    """Write the model of a checkpoint, from any number of stages, to a Keras file.
+    """Write the model of a checkpoint, from any number of stages, to a Keras file; local layers as
+    rank 0 has them.
 
     Args:
         checkpoint: its folder; all of it is checked first.
@@ -59,6 +61,7 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
     if not output.name.endswith((".keras", ".weights.h5")):
         raise CheckpointError(f"{output} must end in .keras or .weights.h5")
     arrays, state = read_run(checkpoint)
+    arrays, state = arrays_of_rank(arrays, state, 0), {**state, "local": []}
     whole = output.suffix == ".keras"
     if function is None:
         model = _rebuilt(checkpoint, arrays, state, whole)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ktrainer.backends.pipeline.graph.nodes import Graph, Node
+from ktrainer.config.name_patterns import compile_pattern, matches, refuse_unmatched
 from ktrainer.errors import ConfigError
 
 _KEY = "backend.stages"
@@ -62,7 +63,7 @@ def stages_by_pattern(
     found: list[int | None] = []
     matched: set[int] = set()
     for node in graph.nodes:
-        stages = [s for s, pattern in compiled.items() if _matches(pattern, node.name)]
+        stages = [s for s, pattern in compiled.items() if matches(pattern, node.name)]
         matched.update(stages)
         if len(stages) > 1:
             raise ConfigError(
@@ -73,11 +74,7 @@ def stages_by_pattern(
             )
         found.append(stages[0] if stages else None)
     for stage in compiled.keys() - matched:
-        raise ConfigError(
-            f"the pattern {patterns[stage]!r} matches no layer. The nearest names are "
-            f"{_nearest_names(patterns[stage], graph)}.",
-            path=f"{_KEY}.{stage}",
-        )
+        refuse_unmatched(patterns[stage], (n.name for n in graph.nodes), f"{_KEY}.{stage}")
     if default is None:
         _refuse_unmatched(graph.nodes, found)
     return _complete(graph, found, default or 0)
@@ -106,21 +103,9 @@ def _compiled(patterns: Mapping[int, str], default: int | None) -> dict[int, re.
             f"stages are numbered from 0 without gaps, but these are {sorted(patterns)}.",
             path=_KEY,
         )
-    compiled = {}
-    for stage, pattern in patterns.items():
-        try:
-            compiled[stage] = re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(
-                f"{pattern!r} is no regular expression: {error}.", path=f"{_KEY}.{stage}"
-            ) from error
-    return compiled
-
-
-def _matches(pattern: re.Pattern[str], name: str) -> bool:
-    """Return whether a pattern matches a name, or that of a layer around it."""
-    parts = re.sub(r":\d+(?=/|$)", "", name).split("/")
-    return any(pattern.fullmatch("/".join(parts[: n + 1])) for n in range(len(parts)))
+    return {
+        stage: compile_pattern(pattern, f"{_KEY}.{stage}") for stage, pattern in patterns.items()
+    }
 
 
 def _refuse_unmatched(nodes: Sequence[Node], found: Sequence[int | None]) -> None:
@@ -175,18 +160,3 @@ def _refuse_backwards(graph: Graph, stages: Mapping[int, int]) -> None:
                     f"{stages[position]} or lower.",
                     path=_KEY,
                 )
-
-
-def _nearest_names(pattern: str, graph: Graph, count: int = 3) -> str:
-    from difflib import SequenceMatcher
-
-    names: dict[str, None] = {}
-    for node in graph.nodes:
-        parts = node.name.split("/")
-        names.update(dict.fromkeys("/".join(parts[: n + 1]) for n in range(len(parts))))
-
-    def distance(name: str) -> float:
-        last = name.rpartition("/")[2]
-        return -max(SequenceMatcher(None, pattern, n).ratio() for n in (name, last))
-
-    return ", ".join(repr(name) for name in sorted(names, key=distance)[:count])

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import keras
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
@@ -20,6 +19,7 @@ from ktrainer.backends.pipeline.placement.deferred_variables import (
 from ktrainer.distributed import World
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.runtime.monkeypatching import replaced
+from ktrainer.steps.optimizers import aligned_slots
 from ktrainer.steps.remote_variable import make_remote
 from ktrainer.steps.variable_placement import Placement, place
 
@@ -79,21 +79,6 @@ def _watch_slots(belongs: dict[int, Any]) -> Iterator[None]:
 
     with replaced((TFOptimizer, "add_variable_from_reference", add)):
         yield
-
-
-def aligned_slots(optimizer: Any) -> dict[int, Any]:
-    """Slots in lists that have one entry for each trained variable."""
-    trained = optimizer._trainable_variables
-    own = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    found = {}
-    for name, value in vars(optimizer).items():
-        if name in ("_variables", "_trainable_variables") or not isinstance(value, (list, tuple)):
-            continue
-        if len(value) == len(trained):
-            for slot, variable in zip(value, trained, strict=True):
-                if isinstance(slot, keras.Variable) and id(slot) not in own:
-                    found[id(slot)] = variable
-    return found
 
 
 def place_model(
