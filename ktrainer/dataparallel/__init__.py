@@ -12,6 +12,7 @@ state.py        init, shutdown, process sets    options.py     ReduceOp, Compres
 ranks.py        rank, size, facts               collectives.py, rows.py, objects.py   calls
 gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
+elastic.py, elastic_states.py   loops that continue when ranks are lost
 channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
 rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
 host_calls.py, reductions.py   calls from eager and compiled code
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ktrainer.dataparallel import callbacks, keras
+from ktrainer.dataparallel import callbacks, elastic, keras
 from ktrainer.dataparallel.collectives import (
     allreduce,
     broadcast,
@@ -122,6 +123,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

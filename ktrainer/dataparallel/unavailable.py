@@ -50,11 +50,6 @@ INSTEAD = {
     "BroadcastGlobalVariablesHook": _SESSIONS,
     "broadcast_global_variables": _SESSIONS,
     "broadcast_object_fn": _SESSIONS,
-    "elastic": (
-        "{name} restarts a loop of one's own when ranks are lost, which ktrainer.dataparallel does "
-        "not do. Train with Trainer.fit, or a loop over Trainer.steps, and `ktrainer run --heal`, "
-        "which replaces lost ranks and lets others join; or save checkpoints and start again."
-    ),
     "run": _SPARK,
     "spark": _SPARK,
     "ray": _SPARK,
@@ -80,7 +75,9 @@ INSTEAD = {
         "backend.name=data_parallel needs no hooks: checkpoint.*, callbacks and `ktrainer run` do "
         "what they did.",
     ),
-    "TensorFlowState": "{name}: see elastic.",
+    **dict.fromkeys(
+        ("TensorFlowState", "TensorFlowKerasState", "KerasState"), "{name}: use elastic.{name}."
+    ),
     "DistributedAdasumOptimizer": "{name}: use DistributedOptimizer(optimizer, op=Adasum).",
 }
 

@@ -92,11 +92,9 @@ _INSTEAD = {
         ("DistributedGradientTape", "allreduce", "broadcast_variables", "Compression"), _HOROVOD
     ),
     **dict.fromkeys(("save", "load"), _FILES),
-    **dict.fromkeys(
-        ("tensor_parallelism", "set_tensor_parallelism", "tp_rank", "tp_size", "rdp_rank")
-        + ("rdp_size", "get_tp_group", "get_rdp_group"),
-        _TENSOR,
-    ),
+    **dict.fromkeys(("tensor_parallelism", "set_tensor_parallelism"), _TENSOR),
+    **dict.fromkeys(("tp_rank", "tp_size", "rdp_rank", "rdp_size"), _TENSOR),
+    **dict.fromkeys(("get_tp_group", "get_rdp_group"), _TENSOR),
     **dict.fromkeys(("amp", "GradScaler"), _PRECISION),
     "set_partition": "{name} belongs to the library for PyTorch; use `with smp.partition(i):`.",
 }
