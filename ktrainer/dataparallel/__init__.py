@@ -12,7 +12,7 @@ state.py        init, shutdown, process sets    options.py     ReduceOp, Compres
 ranks.py        rank, size, facts               collectives.py, rows.py, objects.py   calls
 gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
-elastic.py, elastic_states.py   loops that continue when ranks are lost
+elastic.py, elastic_states.py, elastic_callbacks.py   loops that continue when ranks are lost
 channel.py      compared calls: calls.py describes one, handlers.py carries it out on arrays
 rank_group.py, lane.py   the channels of a process set; sums.py: the engine's buckets on one
 host_calls.py, reductions.py   calls from eager and compiled code

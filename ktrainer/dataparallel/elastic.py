@@ -25,11 +25,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from ktrainer.config.launch_environment import launched_world
 from ktrainer.dataparallel.calls import call_of
+from ktrainer.dataparallel.elastic_callbacks import (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)
 from ktrainer.dataparallel.elastic_states import (
     KerasState,
     ObjectState,
@@ -133,6 +137,7 @@ class _ElasticRun:
                 f"surviving ranks: {self._world.size}, fewer than --min-n {self._least}. Commits "
                 "are in memory: only what the script has saved in files is left."
             )
+        self._state.updaters.clear()  # of a fit that an error has ended
         self._state.sync()
         self._has_state = True
 
@@ -192,68 +197,6 @@ def _say(lost: list[int], joined: bool, size: int, seconds: float) -> None:
     ranks = "1 rank continues" if size == 1 else f"{size} ranks continue"
     where = "" if joined else " from the last commit"
     print(f"ktrainer: {what}; {ranks}{where} ({seconds:.2f} s)", file=sys.stderr, flush=True)
-
-
-class CommitStateCallback(keras.callbacks.Callback):
-    """Commits a state every so many batches, and at the end of each epoch.
-
-    Args:
-        state: the state.
-        batches_per_commit: how many batches.
-    """
-
-    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state, self.batches_per_commit = state, batches_per_commit
-        self._remaining = batches_per_commit
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._remaining = self.batches_per_commit
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._remaining -= 1
-        if self._remaining == 0:
-            self._remaining = self.batches_per_commit
-            self.state.commit()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.commit()
-
-
-class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Sets `state.batch` to the batch that has ended, as Horovod's does, and to 0 after an epoch.
-
-    Args:
-        state: has an attribute `batch`.
-    """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.state.batch = batch
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.batch = 0
-
-
-class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Sets `state.epoch` to the number of epochs that have ended, over all calls of `fit`.
-
-    Args:
-        state: has an attribute `epoch`.
-    """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state, self._first = state, 0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._first = self.state.epoch
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.epoch = self._first + epoch + 1
 
 
 __all__ = [

@@ -35,6 +35,7 @@ class State:
         self._bcast_object = bcast_object or broadcast_object
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._look_for_ranks: Callable[[], None] | None = None  # set by `elastic.run`
+        self.updaters: dict[Any, Any] = {}  # callbacks that set attributes while `fit` runs
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Have functions called, on the ranks that were there before, whenever ranks were lost or

@@ -55,7 +55,7 @@ class ChannelSums(MpiGradients):
         return self._opened._comm
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """The number of ranks now."""
         return self.world.size
 
