@@ -98,7 +98,7 @@ def test_training_continues_as_in_keras_2(file: str, model: str, name: str, caps
 
 
 @pytest.mark.parametrize("name", models.OTHERS)
-@pytest.mark.quick("lion", "legacy_ftrl")
+@pytest.mark.quick("lion", "legacy_ftrl", "exponential")
 def test_other_optimizers_continue_as_in_keras_2(name: str) -> None:
     numbers = truth(f"optimizer_{name}")
     assert imports(f"optimizer_{name}-1", name) == 0

@@ -111,6 +111,8 @@ class OptimizerMatch:
             self.matches[id(optimizer.iterations)] = count
             if int(self.graph.read(count)) == 0:  # slots are made by the first update
                 self.fresh |= {id(v) for v in optimizer.variables}
+        if (now := self._child("current_learning_rate")) is not None:  # what a schedule gave last
+            self.used.add(now.key)
         rate, here = self._child("learning_rate"), _learning_rate(optimizer)
         if rate is not None and here is not None:
             self.matches[id(here)] = rate

@@ -123,6 +123,7 @@ def other_optimizers() -> None:
         "adamw": new.AdamW(0.0625),
         "lion": new.Lion(0.0625),
         "amsgrad": new.Adam(0.0625, amsgrad=True),
+        "exponential": new.Adam(new.schedules.ExponentialDecay(0.0625, 3, 0.5, staircase=True)),
         "average": new.SGD(0.0625, momentum=0.75, use_ema=True),
         "legacy_adadelta": legacy.Adadelta(0.0625, rho=0.875),
         "legacy_adamax": legacy.Adamax(0.0625, **betas),

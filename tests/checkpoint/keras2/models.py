@@ -232,7 +232,11 @@ legacy_adamax = _of(optimizers.Adamax, **_BETAS)
 legacy_ftrl = _of(optimizers.Ftrl)
 legacy_amsgrad = _of(optimizers.Adam, amsgrad=True, **_BETAS)
 legacy_rmsprop = _of(optimizers.RMSprop, rho=0.875, momentum=0.5, centered=True)
+exponential = _of(
+    lambda _: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.0625, 3, 0.5, staircase=True))
+)
 OTHERS = [
+    "exponential",
     "adagrad",
     "adadelta",
     "adamax",
