@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from ktrainer.checkpoint import resume
+from ktrainer.checkpoint.tf_checkpoint.match_weights import _in_one_order
 from ktrainer.cli import main
 from ktrainer.distributed import SingleWorld
 from tests.checkpoint.keras2 import models
@@ -176,6 +177,20 @@ def test_layers_of_one_shape_in_another_order_by_their_names(capsys: Any) -> Non
     assert _in_order(["dense", "by its name in another order", "dense_1"], lines[2])
     assert "Give each its name in the file" in lines[-1]
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "same"),
+    [
+        (["dense_3", "dense", "dense_1"], ["dense_9", "dense_2", "dense_4"], True),
+        (["dense", "dense_1"], ["dense_10", "dense_9"], False),
+        (["norm", "norm_1"], ["sync_batch_normalization", "sync_batch_normalization_1"], True),
+        (["left", "right"], ["dense", "dense_1"], False),  # which is left?
+        (["dense", "dense_1"], ["same", "same"], False),
+    ],
+)
+def test_the_order_that_names_say(here: list[str], there: list[str], same: bool) -> None:
+    assert _in_one_order(here, there) is same
 
 
 def test_momentums_of_sgd_without_momentum(capsys: Any) -> None:

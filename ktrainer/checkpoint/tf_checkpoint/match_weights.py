@@ -36,6 +36,7 @@ class WeightMatches(NamedTuple):
 
 
 _NUMBERED = re.compile(r"layer_with_weights-(\d+)")
+_NAME = re.compile(r"(.*?)(?:_(\d+))?")
 _OWNERS = (keras.layers.Layer, keras.metrics.Metric)
 _RENAMED = {"kernel": "depthwise_kernel"}  # of DepthwiseConv, since Keras 3
 
@@ -151,22 +152,22 @@ def _compare_names(
         there = [name for _, name in group if name is not None]
         if len(there) < len(group):
             matches.in_order.extend(layer.name for layer, _ in group)
-        elif not _in_one_order(group, there):
+        elif not _in_one_order([layer.name for layer, _ in group], there):
             matches.unclear.extend((layer.name, name or "") for layer, name in group)
 
 
-def _in_one_order(group: list[tuple[Any, str | None]], there: list[str]) -> bool:
-    """Whether automatic names put layers in the same order here and there."""
-    if not all(_is_automatic(layer) and _is_automatic(layer, name) for layer, name in group):
+def _in_one_order(here: list[str], there: list[str]) -> bool:
+    """Whether names with numbers, such as Keras gives, put layers in the same order here and there.
+
+    The words before the numbers may differ, as between Horovod's SyncBatchNormalization and ours.
+    """
+    numbered = [[_NAME.fullmatch(name) for name in names] for names in (here, there)]
+    words = [{found[1] for found in each if found} for each in numbered]
+    numbers = [[int(found[2] or 0) for found in each if found] for each in numbered]
+    if any(len(w) > 1 or len(set(n)) < len(n) for w, n in zip(words, numbers, strict=True)):
         return False
-    places = range(len(group))
-    here = sorted(places, key=lambda k: _number(group[k][0].name))
-    return here == sorted(places, key=lambda k: _number(there[k]))
-
-
-def _number(name: str) -> int:
-    found = re.search(r"_(\d+)$", name)
-    return int(found[1]) if found else 0
+    orders = [sorted(range(len(n)), key=n.__getitem__) for n in numbers]
+    return orders[0] == orders[1]
 
 
 def _layer_name(place: int, graph: ObjectGraph) -> str | None:
@@ -186,7 +187,7 @@ def _layer_name(place: int, graph: ObjectGraph) -> str | None:
     return None
 
 
-def _is_automatic(layer: Any, name: str | None = None) -> bool:
-    """Whether Keras may have given a layer its name, or this one: its class, with a number."""
+def _is_automatic(layer: Any) -> bool:
+    """Whether Keras may have named the layer: after its class, with a number."""
     word = re.sub(r"\W|_", "", type(layer).__name__).lower()
-    return re.sub(r"_\d+$", "", name or layer.name).replace("_", "") == word
+    return re.sub(r"_\d+$", "", layer.name).replace("_", "") == word
