@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from ktrainer.config.fault_tolerance_checks import check_healing
-from ktrainer.config.schema import Config
+from ktrainer.config.schema import Config, WorldConfig
 
 VARIABLE = "KTRAINER_WORLD"
+JOINED_SIZE = "KTRAINER_JOINED_SIZE"  # in a process that joins others: how many ranks with it
 _GRACE = "interrupt.grace"
 _INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
 _MPI_PORTS = range(61000, 65500)  # above Linux's ephemeral ports
@@ -37,6 +38,12 @@ def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Conf
     config = config.with_changes(world=replace(config.world, **world))
     check_healing(config)
     return config
+
+
+def launched_world(environ: Mapping[str, str] = os.environ) -> WorldConfig:
+    """The keys of `world` that the launcher was given, for scripts without a configuration."""
+    given = json.loads(environ.get(VARIABLE) or "{}")
+    return WorldConfig(**{key: value for key, value in given.items() if key != _GRACE})
 
 
 def mpi_on_loopback() -> dict[str, str]:

@@ -12,6 +12,7 @@ state.py        init, shutdown, process sets    options.py     ReduceOp, Compres
 ranks.py        rank, size, builds              collectives.py, rows.py, objects.py   calls
 gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py   gradients
 callbacks.py, keras/   for Model.fit on each rank
+elastic.py, elastic_states.py, elastic_callbacks.py   loops that continue when ranks are lost
 channel.py      a communicator on which ranks compare each call before they make it: calls.py
                 describes a call, handlers.py carries it out on arrays
 rank_group.py   the channels of a process set; lane.py: one thread's calls, in order; sums.py:
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ktrainer.dataparallel import callbacks, keras
+from ktrainer.dataparallel import callbacks, elastic, keras
 from ktrainer.dataparallel.collectives import (
     allreduce,
     broadcast,
@@ -124,6 +125,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

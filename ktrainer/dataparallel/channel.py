@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, difference
 from ktrainer.distributed.mpi_communicator import MpiComm
-from ktrainer.errors import DivergenceError
+from ktrainer.errors import DivergenceError, WorldError
 
 _JOINED = np.iinfo(np.int64).min
 _WAIT_OF_JOINED = "join: waits for the ranks that have not joined"
@@ -32,12 +32,21 @@ class Channel:
     Args:
         world: the ranks, with a communicator of its own.
         lane: the order of its calls inside of compiled functions; see `InOrder`.
+
+    Attributes:
+        error: the last exception in a call, of which TensorFlow makes an error of its own in
+            compiled functions.
     """
 
     def __init__(self, world: MpiComm, lane: str) -> None:
         self.world, self.lane = world, lane
-        self.size = world.size
+        self.error: BaseException | None = None
         self._lock = threading.RLock()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; with healing it may change between two calls."""
+        return self.world.size
 
     @contextmanager
     def call(self, call: Call) -> Iterator[Sequence[int]]:
@@ -49,8 +58,15 @@ class Channel:
         Raises:
             DivergenceError: ranks are in different calls; raised on all of them.
             DeadlineExceeded, PeerLost: a rank does not call it.
+            WorldError: this process has yet to join the others.
         """
-        with self._lock:
+        if self.world.alone:
+            raise WorldError(
+                f"{call.operation}: this process was started to join others, and has not joined "
+                "them yet. Make such calls in the function that elastic.run decorates, not before "
+                "it; elastic.run gives all ranks the state of rank 0."
+            )
+        with self._lock, self._keeping_error():
             yield self._compare(call)[0]
 
     @contextmanager
@@ -62,6 +78,14 @@ class Channel:
         """
         with self._lock:
             yield self._compare(None)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise
 
     def _compare(self, call: Call | None) -> tuple[Sequence[int], Call | None]:
         joined = call is None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from ktrainer.dataparallel.calls import call_of, specs_of
-from ktrainer.dataparallel.host_calls import as_tensor, call_in_order
+from ktrainer.dataparallel.host_calls import as_tensor, call_in_order, ranks_now
 from ktrainer.dataparallel.options import (
     Compression,
     ReduceOp,
@@ -82,7 +82,7 @@ def allreduce(
     value = tensor if isinstance(tensor, tf.IndexedSlices) else as_tensor(tensor, "allreduce")
     compression = checked_compression(compression)
     value = _scaled(value, prescale_factor)
-    if group.size > 1:
+    if not group.single:
         value = _reduced(group.gradients, value, op, operation, compression)
     return _scaled(value, postscale_factor)
 
@@ -102,7 +102,7 @@ def oob_allreduce(
     """
     group, op, value = group_of(process_set), checked_op(op), as_tensor(tensor, "oob_allreduce")
     compression = checked_compression(compression)
-    if group.size == 1:
+    if group.single:
         return value
     return reduce_one(group.others, value, op, _named("oob_allreduce", name), compression)
 
@@ -128,7 +128,7 @@ def grouped_allreduce(
         t if isinstance(t, tf.IndexedSlices) else as_tensor(t, "grouped_allreduce") for t in tensors
     ]
     values = [_scaled(value, prescale_factor) for value in values]
-    if group.size > 1:
+    if not group.single:
         operation = _named("grouped_allreduce", name)
         values = reduce_list(group.gradients, values, op, operation, compression)
     return [_scaled(value, postscale_factor) for value in values]
@@ -152,7 +152,7 @@ def broadcast(
     """
     group, value = group_of(process_set), as_tensor(tensor, "broadcast")
     root = group.position_of(root_rank)
-    if group.size == 1:
+    if group.single:
         return value
     operation = _named(f"broadcast from rank {root_rank}", name)
     return _broadcast(group, value, root, operation)
@@ -172,7 +172,7 @@ def _broadcast(group: RankGroup, tensor: tf.Tensor, root: int, operation: str) -
     def sent(value: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             total = sum_of_gradients(group.others, upstream, operation)
-            return total if group.rank == root else tf.zeros_like(total)
+            return tf.where(tf.equal(ranks_now(group)[0], root), total, tf.zeros_like(total))
 
         (received,) = call_in_order(
             group.others, lambda a: call_of(operation, "broadcast", specs_of([a]), root), [value]

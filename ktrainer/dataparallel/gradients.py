@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.dataparallel.host_calls import ranks_now
 from ktrainer.dataparallel.local_variables import LocalVariables
 from ktrainer.dataparallel.options import (
     Compression,
@@ -54,10 +55,11 @@ class GradientReduction:
         _refuse_in_trainer(self.operation)
         group, found = group_of(self.process_set), list(gradients)
         own = {k for k, variable in enumerate(variables) if variable in self.local}
+        size = 1 if group.single or not own else ranks_now(group)[1]
         for k in own:
-            found[k] = self.local.scaled(found[k], group.size)
+            found[k] = self.local.scaled(found[k], size)
         present = [k for k, gradient in enumerate(found) if gradient is not None and k not in own]
-        if group.size == 1 or len(own) == len(found):
+        if group.single or len(own) == len(found):
             return found
         shaped = [_shaped(found[k], variables[k]) for k in present]
         if self.sparse_as_dense:

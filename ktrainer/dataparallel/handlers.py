@@ -19,6 +19,7 @@ from ktrainer.errors import DataError, WorldError, name_ranks
 if TYPE_CHECKING:
     from ktrainer.dataparallel.channel import Channel
 
+_WITH_ROOT = ("broadcast", "object from a root")
 Arrays = list[np.ndarray]
 Present = Sequence[int]
 
@@ -37,10 +38,12 @@ def carry_out(channel: Channel, call: Call, given: Any) -> Any:
         given: arrays, or an object, of this rank.
 
     Raises:
-        WorldError: ranks have joined, and this kind of call has no neutral value.
+        WorldError: ranks have joined, and this kind of call has no neutral value; or its root is
+            no rank any more.
     """
     handler = HANDLERS[call.kind]
     with channel.call(call) as present:
+        _check_root(channel, call)
         _check_joined(channel, call, handler, present)
         return handler.run(channel, call, given, present)
 
@@ -62,9 +65,18 @@ def _check_joined(channel: Channel, call: Call, handler: Handler, present: Prese
         )
 
 
+def _check_root(channel: Channel, call: Call) -> None:
+    """Refuse a root that a compiled function has from before ranks were lost."""
+    if call.kind in _WITH_ROOT and call.detail >= channel.size:
+        raise WorldError(
+            f"{call.operation}, compiled when there were more ranks, has no root any more: there "
+            f"are {channel.size}. Broadcast from rank 0, which there always is."
+        )
+
+
 def _roots_are(present: Present, call: Call) -> bool:
     """Whether the root of a call, if it has one, has not joined."""
-    return call.kind not in ("broadcast", "object from a root") or call.detail in present
+    return call.kind not in _WITH_ROOT or call.detail in present
 
 
 def _reduce(channel: Channel, call: Call, arrays: Arrays, present: Present) -> Arrays:

@@ -17,6 +17,7 @@ from ktrainer.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.rank_group import RankGroup
 
 
 def in_order(
@@ -50,6 +51,19 @@ def call_in_order(
         return carry_out(lane, make_call(*arrays), list(arrays))
 
     return in_order(lane, host, inputs, dtypes or [each.dtype for each in inputs])
+
+
+def ranks_now(group: RankGroup) -> tuple[Any, Any]:
+    """This rank's number in a group, and their number; with healing compiled functions, which may
+    outlive a change of the ranks, read them each time they run."""
+    if tf.executing_eagerly() or not group.world.heals:
+        return group.rank, group.size
+
+    def read() -> np.ndarray:
+        return np.array([group.rank, group.size], np.int32)
+
+    found = tf.ensure_shape(tf.numpy_function(read, [], tf.int32, stateful=True), [2])
+    return found[0], found[1]
 
 
 def refuse_xla() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ktrainer.dataparallel.handlers import take_part
 from ktrainer.dataparallel.state import group_of
-from ktrainer.errors import DivergenceError
+from ktrainer.errors import DivergenceError, WorldError
 
 if TYPE_CHECKING:
     from ktrainer.dataparallel.lane import Lane
@@ -29,9 +29,15 @@ def join() -> int:
         The rank that has joined last; of several between two calls the highest one.
 
     Raises:
+        WorldError: ranks may be lost and others come (`ktrainer run --heal`).
         DeadlineExceeded: no call came within the deadline.
     """
     group = group_of(None)
+    if group.world.heals:
+        raise WorldError(
+            "join is not available with `ktrainer run --heal`: a rank that joins later would not "
+            "know of it. Give all ranks the same number of batches."
+        )
     if group.size == 1:
         return group.rank
     done: queue.Queue[int | BaseException] = queue.Queue()

@@ -46,13 +46,15 @@ class LocalVariables:
         value = _value_of(variable)
         return isinstance(value, tf.Variable | tf.Tensor) and value.ref() in self._references
 
-    def scaled(self, gradient: Any, size: int) -> Any:
+    def scaled(self, gradient: Any, size: int | tf.Tensor) -> Any:
         """The gradient of a local variable on one of `size` ranks; None stays None."""
-        if gradient is None or not self.scale or size == 1:
+        if gradient is None or not self.scale or (isinstance(size, int) and size == 1):
             return gradient
+        divisor = tf.cast(size, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-        return gradient / size
+            values = gradient.values / divisor
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / divisor
 
 
 def variables_of_layers(local_layers: Any) -> list[Any]:

@@ -35,9 +35,9 @@ def broadcast_variables(
         ModelError: the model or optimizer is not built.
         DivergenceError: ranks have different variables; it names the first that differs.
     """
-    group, found = group_of(process_set), _variables_of(variables)
+    group, found = group_of(process_set), variables_of(variables)
     root = group.position_of(root_rank)
-    if group.size == 1 or not found:
+    if group.single or not found:
         return
     operation = f"broadcast_variables from rank {root_rank}"
     if tf.inside_function():
@@ -65,10 +65,10 @@ def broadcast_object(
         name: names the call in messages.
         process_set: the ranks; default: all.
     """
-    _refuse_session(session)
+    refuse_session(session)
     group = group_of(process_set)
     root = group.position_of(root_rank)
-    if group.size == 1:
+    if group.single:
         return obj
     operation = f"broadcast_object from rank {root_rank}" + (f" {name!r}" if name else "")
     return carry_out(group.others, call_of(operation, "object from a root", (), root), obj)
@@ -78,9 +78,9 @@ def allgather_object(
     obj: Any, session: None = None, name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Any]:
     """The picklable objects of all ranks, ordered by rank; arguments as for `broadcast_object`."""
-    _refuse_session(session)
+    refuse_session(session)
     group = group_of(process_set)
-    if group.size == 1:
+    if group.single:
         return [obj]
     operation = "allgather_object" + (f" {name!r}" if name else "")
     gathered: list[Any] = carry_out(group.others, call_of(operation, "objects"), obj)
@@ -90,11 +90,17 @@ def allgather_object(
 def barrier(process_set: ProcessSet | None = None) -> None:
     """Wait until all ranks have called it."""
     group = group_of(process_set)
-    if group.size > 1:
+    if not group.single:
         carry_out(group.others, call_of("barrier", "barrier"), None)
 
 
-def _variables_of(variables: Any) -> list[Any]:
+def variables_of(variables: Any) -> list[Any]:
+    """The variables in a list, of a model or of an optimizer.
+
+    Raises:
+        ModelError: the model or optimizer is not built.
+        DataError: something else.
+    """
     if isinstance(variables, (keras.Model, keras.optimizers.Optimizer)):
         if not variables.built:
             raise ModelError(
@@ -129,6 +135,7 @@ def _broadcast_in_graph(group: RankGroup, variables: list[Any], root: int, opera
         variable.assign(value)
 
 
-def _refuse_session(session: Any) -> None:
+def refuse_session(session: Any) -> None:
+    """Refuse a session of TensorFlow 1."""
     if session is not None:
         raise DataError("sessions left TensorFlow with version 2: leave `session` out.")

@@ -89,6 +89,7 @@ def DistributedOptimizer(
     aggregation = None
     if backward_passes_per_step > 1:
         aggregation = LocalAggregation(backward_passes_per_step, average_aggregated_gradients)
+        opened().aggregations.append(aggregation)
     hook_keras(opened().replaced)
     optimizer.apply = MethodType(_make_apply(reduction, aggregation), optimizer)
     optimizer.register_local_var = reduction.local.add
@@ -206,6 +207,17 @@ class LocalAggregation:
                 self._take(update)
         else:
             tf.cond(is_last, lambda: self._take(update), lambda: False)
+
+    @property
+    def begun(self) -> bool:
+        """Whether gradients were added since the last update."""
+        return self._count is not None and int(self._count) % self._passes != 0
+
+    def reset(self) -> None:
+        """Forget gradients that were added since the last update."""
+        for variable in (*self._sums, self._count):
+            if variable is not None:
+                variable.assign(tf.zeros_like(variable))
 
     def _take(self, update: Callable[[list[Any]], None]) -> bool:
         divisor = self._passes if self._average else 1

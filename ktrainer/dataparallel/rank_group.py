@@ -36,7 +36,7 @@ class RankGroup:
         self.host: World = world
         self._gradients: Lane | None = None
         self._others: Lane | None = None
-        if world.size > 1:
+        if world.size > 1 or world.heals:
             self._open(cast("MpiWorld", world), ranks)
 
     def _open(self, world: MpiWorld, ranks: Sequence[int] | None) -> None:
@@ -56,14 +56,29 @@ class RankGroup:
         self._gradients, self._others = Lane(first, GRADIENTS), Lane(second, OTHERS)
 
     @property
+    def single(self) -> bool:
+        """Whether there is nobody to communicate with, now and later."""
+        return self.size == 1 and not self.world.heals
+
+    def ranks_changed(self) -> None:
+        """Reopen the channels of all ranks, some of which were lost, or have joined.
+
+        Compiled functions have the channels, so these stay the same objects.
+        """
+        world = cast("MpiWorld", self.world)
+        self.ranks, self.rank, self.size = list(world.ranks), world.rank, world.size
+        for lane in (self.gradients, self.others):
+            lane.switch(world.duplicate(), world.ranks)
+
+    @property
     def gradients(self) -> Lane:
-        """The channel of gradients; only where `size` is more than 1."""
+        """The channel of gradients; only where `single` is false."""
         assert self._gradients is not None
         return self._gradients
 
     @property
     def others(self) -> Lane:
-        """The channel of everything else; only where `size` is more than 1."""
+        """The channel of everything else; only where `single` is false."""
         assert self._others is not None
         return self._others
 

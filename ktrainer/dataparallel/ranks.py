@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import os
+
 import tensorflow as tf
 
-from ktrainer.dataparallel.process_sets import ProcessSet
-from ktrainer.dataparallel.state import opened
+from ktrainer.config.launch_environment import JOINED_SIZE
+from ktrainer.dataparallel.host_calls import ranks_now
+from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
+from ktrainer.dataparallel.state import State, group_of, opened
+from ktrainer.errors import ModelError
 
 
 def size() -> int:
-    """The number of processes."""
-    return opened().world.size
+    """The number of processes; before a process has joined others, that with it."""
+    world = _now("size").world
+    return int(os.environ[JOINED_SIZE]) if world.alone else world.size
 
 
 def rank() -> int:
-    """This process's number among all processes."""
-    return opened().world.rank
+    """This process's number among all processes; before it has joined others, the last one."""
+    world = _now("rank").world
+    return size() - 1 if world.alone else world.rank
 
 
 def local_size() -> int:
     """The number of processes on this node."""
-    return opened().world.local_size
+    return _now("local_size").world.local_size
 
 
 def local_rank() -> int:
@@ -38,26 +45,42 @@ def cross_rank() -> int:
     return _same_place().index(rank())
 
 
+def _now(name: str) -> State:
+    """The ranks of now.
+
+    Raises:
+        ModelError: a compiled function would keep what may change.
+    """
+    state = opened()
+    if state.world.heals and tf.inside_function():
+        instead = f"{name}_op()" if name in ("rank", "size") else "a tf.Variable"
+        raise ModelError(
+            f"{name}() in a compiled function is a constant, which would be wrong after ranks were "
+            f"lost or have joined (`ktrainer run --heal`). Use {instead}, or call it outside."
+        )
+    return state
+
+
 def _same_place() -> list[int]:
-    places = opened().places
+    places = _now("cross_rank").places
     return [k for k, place in enumerate(places) if place == local_rank()]
 
 
 def is_homogeneous() -> bool:
     """Return whether every node has the same number of processes."""
-    places = opened().places
+    places = _now("is_homogeneous").places
     return len({places.count(place) for place in places}) == 1
 
 
 def size_op(process_set: ProcessSet | None = None, name: str | None = None) -> tf.Tensor:
     """`size`, or that of a process set, as an int32 tensor."""
-    number = size() if process_set is None else process_set.size()
-    return tf.constant(number, tf.int32, name=name or "size")
+    group = (global_process_set if process_set is None else process_set).opened()
+    return tf.convert_to_tensor(ranks_now(group)[1], tf.int32, name=name or "size")
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """`rank` as an int32 tensor."""
-    return tf.constant(rank(), tf.int32, name=name or "rank")
+    return tf.convert_to_tensor(ranks_now(group_of(None))[0], tf.int32, name=name or "rank")
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:

@@ -51,7 +51,7 @@ def reduce_list(
     fused = [k for k, t in enumerate(tensors) if op in _ADDS and t.dtype.is_floating]
     mean = op is ReduceOp.AVERAGE
     sums = lane.sums.configured(operation, compression.value, bucket_mb, mean)
-    weight = tf.constant(1 / lane.size if mean else 1.0, tf.float64)
+    weight = tf.ones([], tf.float64)
     static = [k for k in fused if _has_static_shape(tensors[k])]
     reduced = list(tensors)
     found = sums.reduce([tensors[k] for k in static], weight, InOrder(lane.lane))

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ktrainer.dataparallel.calls import Call, call_of, rows_spec, spec_of
 from ktrainer.dataparallel.collectives import sum_of_gradients
-from ktrainer.dataparallel.host_calls import as_tensor, call_in_order
+from ktrainer.dataparallel.host_calls import as_tensor, call_in_order, ranks_now
 from ktrainer.dataparallel.options import Compression, ReduceOp, checked_compression, checked_op
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.rank_group import RankGroup
@@ -35,7 +35,7 @@ def allgather(
         name, ignore_name_scope, process_set: as for `allreduce`.
     """
     group, value = group_of(process_set), _with_rows(tensor, "allgather")
-    return value if group.size == 1 else _gathered(group, value, _named("allgather", name))
+    return value if group.single else _gathered(group, value, _named("allgather", name))
 
 
 def grouped_allgather(
@@ -70,9 +70,10 @@ def alltoall(
         DataError: the splits do not add up to the rows, or rows cannot be split evenly.
     """
     group, value = group_of(process_set), _with_rows(tensor, "alltoall")
-    numbers = _even_splits(value, group.size) if splits is None else tf.convert_to_tensor(splits)
-    numbers = _checked_splits(value, tf.cast(numbers, tf.int64), group.size)
-    if group.size == 1:
+    size = ranks_now(group)[1]
+    numbers = _even_splits(value, size) if splits is None else tf.convert_to_tensor(splits)
+    numbers = _checked_splits(value, tf.cast(numbers, tf.int64), _static_size(group))
+    if group.single:
         arrived, counts = value, _whole(value, numbers)
     else:
         arrived, counts = _exchanged(group, value, numbers, _named("alltoall", name))
@@ -97,12 +98,12 @@ def reducescatter(
     """
     group, value = group_of(process_set), _with_rows(tensor, "reducescatter")
     op, compression = checked_op(op), checked_compression(compression)
-    if group.size > 1:
+    if not group.single:
         value = reduce_one(group.others, value, op, _named("reducescatter", name), compression)
-    rows = tf.shape(value)[0]
-    base, more = rows // group.size, rows % group.size
-    start = base * group.rank + tf.minimum(group.rank, more)
-    return value[start : start + base + tf.cast(group.rank < more, tf.int32)]
+    rows, (rank, size) = tf.shape(value)[0], ranks_now(group)
+    base, more = rows // size, rows % size
+    start = base * rank + tf.minimum(rank, more)
+    return value[start : start + base + tf.cast(rank < more, tf.int32)]
 
 
 def grouped_reducescatter(
@@ -128,13 +129,14 @@ def _gathered(group: RankGroup, tensor: tf.Tensor, operation: str) -> tf.Tensor:
             [value],
             [value.dtype, tf.int64],
         )
-        rows.set_shape([group.size])
+        rows.set_shape([_static_size(group)])
         found.set_shape([None, *value.shape[1:]])
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             total = sum_of_gradients(group.others, upstream, operation)
-            start = tf.reduce_sum(rows[: group.rank])
-            return total[start : start + rows[group.rank]]
+            rank, _ = ranks_now(group)
+            start = tf.reduce_sum(rows[:rank])
+            return total[start : start + rows[rank]]
 
         return found, gradient
 
@@ -150,10 +152,10 @@ def _exchanged(
     def exchanged(value: tf.Tensor) -> Any:
         arrived, came = call_in_order(
             group.others,
-            lambda array, numbers: _exchange_call(operation, array, numbers),
+            lambda array, numbers: _exchange_call(operation, array, numbers, group.size),
             [value, splits],
         )
-        came.set_shape([group.size])
+        came.set_shape([_static_size(group)])
         arrived.set_shape([None, *value.shape[1:]])
         counts.append(came)
 
@@ -165,14 +167,16 @@ def _exchanged(
     return exchanged(tensor), counts[-1]
 
 
-def _exchange_call(operation: str, array: np.ndarray, splits: np.ndarray) -> Call:
-    if splits.sum() != len(array) or splits.min() < 0:  # the other ranks wait: they must hear of it
-        return call_of(_wrong_splits(operation, splits, len(array)), "refused")
+def _exchange_call(operation: str, array: np.ndarray, splits: np.ndarray, size: int) -> Call:
+    wrong = splits.sum() != len(array) or splits.min() < 0 or len(splits) != size
+    if wrong:  # the other ranks wait: they must hear of it
+        return call_of(_wrong_splits(operation, splits, len(array), size), "refused")
     return call_of(operation, "exchange", (rows_spec(array), spec_of(splits)))
 
 
-def _wrong_splits(operation: str, splits: np.ndarray, rows: int) -> str:
-    return f"{operation}, whose splits {splits.tolist()} do not add up to its {rows} rows"
+def _wrong_splits(operation: str, splits: np.ndarray, rows: int, size: int) -> str:
+    number = f" for {size} ranks" if len(splits) != size else ""
+    return f"{operation}, whose splits {splits.tolist()} do not add up to its {rows} rows{number}"
 
 
 def _with_rows(value: Any, what: str) -> tf.Tensor:
@@ -185,20 +189,27 @@ def _with_rows(value: Any, what: str) -> tf.Tensor:
     return tensor
 
 
-def _even_splits(tensor: tf.Tensor, size: int) -> tf.Tensor:
-    return tf.fill([size], tf.shape(tensor, out_type=tf.int64)[0] // size)
+def _static_size(group: RankGroup) -> int | None:
+    """The number of ranks, unless it may change while compiled functions are in use."""
+    return None if group.world.heals else group.size
+
+
+def _even_splits(tensor: tf.Tensor, size: int | tf.Tensor) -> tf.Tensor:
+    number = tf.cast(size, tf.int64)
+    return tf.fill([number], tf.shape(tensor, out_type=tf.int64)[0] // number)
 
 
 def _whole(tensor: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
     """The splits of one process, which gets all rows."""
     rows, numbers = tensor.shape[0], tf.get_static_value(splits)
     if rows is not None and numbers is not None and numbers.tolist() != [rows]:
-        raise DataError(f"{_wrong_splits('alltoall', numbers, rows)}.")
+        raise DataError(f"{_wrong_splits('alltoall', numbers, rows, 1)}.")
     return splits
 
 
-def _checked_splits(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor:
-    if splits.shape.rank != 1 or splits.shape[0] not in (None, size):
+def _checked_splits(tensor: tf.Tensor, splits: tf.Tensor, size: int | None) -> tf.Tensor:
+    wrong = size is not None and splits.shape[0] not in (None, size)
+    if splits.shape.rank != 1 or wrong:
         raise DataError(
             f"the splits of an alltoall have the shape {splits.shape}; give a list of {size} "
             "numbers, how many rows go to each rank."

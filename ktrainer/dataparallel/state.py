@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import tensorflow as tf
 
+from ktrainer.config.launch_environment import launched_world
 from ktrainer.dataparallel.local_variables import LocalVariables
 from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
 from ktrainer.dataparallel.rank_group import RankGroup
@@ -16,6 +17,10 @@ from ktrainer.distributed import World, current_world, is_open, open_world
 from ktrainer.errors import DivergenceError, SetupError, WorldError
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.runtime.symbol_check import check_symbols
+
+if TYPE_CHECKING:
+    from ktrainer.dataparallel.optimizer import LocalAggregation
+    from ktrainer.distributed.elastic_world import ElasticWorld
 
 _DEADLINE = "the deadline, with init(deadline=SECONDS)"
 
@@ -31,9 +36,12 @@ class State:
     places: list[int]  # the local rank of each rank
     local: LocalVariables = field(default_factory=LocalVariables)  # local sources of tapes
     next_id: int = 1
+    ranks_changed: Callable[[], None] | None = None  # with healing, whenever ranks did
+    aggregations: list[LocalAggregation] = field(default_factory=list)  # of optimizers
 
 
 _state: State | None = None
+_healing: World | None = None  # opened here, with healing
 
 
 def init(
@@ -68,14 +76,24 @@ def init(
         )
     check_symbols()
     allow_two_threads()
-    world = current_world() if is_open() else open_world()
-    check_connected(world)
+    world = _open_world()
     before = world.deadline, world.deadline_setting
     world.deadline_setting = _DEADLINE
     world.deadline = before[0] if deadline is None else deadline
     _state = _opened(world, before)
     for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(each)
+
+
+def _open_world() -> World:
+    """All processes; they heal if `ktrainer run` was told so, as `elastic.run` needs."""
+    global _healing
+    if is_open() and current_world() is not _healing:
+        check_connected(current_world())
+        return current_world()
+    world = open_world(heal=launched_world().heal)
+    _healing = world if world.heals else None
+    return world
 
 
 def open_over(world: World) -> None:
@@ -97,9 +115,19 @@ def open_over(world: World) -> None:
 
 
 def _opened(world: World, before: tuple[float, str] | None) -> State:
-    global_process_set.group = RankGroup(world)
+    group = global_process_set.group = RankGroup(world)
     places = world.allgather(world.local_rank, "init")
-    return State(world, [global_process_set], Replacements(), before, places)
+    state = State(world, [global_process_set], Replacements(), before, places)
+    if world.heals:
+
+        def ranks_changed() -> None:
+            group.ranks_changed()
+            members = cast("ElasticWorld", world).members
+            state.places = [member.local_rank for member in members]
+
+        state.ranks_changed = ranks_changed
+        cast("ElasticWorld", world).on_change.append(ranks_changed)
+    return state
 
 
 def shutdown() -> None:
@@ -112,6 +140,8 @@ def shutdown() -> None:
         return
     state, _state = _state, None
     state.replaced.close()
+    if state.ranks_changed is not None:
+        cast("ElasticWorld", state.world).on_change.remove(state.ranks_changed)
     usable = state.world.interrupted_by is None
     if usable:
         state.world.barrier("shutdown")
@@ -161,6 +191,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         DivergenceError: ranks name different ones.
     """
     state = opened()
+    if state.world.heals:
+        raise WorldError(
+            "process sets are not available with `ktrainer run --heal`: the ranks that they name "
+            "may be lost. Start without --heal, or use all ranks."
+        )
     if state.before is None and state.world.size > 1:
         raise WorldError(
             "process sets are not available after smp.init(horovod=True): collectives act over the "
@@ -204,11 +239,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def check_connected(world: World) -> None:
     """Refuse processes that MPI does not connect."""
-    if world.size > 1 and (world.name != "mpi" or world.heals):
-        what = "with healing" if world.heals else f"by {world.name}, without MPI"
+    if world.heals or (world.size > 1 and world.name != "mpi"):
+        what = "with healing by a Trainer" if world.heals else f"by {world.name}, without MPI"
         raise SetupError(
-            f"ktrainer.dataparallel communicates over MPI, but these processes were started "
-            f"{what}. Start the script with `ktrainer run`, mpirun or srun, without --heal."
+            f"ktrainer.dataparallel communicates over MPI, but these processes were connected "
+            f"{what}. Start the script with `ktrainer run`, mpirun or srun; with --heal only for a "
+            "script that calls ktrainer.dataparallel's init and no Trainer."
         )
 
 

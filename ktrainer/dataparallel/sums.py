@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, call_of, rows_spec, specs_of
 from ktrainer.dataparallel.channel import Channel
@@ -24,6 +25,7 @@ class ChannelSums(MpiGradients):
     """
 
     def __init__(self, channel: Channel) -> None:
+        self._opened = self  # also in the copies that `configured` makes
         super().__init__(channel.world)
         self._channel = channel
         self._operation = "allreduce"
@@ -38,13 +40,28 @@ class ChannelSums(MpiGradients):
             operation: names the calls in messages.
             compression: as in `MpiGradients`.
             bucket_mb: largest bucket, in MiB.
-            mean: weights are 1 / ranks; ranks that have joined do not count.
+            mean: weights are divided by the number of ranks that have not joined.
         """
         other = copy.copy(self)
         other._operation, other._mean = operation, mean
         other._settings = _settings(compression, bucket_mb, mean)
         other.set_wire(compression, bucket_mb)
         return other
+
+    @property
+    def comm(self) -> MPI.Intracomm:
+        """The communicator of sums: that of the ranks now, in functions compiled before too."""
+        self.world.check_usable()
+        return self._opened._comm
+
+    @property
+    def size(self) -> int:
+        """The number of ranks now."""
+        return self.world.size
+
+    @size.setter
+    def size(self, value: int) -> None:
+        """It is that of the world."""
 
     def reduce_now(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         """The sums over ranks of `weight * array`, as one bucket, of floats of one type."""
@@ -60,9 +77,8 @@ class ChannelSums(MpiGradients):
             kind = "slices" if slices else "bucket"
             same = call_of(self._operation, kind, specs, self._settings)
             with self._channel.call(same) as present:
-                if self._mean and len(present) < self.size:
-                    weight = weight * self.size / len(present)
-                return run(weight, *arrays)
+                # Divided here, as a compiled function may outlive a change of the ranks.
+                return run(weight / len(present) if self._mean else weight, *arrays)
 
         return as_call
 

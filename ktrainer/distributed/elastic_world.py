@@ -272,6 +272,8 @@ class ElasticWorld(MpiWorld):
         )
         self._broken = self._called = False
         self._exchange_members("members of the reopened world")
+        here = self.members[self.rank].process.where
+        self.local_size = sum(member.process.where == here for member in self.members)
         self.assign_replica(self.rank, self.size)
         for reopen in self.on_change:
             reopen()

@@ -22,7 +22,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ktrainer.config.launch_environment import ports_on_loopback
+from ktrainer.config.launch_environment import JOINED_SIZE, ports_on_loopback
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.loopback_sockets import narrow_at
@@ -43,18 +43,22 @@ class SpawnedRank:
     Args:
         stable_rank: its number.
         local_rank: which device of this host it uses.
+        size: how many ranks there will be with it.
         command: what it runs; default: the command that this process was started with.
 
     Attributes:
         failed: it could not be started, or has failed since.
     """
 
-    def __init__(self, stable_rank: int, local_rank: int, command: list[str] | None = None) -> None:
+    def __init__(
+        self, stable_rank: int, local_rank: int, size: int, command: list[str] | None = None
+    ) -> None:
         self.stable_rank, self.failed, self._unwanted = stable_rank, False, False
         self.bridge: MPI.Intracomm | None = None
         self._ready = False
-        words = [f"{STABLE_RANK}={stable_rank}", f"{LOCAL_RANK}={local_rank}"]
-        self._words = words + (command or [sys.executable, *sys.orig_argv[1:]])
+        words = {STABLE_RANK: stable_rank, LOCAL_RANK: local_rank, JOINED_SIZE: size}
+        self._words = [f"{name}={value}" for name, value in words.items()]
+        self._words += command or [sys.executable, *sys.orig_argv[1:]]
         # Starting a process takes a second or so, which training need not wait for.
         thread = threading.Thread(target=self._start, name="ktrainer-joining-rank", daemon=True)
         thread.start()

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from ktrainer.distributed import mpi_chunks
 from ktrainer.distributed.world import ReduceOp, World, for_reduction
+from ktrainer.errors import name_ranks
 
 _OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 
@@ -179,14 +180,27 @@ class MpiGroup(MpiComm):
         self, world: MpiComm, comm: MPI.Intracomm, ranks: Sequence[int], label: str
     ) -> None:
         super().__init__(comm)
+        self._world, self._label = world, label
+        self.switch(comm, ranks)
+
+    def switch(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> None:
+        """Use another communicator from now on: ranks of the world were lost, or have joined.
+
+        Args:
+            ranks: those of `comm` in the world.
+        """
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
         self._ranks = tuple(ranks)
-        self._world = world
-        plural = "s" if self.size > 1 else ""
-        self._among = f"{label} (rank{plural} {', '.join(map(str, ranks))})"
+        self._among = f"{self._label} ({name_ranks(self._ranks)})"
 
     @property
     def ranks(self) -> Sequence[int]:
         return self._ranks
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        """Whether this process has yet to join the others of the world."""
+        return self._world.alone
 
     # Read from the world at each use: its loop counts steps, its user may change the deadline.
     @property

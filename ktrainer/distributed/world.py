@@ -30,6 +30,7 @@ class World(ABC):
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
         deadline_setting: how its user sets that, for error messages.
+        alone: whether this process has yet to join others (`ElasticWorld`).
         heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
         interrupted_by: the error that ended a wait before the operation that it was for. Other
             ranks may be in that operation still, and would take this rank's next one for it.
@@ -44,6 +45,7 @@ class World(ABC):
     deadline_setting: str = "world.deadline"
     name: str = "world"
     heals: bool = False
+    alone: bool = False
     interrupted_by: BaseException | None = None
     _replica: tuple[int, int] | None = None
 

@@ -52,7 +52,8 @@ class JoiningPolicy:
                 self._failures = _FAILURES
                 _say(f"{SPARE} processes have joined: no more are started")
                 return False
-            self._recruit = SpawnedRank(self._next_rank, free_local_rank(self.world))
+            local_rank, size = free_local_rank(self.world), self.world.size + 1
+            self._recruit = SpawnedRank(self._next_rank, local_rank, size)
             self._next_rank += 1
         return self._recruit is not None and self._recruit.ready()
 

@@ -17,6 +17,9 @@ stage_runner.py, coroutines.py, global_norm.py   run it through the stages
 
 from __future__ import annotations
 
+from typing import Any
+
+from ktrainer.dataparallel.unavailable import of_tensorflow_1, refuse_name
 from ktrainer.modelparallel.checkpoint_manager import CheckpointManager
 from ktrainer.modelparallel.distributed_model import (
     DistributedModel,
@@ -55,6 +58,51 @@ from ktrainer.modelparallel.step import gradients, step
 from ktrainer.modelparallel.step_output import StepOutput
 
 WORLD, MP_GROUP, DP_GROUP = CommGroup.WORLD, CommGroup.MP_GROUP, CommGroup.DP_GROUP
+
+_HOROVOD = (
+    "{name} is a name of the data-parallel library: import ktrainer.dataparallel as hvd, and "
+    'smp.init({{..., "horovod": True}}), with which it acts over the replicas of a stage; reduce '
+    "gradients outside of the step, hvd.allreduce(g.accumulate())."
+)
+_FILES = (
+    "{name} belongs to the library for PyTorch. Use smp.CheckpointManager, or model.save_model "
+    "for the whole model."
+)
+_TENSOR = (
+    "{name} belongs to the library for PyTorch: layers are not split over processes here, whole "
+    "layers are. Use the partitions of smp.init, and smp.mp_rank() and smp.dp_rank()."
+)
+_PRECISION = (
+    "{name} belongs to the library for PyTorch. Use "
+    'keras.mixed_precision.set_global_policy("mixed_bfloat16"), which needs no scaling.'
+)
+_INSTEAD = {
+    **of_tensorflow_1(
+        "@smp.step and smp.gradients, and save it with smp.CheckpointManager.",
+        "as an smp.DistributedModel and train it in a loop with @smp.step, or give a plain one to "
+        "ktrainer's Trainer.fit with backend.name=pipeline: checkpoint.*, callbacks and `ktrainer "
+        "run` do what hooks did.",
+    ),
+    "DistributedOptimizer": (
+        "{name}: a plain Keras 3 optimizer applies what smp.gradients and accumulate() give, "
+        "outside of the step. With replicas, reduce gradients first: hvd.allreduce("
+        "g.accumulate()), of ktrainer.dataparallel."
+    ),
+    **dict.fromkeys(
+        ("DistributedGradientTape", "allreduce", "broadcast_variables", "Compression"), _HOROVOD
+    ),
+    **dict.fromkeys(("save", "load"), _FILES),
+    **dict.fromkeys(("tensor_parallelism", "set_tensor_parallelism"), _TENSOR),
+    **dict.fromkeys(("tp_rank", "tp_size", "rdp_rank", "rdp_size"), _TENSOR),
+    **dict.fromkeys(("get_tp_group", "get_rdp_group"), _TENSOR),
+    **dict.fromkeys(("amp", "GradScaler"), _PRECISION),
+    "set_partition": "{name} belongs to the library for PyTorch; use `with smp.partition(i):`.",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return refuse_name(__name__, name, _INSTEAD)
+
 
 __all__ = [
     "DP_GROUP",

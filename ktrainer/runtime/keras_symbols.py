@@ -103,6 +103,8 @@ keras.src.layers.layer
         steps: replaced; penalties have no denominator to count
     Layer._flatten_layers(self, include_self, recursive)
         steps, pipeline, tf_distribute, verify, callbacks, data, modelparallel: called; all layers
+    Layer._flatten_layers(self, include_self, recursive)
+        checkpoint: called; layers that compute with copies of their weights
     Layer._open_name_scope(self)
         pipeline: called; names of operations in a traced model
     Layer()._layers, _call_has_training_arg, _call_context_args, _loss_ids

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from ktrainer.checkpoint import resume
+from ktrainer.checkpoint.tf_checkpoint.match_weights import _in_one_order
 from ktrainer.cli import main
 from ktrainer.distributed import SingleWorld
 from tests.checkpoint.keras2 import models
@@ -68,11 +69,19 @@ def restored(model: Any) -> Any:
         ("legacy_adam-1", "other_betas", "legacy_adam"),
         ("legacy_sgd-1", "sgd", "legacy_sgd"),
         ("rmsprop-1", "rmsprop", "rmsprop"),
+        ("towers-1", "towers", "towers"),
+        ("recurrent-1", "recurrent", "recurrent"),
+        ("alike-1", "alike_named", "alike"),
         ("managed/ckpt-1.index", "fast_adam", "of_fit"),
         ("save_weights", "fast_adam", "of_fit"),
     ],
 )
-@pytest.mark.quick("adam-1-fast_adam-adam", "legacy_subclassed-1-subclassed_adam-legacy_subclassed")
+@pytest.mark.quick(
+    "adam-1-fast_adam-adam",
+    "legacy_subclassed-1-subclassed_adam-legacy_subclassed",
+    "towers-1-towers-towers",
+    "recurrent-1-recurrent-recurrent",
+)
 def test_training_continues_as_in_keras_2(file: str, model: str, name: str, capsys: Any) -> None:
     numbers = truth(name)
     assert imports(file, model) == 0
@@ -90,7 +99,7 @@ def test_training_continues_as_in_keras_2(file: str, model: str, name: str, caps
 
 
 @pytest.mark.parametrize("name", models.OTHERS)
-@pytest.mark.quick("lion", "legacy_ftrl")
+@pytest.mark.quick("lion", "legacy_ftrl", "exponential")
 def test_other_optimizers_continue_as_in_keras_2(name: str) -> None:
     numbers = truth(f"optimizer_{name}")
     assert imports(f"optimizer_{name}-1", name) == 0
@@ -158,6 +167,56 @@ def test_layers_without_names_are_found_in_order(capsys: Any) -> None:
     model = models.branches()
     assert restored(model).step == 0
     np.testing.assert_allclose(model([X, X + 1]), truth("branches")["saved"], rtol=0, atol=1e-10)
+
+
+def test_layers_of_one_shape_in_another_order_by_their_names(capsys: Any) -> None:
+    """Their places in the model say one thing, their numbers another."""
+    keras.utils.clear_session()
+    assert imports("alike-1", "alike") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert _in_order(["dense", "by its name in another order", "dense_1"], lines[2])
+    assert "Give each its name in the file" in lines[-1]
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "same"),
+    [
+        (["dense_3", "dense", "dense_1"], ["dense_9", "dense_2", "dense_4"], True),
+        (["dense", "dense_1"], ["dense_10", "dense_9"], False),
+        (["norm", "norm_1"], ["sync_batch_normalization", "sync_batch_normalization_1"], True),
+        (["left", "right"], ["dense", "dense_1"], False),  # which is left?
+        (["dense", "dense_1"], ["same", "same"], False),
+    ],
+)
+def test_the_order_that_names_say(here: list[str], there: list[str], same: bool) -> None:
+    assert _in_one_order(here, there) is same
+
+
+def test_momentums_of_sgd_without_momentum(capsys: Any) -> None:
+    assert imports("alike-1", "alike_named") == 0
+    assert "has no momentum: those in the file are left out" in capsys.readouterr().err
+
+
+def test_nadam(capsys: Any) -> None:
+    """Keras 2 updates it otherwise in compiled functions, so only its state is compared."""
+    assert imports("optimizer_nadam-1", "nadam") == 0
+    assert "the next updates differ a little" in capsys.readouterr().err
+    model = models.nadam()
+    restored(model)
+    np.testing.assert_allclose(model(X), truth("optimizer_nadam")["saved"], rtol=0, atol=1e-10)
+    reader = tf.train.load_checkpoint(str(FILES / "optimizer_nadam-1"))
+    product = reader.get_tensor("optimizer/_u_product/.ATTRIBUTES/VARIABLE_VALUE")
+    assert model.optimizer._u_product.numpy() == product
+    # _variables: the iterations, then m and v of each weight.
+    slots = [f"optimizer/_variables/{1 + 2 * k}/.ATTRIBUTES/VARIABLE_VALUE" for k in range(4)]
+    for momentum, slot in zip(model.optimizer._momentums, slots, strict=True):
+        np.testing.assert_array_equal(momentum, reader.get_tensor(slot))
+
+
+def test_slots_of_weights_that_share_a_name(capsys: Any) -> None:
+    assert imports("towers-1", "towers") == 0
+    assert "several weights are named hidden/bias, hidden/kernel" in capsys.readouterr().err
 
 
 NORM = "model/layer_with_weights-1"

@@ -85,7 +85,7 @@ REFUSED = {
     "SessionRunHook": "TensorFlow 2.0",
     "Estimator": "2.16.*Trainer.fit",
     "estimator": "2.16.*Trainer.fit",
-    "elastic": "ktrainer run --heal",
+    "TensorFlowKerasState": "elastic.TensorFlowKerasState",
     "spark": "ktrainer run -n",
     "start_timeline": "profiler",
     "SyncBatchNormalization": "synchronized=True",

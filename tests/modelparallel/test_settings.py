@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, SetupError
 from ktrainer.modelparallel.settings import Settings, settings_of
 
 
@@ -51,3 +51,26 @@ def test_defaults() -> None:
 def test_errors(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         settings_of(config, 8)
+
+
+REFUSED = {
+    "MonitoredTrainingSession": "TensorFlow 2.0.*smp.gradients",
+    "SessionRunHook": "TensorFlow 2.0",
+    "Estimator": "2.16.*backend.name=pipeline",
+    "DistributedOptimizer": "outside of the step.*g.accumulate",
+    "DistributedGradientTape": '"horovod": True',
+    "save": "CheckpointManager",
+    "tp_rank": "partitions of smp.init",
+    "GradScaler": "mixed_bfloat16",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_name_of_another_library_says_what_to_use(name: str) -> None:
+    import ktrainer.modelparallel
+
+    with pytest.raises(SetupError, match=REFUSED[name]):
+        exec(f"from ktrainer.modelparallel import {name}")
+    with pytest.raises(AttributeError, match="no attribute 'frobnicate'"):
+        _ = ktrainer.modelparallel.frobnicate
+    assert not [name for name in ktrainer.modelparallel.__all__ if name in REFUSED]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 from ktrainer.checkpoint.contents.callback_state import (
@@ -91,6 +92,9 @@ def assign_state(
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()  # it computes with copies of its weights
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
         restore_metrics(model, arrays, state, world, counted)

@@ -26,6 +26,12 @@ from ktrainer.errors import CheckpointError
 from ktrainer.state.progress import Progress
 from ktrainer.steps.named_variables import built_optimizers
 
+_UNCLEAR = "by its name in another order"
+_NAME_THEM = (
+    "\nWhich of these layers, of one shape, is which is not clear: they are in the order of the "
+    "file, but their names are not. Give each its name in the file, as in "
+    "Dense(3, name='dense_1')."
+)
 _ROW = tuple[str, str, str, str]  # name and facts in the model, facts and name in the file
 
 
@@ -66,6 +72,7 @@ def import_checkpoint(
         raise CheckpointError(
             f"{prefix} does not fit the model of {function}, and nothing was written:\n"
             + table(plan.rows)
+            + (_NAME_THEM if any(_UNCLEAR in row for row in plan.rows) else "")
         )
     if plan.step < 0:
         raise CheckpointError(f"{prefix} is damaged: its optimizer has made {plan.step} updates")
@@ -83,10 +90,18 @@ def import_checkpoint(
 
 def _plan(model: Any, graph: ObjectGraph, weights_only: bool) -> _Plan:
     plan = _Plan()
-    weights, node = match_weights(model, graph)
+    found = match_weights(model, graph)
+    weights, node = found.variables, found.node
+    plan.rows += [(here, _UNCLEAR, there, "") for here, there in found.unclear]
+    if found.in_order:
+        names = ", ".join(found.in_order)
+        plan.notes.append(
+            f"models of one shape, whose names the file does not have, are taken in order: {names}"
+        )
     _add(plan, [(f"model/{v.path}", v) for v in model.weights], weights)
     # Of metrics, which start new in each epoch, and weights.
     _add_rest(plan, graph, {found.key for found in weights.values()})
+    plan.notes += _other_notes(model, graph)
     if any(v.name == "seed_generator_state" for v in model.variables):
         plan.notes.append("random generators of layers start new: the file has none for Keras 3")
     if weights_only:
@@ -96,6 +111,20 @@ def _plan(model: Any, graph: ObjectGraph, weights_only: bool) -> _Plan:
     elif built_optimizers(model):
         plan.notes.append("no optimizer in the file: the model's starts new, at step 0")
     return plan
+
+
+def _other_notes(model: Any, graph: ObjectGraph) -> list[str]:
+    notes = []
+    if tables := graph.tables():
+        notes.append(f"tables are left out, the model's own are used: {', '.join(tables)}")
+    layers = {type(each).__name__ for each in model._flatten_layers()}
+    for name in sorted(layers & {"ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"}):
+        notes.append(
+            f"{name}: the default of recurrent_activation was Keras 2's hard_sigmoid, "
+            "clip(0.2 x + 0.5, 0, 1); in Keras 3 it is sigmoid. Give the layer that function if "
+            "its weights were trained with it"
+        )
+    return notes
 
 
 def _plan_optimizers(

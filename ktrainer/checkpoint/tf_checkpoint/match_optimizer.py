@@ -42,6 +42,10 @@ _AVERAGES = {"model_variables_moving_average": ("", "average")}
 _SAME = {"AdamW": "Adam"}  # the state is the same
 _NUMBER = re.compile("u?int|float|bfloat")
 _FRESH = "accumulated_gradients"  # Keras 2 has none
+_NADAM = (
+    "Keras 2 multiplied u_product once for each weight in compiled functions, Keras 3 does so once "
+    "for each update: the next updates differ a little"
+)
 _SETTINGS = (
     "beta_1",
     "beta_2",
@@ -78,11 +82,21 @@ class OptimizerMatch:
         self.used: set[str] = set()
         self.notes: list[str] = []
         kind = _kind(optimizer)
+        self._several: set[str] = set()  # names of more than one weight
         self.problem = _other_kind(kind, node, graph)
         self._match_counters(optimizer)
         if self.problem is None:
             self._match_slots(optimizer, {**_SLOTS[kind], **_AVERAGES})
+            if kind == "SGD" and not optimizer.momentum:
+                self._leave_out_momentums()
+            if kind == "Nadam":
+                self.notes.append(_NADAM)
         self._compare_settings(optimizer)
+        if self._several:
+            self.notes.append(
+                f"several weights are named {', '.join(sorted(self._several))}: their slots are "
+                "taken in the order of the weights of the Keras 2 model"
+            )
 
     def _child(self, *names: str) -> FileVariable | None:
         """The number that the optimizer has as one of these attributes."""
@@ -97,6 +111,8 @@ class OptimizerMatch:
             self.matches[id(optimizer.iterations)] = count
             if int(self.graph.read(count)) == 0:  # slots are made by the first update
                 self.fresh |= {id(v) for v in optimizer.variables}
+        if (now := self._child("current_learning_rate")) is not None:  # what a schedule gave last
+            self.used.add(now.key)
         rate, here = self._child("learning_rate"), _learning_rate(optimizer)
         if rate is not None and here is not None:
             self.matches[id(here)] = rate
@@ -125,6 +141,14 @@ class OptimizerMatch:
                 else:
                     self._match_list(trained, value, name, new)
 
+    def _leave_out_momentums(self) -> None:
+        """SGD of Keras 2.11 and later keeps the last update as momentum, whatever `momentum` is."""
+        below = self.graph.below(self.node)
+        left_out = [v for v in below if v.shape and re.search(r"(^|/)m/", v.full_name)]
+        if left_out:
+            self.used |= {slot.key for slot in left_out}
+            self.notes.append("the model's has no momentum: those in the file are left out")
+
     def _match_legacy(self, trained: list[Any], values: list[Any], slot: str) -> None:
         places = self.graph.slots[self.node]
         for variable, value in zip(trained, values, strict=True):
@@ -145,16 +169,23 @@ class OptimizerMatch:
         items = self.graph.children[place]
         ordered = [items[key] for key in sorted(items, key=lambda k: int(k) if k.isdigit() else -1)]
         slots = [v for each in ordered if (v := self.graph.variable(each)) is not None]
-        owners = {id(v): f.full_name for v in trained if (f := self.weights.get(id(v)))}
-        known = set(owners.values())
+        owned = [(f, v) for v in trained if (f := self.weights.get(id(v)))]
+        known = {weight.full_name for weight, _ in owned}
         names = [_owner(slot.full_name, word, known) for slot in slots]
-        here = [owners.get(id(v)) for v in trained]
-        for k, (variable, value) in enumerate(zip(trained, values, strict=True)):
-            owner = owners.get(id(variable))
-            if owner is not None and names.count(owner) == here.count(owner) == 1:
-                self.matches[id(value)] = slots[names.index(owner)]
-            elif owner is not None and names == here:
-                self.matches[id(value)] = slots[k]
+        kept = dict(zip(map(id, trained), values, strict=True))
+        # In the order in which Keras 2 had the weights, and so its optimizer their slots.
+        position = self.graph.positions()
+        owned.sort(key=lambda each: position.get(each[0].node, -1))
+        in_order = [n for n in names if n is not None] == [weight.full_name for weight, _ in owned]
+        for owner in known:
+            of_name = [v for weight, v in owned if weight.full_name == owner]
+            found_slots = [slot for slot, n in zip(slots, names, strict=True) if n == owner]
+            if len(of_name) != len(found_slots) or (len(of_name) > 1 and not in_order):
+                continue
+            for variable, slot in zip(of_name, found_slots, strict=True):
+                self.matches[id(kept[id(variable)])] = slot
+            if len(of_name) > 1:
+                self._several.add(owner)
 
     def _compare_settings(self, optimizer: Any) -> None:
         """Note hyperparameters that differ: Keras 3 has them as plain numbers, the model's."""

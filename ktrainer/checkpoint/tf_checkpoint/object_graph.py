@@ -18,7 +18,7 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VALUE = "VARIABLE_VALUE"
 _COUNT = ("iter", "iterations")  # of optimizers before Keras 2.11, and since
 # What Keras 2 keeps beside the weights: metrics and functions of a SavedModel, random generators.
-_NO_WEIGHTS = ("keras_api", "random_generator", "save_counter")
+NO_WEIGHTS = ("keras_api", "random_generator", "save_counter")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,23 @@ class ObjectGraph:
             node = None if node is None else self.children[node].get(word)
         return node
 
+    def positions(self) -> dict[int, int]:
+        """Place of each object in a walk through all, depth first, in the order in which they
+        were made attributes: that of a Keras 2 model's weights."""
+        found: dict[int, int] = {}
+        todo = [0]
+        while todo:
+            now = todo.pop()
+            if now not in found:
+                found[now] = len(found)
+                todo += reversed(self.children[now].values())
+        return found
+
+    def tables(self) -> list[str]:
+        """The paths of what is neither a variable nor a description: tables of lookup layers."""
+        paths = (key.partition("/.ATTRIBUTES/") for key in self._facts)
+        return sorted({path for path, _, what in paths if what.startswith("table")})
+
     def below(self, node: int, without: Iterable[int] = ()) -> list[FileVariable]:
         """The variables at and below an object that can be weights or slots, each once.
 
@@ -120,7 +137,7 @@ class ObjectGraph:
             variable = self.variable(now)
             found += [] if variable is None else [variable]
             todo += [
-                c for name, c in self.children[now].items() if name.lstrip("_") not in _NO_WEIGHTS
+                c for name, c in self.children[now].items() if name.lstrip("_") not in NO_WEIGHTS
             ]
         return found
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ktrainer.dataparallel import elastic
 from ktrainer.dataparallel.collectives import allreduce, broadcast
 from ktrainer.dataparallel.keras import callbacks
 from ktrainer.dataparallel.objects import (
@@ -44,6 +45,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
+    "elastic",
     "init",
     "is_initialized",
     "local_rank",

@@ -101,6 +101,10 @@ def main() -> None:
     # The gradient of an attention's key bias is rounding alone, which a small epsilon amplifies.
     optimizer = legacy.Adam(0.0625, epsilon=2**-10, **betas)
     keep("legacy_subclassed", lambda: Subclassed(False), optimizer)
+    keep("towers", Towers, keras.optimizers.Adam(0.05))
+    keep("optimizer_nadam", two_layers, keras.optimizers.Nadam(0.0625))
+    keep("recurrent", recurrent, keras.optimizers.SGD(0.05))
+    keep("alike", alike, keras.optimizers.SGD(0.05))
     gan()
     other_optimizers()
     branches()
@@ -119,6 +123,7 @@ def other_optimizers() -> None:
         "adamw": new.AdamW(0.0625),
         "lion": new.Lion(0.0625),
         "amsgrad": new.Adam(0.0625, amsgrad=True),
+        "exponential": new.Adam(new.schedules.ExponentialDecay(0.0625, 3, 0.5, staircase=True)),
         "average": new.SGD(0.0625, momentum=0.75, use_ema=True),
         "legacy_adadelta": legacy.Adadelta(0.0625, rho=0.875),
         "legacy_adamax": legacy.Adamax(0.0625, **betas),
@@ -145,6 +150,41 @@ def branches() -> None:
     tf.train.Checkpoint(model=model).save(str(HERE / "branches"))
     x = data()[0]
     np.savez(HERE / "branches.npz", saved=model([x, x + 1]).numpy())
+
+
+class Towers(keras.Model):
+    """Two models of one function: their layers have the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = tower(), tower()
+        self.head = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.user(x) * self.item(x + 1))
+
+
+def tower() -> keras.Model:
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, keras.layers.Dense(3, "tanh", name="hidden")(inputs))
+
+
+def recurrent() -> keras.Model:
+    """Layers of one shape whose variables are further inside; and statistics of data."""
+    inputs, layers = keras.Input((4,)), keras.layers
+    normal = layers.Normalization()
+    normal.adapt(3 * data()[0] + 1)
+    x = layers.Reshape((2, 2))(normal(inputs))
+    every = [layers.GRU(3, name=name)(x) for name in ("a", "b")]
+    every += [layers.Bidirectional(layers.LSTM(2), name=name)(x) for name in ("c", "d")]
+    scaled = [(k + 1.0) * y for k, y in enumerate(every)]
+    return keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(scaled)))
+
+
+def alike() -> keras.Model:
+    inputs = keras.Input((4,))
+    first, second = (keras.layers.Dense(3, "tanh")(inputs) for _ in range(2))
+    return keras.Model(inputs, keras.layers.Dense(1)(first + 2 * second))
 
 
 def gan() -> None:

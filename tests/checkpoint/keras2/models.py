@@ -83,6 +83,63 @@ def gan() -> keras.Model:
     return model
 
 
+class Towers(keras.Model):
+    """In another order than in Keras 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.user = tower(), tower()
+        self.head = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.head(self.user(x) * self.item(x + 1))
+
+
+def tower() -> keras.Model:
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(3, "tanh", name="hidden")(inputs))
+
+
+def towers() -> keras.Model:
+    model = Towers()
+    model(np.zeros((1, 4)))
+    model.compile(optimizers.Adam(0.05), "mse")
+    return model
+
+
+def recurrent() -> keras.Model:
+    """Its layers are in another order than in Keras 2, by operations in between."""
+    inputs = keras.Input((4,))
+    x = layers.Reshape((2, 2))(layers.Normalization()(inputs))
+    every = []
+    for deep, name in enumerate("abcd"):
+        inner = (
+            layers.GRU(3, name=name)
+            if deep < 2
+            else layers.Bidirectional(layers.LSTM(2), name=name)
+        )
+        y = inner(x)
+        for _ in range(deep):
+            y = layers.Activation("linear")(y)
+        every.append((deep + 1.0) * y)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()(every)))
+    model.compile(optimizers.SGD(0.05), "mse")
+    return model
+
+
+def alike(names: tuple[str | None, ...] = (None, None, None)) -> keras.Model:
+    """The second layer is made first."""
+    inputs = keras.Input((4,))
+    second, first = (layers.Dense(3, "tanh", name=name) for name in names[1::-1])
+    a, b = first(inputs), second(inputs)
+    model = keras.Model(inputs, layers.Dense(1, name=names[2])(a + 2 * b))
+    model.compile(optimizers.SGD(0.05), "mse")
+    return model
+
+
+alike_named = partial(alike, ("dense", "dense_1", "dense_2"))
+
+
 class Twice(keras.Model):
     """Two weights, by whose name one variable is found."""
 
@@ -166,6 +223,7 @@ def _of(optimizer: Any, **settings: Any) -> Callable[[], keras.Model]:
 _BETAS = {"beta_1": 0.75, "beta_2": 0.875}
 adagrad, adadelta = _of(optimizers.Adagrad), _of(optimizers.Adadelta)
 adamax, ftrl = _of(optimizers.Adamax), _of(optimizers.Ftrl)
+nadam = _of(optimizers.Nadam)
 adamw, lion = _of(optimizers.AdamW), _of(optimizers.Lion)
 amsgrad = _of(optimizers.Adam, amsgrad=True)
 average = _of(optimizers.SGD, momentum=0.75, use_ema=True)
@@ -174,7 +232,11 @@ legacy_adamax = _of(optimizers.Adamax, **_BETAS)
 legacy_ftrl = _of(optimizers.Ftrl)
 legacy_amsgrad = _of(optimizers.Adam, amsgrad=True, **_BETAS)
 legacy_rmsprop = _of(optimizers.RMSprop, rho=0.875, momentum=0.5, centered=True)
+exponential = _of(
+    lambda _: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.0625, 3, 0.5, staircase=True))
+)
 OTHERS = [
+    "exponential",
     "adagrad",
     "adadelta",
     "adamax",
