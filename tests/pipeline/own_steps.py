@@ -101,7 +101,8 @@ class Coupled(Base):
         return {"loss": self.total.result()}
 
     def predict_step(self, batch: Any) -> Any:
-        return 3 * self(2 * batch[0], training=False)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return 3 * self(2 * x, training=False)
 
 
 class Twice(Base):

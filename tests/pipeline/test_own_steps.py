@@ -18,6 +18,7 @@ def stages(partitions: int, microbatches: int = 3) -> tuple[str, ...]:
         "backend=pipeline",
         f"backend.partitions={partitions}",
         f"backend.microbatches={microbatches}",
+        "backend.costs=uniform",
         "world.deadline=60",
     )
 

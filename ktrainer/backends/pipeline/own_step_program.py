@@ -188,6 +188,7 @@ class OwnStepProgram(CompiledProgram):
             )
             if model.optimizer is not None:
                 enter(held_averages(model))
+                enter(_applied_to(model.optimizer, self._runner.held))
             sums = self._update.sum
             enter(counting_over_stages(self._runner.held, placement.owned, sums))
             enter(self._update.over_stages())
@@ -365,6 +366,21 @@ def _refuse_combined(gradients: Sequence[Any], variables: Sequence[Any]) -> None
                     "global_clipnorm or trainer.clip, which count those of all stages, or treat "
                     "each by itself"
                 )
+
+
+@contextmanager
+def _applied_to(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
+    """Let `optimizer.apply(gradients)`, of no variables, mean those that are held here."""
+
+    def apply(gradients: Any, trainable_variables: Any = None) -> Any:
+        given = list(variables) if trainable_variables is None else trainable_variables
+        return type(optimizer).apply(optimizer, gradients, given)
+
+    optimizer.apply = apply
+    try:
+        yield
+    finally:
+        del optimizer.apply
 
 
 def _tensors_of(gradient: Any) -> list[Any]:
