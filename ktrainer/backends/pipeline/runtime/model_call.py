@@ -63,9 +63,8 @@ def linked_outputs(
     def gradient(*of: Any) -> list[Any]:
         of_outputs, of_added = (list(of[:-1]), of[-1]) if adds else (list(of), None)
         of_variables, of_inputs = backward(of_outputs, of_added)
-        shared = [len(runner.planned.holders[id(v)]) > 1 for v in runner.held]
-        _sum_some(runner, of_variables, runner.held, shared, "gradients of shared weights")
-        _sum_some(runner, of_inputs, given, [True] * len(given), "gradients of inputs")
+        of_variables = _sum_shared(runner, of_variables)
+        of_inputs = runner.sums.of(of_inputs, given, "gradients of inputs")
         once = [_first_order(g, sources) for g in (*of_inputs, *of_variables)]
         for variable, found in zip(runner.held, once[len(given) :], strict=True):
             _tag(found, id(variable))
@@ -78,18 +77,13 @@ def linked_outputs(
     return outputs, flat[len(ids) :]
 
 
-def _sum_some(
-    runner: StageRunner,
-    gradients: list[Any],
-    likes: Sequence[Any],
-    which: Sequence[bool],
-    what: str,
-) -> None:
-    """Sum some of the gradients over stages, in place."""
-    places = [k for k, chosen in enumerate(which) if chosen]
-    summed = runner.sums.of([gradients[k] for k in places], [likes[k] for k in places], what)
-    for place, total in zip(places, summed, strict=True):
-        gradients[place] = total
+def _sum_shared(runner: StageRunner, gradients: Sequence[Any]) -> list[Any]:
+    """Gradients of the variables held here, those that several stages hold summed over these."""
+    mine = {id(v): g for v, g in zip(runner.held, gradients, strict=True)}
+    shared = [mine.get(id(v)) for v in runner.shared]
+    summed = runner.sums.of(shared, runner.shared, "gradients of shared weights")
+    mine.update(zip(map(id, runner.shared), summed, strict=True))
+    return [mine[id(v)] for v in runner.held]
 
 
 # Variables that gradients are of, by the tensors' names, in each graph.

@@ -68,6 +68,7 @@ class StageRunner:
 
     Attributes:
         held: the trained variables that are held here, in the model's order.
+        shared: those that several stages hold, whether this one does or not.
         order: of messages; a step has one.
         failure: the error of a message, which TensorFlow raises as another one.
     """
@@ -81,11 +82,9 @@ class StageRunner:
         self._compared = 0  # steps so far
         self._regularised = planned.regularised()
         self._shapes: dict[Any, tuple[dict[int, tf.TensorSpec], bool]] = {}
-        self.held = [
-            v
-            for v in planned.model.trainable_variables
-            if self.partition in planned.holders[id(v)]
-        ]
+        trained, holders = planned.model.trainable_variables, planned.holders
+        self.held = [v for v in trained if self.partition in holders[id(v)]]
+        self.shared = [v for v in trained if len(holders[id(v)]) > 1]
         self.order, self.failure = InOrder(), None  # type: tuple[InOrder, BaseException | None]
         with tf.init_scope():
             self._anchor = tf.Variable(0.0, name="stages")

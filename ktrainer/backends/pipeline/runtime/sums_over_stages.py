@@ -61,7 +61,9 @@ class SumsOverStages:
             specs = [tf.TensorSpec([None, *width], dtype), tf.TensorSpec([None], tf.int64)]
             joined = self._combined(pair, specs, np.concatenate, what)
             return tf.IndexedSlices(*joined, tf.constant(shape.as_list(), tf.int64))
-        mine = tf.zeros(tf.shape(like), dtype) if gradient is None else gradient
+        mine = gradient
+        if gradient is None:
+            mine = tf.zeros(shape if shape.is_fully_defined() else tf.shape(like), dtype)
         mine = tf.convert_to_tensor(mine)
         return self._combined([mine], [tf.TensorSpec(shape, dtype)], sum, what)[0]
 
