@@ -199,3 +199,50 @@ def _left(trainer: Any, history: Any, given: Any) -> dict[str, Any]:
             if placement is None or placement.holds(v)
         },
     }
+
+
+class Refused(Base):
+    """Steps that a pipeline refuses, by name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.which = name
+        self.other = keras.optimizers.SGD() if name == "two_optimizers" else None
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        if self.which == "no_call":
+            return {"loss": ops.mean(x)}
+        with tf.GradientTape() as tape:
+            predicted = self(x, training=True)
+            if self.which == "layers":
+                predicted += ops.sum(self.parts[0](x)) + ops.sum(self.parts[3](ops.ones((1, 6))))
+            loss = ops.mean(ops.square(y - predicted))
+            if self.which == "penalty":
+                loss += 0.1 * sum(ops.sum(v**2) for v in self.trainable_variables)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if self.which == "combined":
+            norm = ops.sqrt(sum(ops.sum(g**2) for g in gradients))
+            gradients = [g / norm for g in gradients]
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+def refused(*words: str) -> dict[str, str]:
+    """What is said of each of the steps that are refused."""
+    said = {}
+    for name in ("combined", "penalty", "layers", "no_call", "two_optimizers", "accumulate"):
+        more = ("trainer.accumulate=2",) if name == "accumulate" else ()
+
+        def build(name: str = name) -> keras.Model:
+            model = Refused(name)
+            model.compile("sgd", "mse")
+            return model
+
+        with Trainer(overrides=[*WORDS, *words, *more]) as trainer:
+            try:
+                trainer.fit(build, data())
+            except KtrainerError as error:
+                said[name] = " ".join([str(error), *getattr(error, "__notes__", ())])
+    return said

@@ -35,6 +35,7 @@ def same(found: list[dict[str, Any]], want: dict[str, Any]) -> None:
     assert {name for each in found for name in each["variables"]} == set(want["variables"])
 
 
+@pytest.mark.quick("coupled")
 @pytest.mark.parametrize("build", ["usual", "coupled", "twice", "tied"])
 def test_stages_equal_one_process(ranks: Callable[..., Ranks], build: str) -> None:
     model = getattr(own_steps, build)
@@ -43,3 +44,37 @@ def test_stages_equal_one_process(ranks: Callable[..., Ranks], build: str) -> No
     found = ranks(3).run(trained, model, *stages(3), seen=seen)
     same(found, want)
     assert all(set(each["variables"]) != set(want["variables"]) for each in found)
+
+
+@pytest.mark.exhaustive
+def test_two_stages_and_two_replicas(ranks: Callable[..., Ranks]) -> None:
+    want = trained(own_steps.usual, "backend=local")
+    same(ranks(4).run(trained, own_steps.usual, *stages(2, 2)), want)
+
+
+def test_refused(ranks: Callable[..., Ranks]) -> None:
+    said = {
+        "combined": "depends on that of",
+        "penalty": "what it computes must depend on the batch and on the model's outputs alone",
+        "layers": "but no layer of it",
+        "no_call": "does not call the model, self(x)",
+        "two_optimizers": "has several optimizers",
+        "accumulate": "trainer.accumulate. Set it to 1",
+    }
+    for found in ranks(2).run(own_steps.refused, *stages(2)):
+        for name, text in said.items():
+            assert text in found[name], (name, found[name])
+
+
+@pytest.mark.exhaustive
+def test_resumed(ranks: Callable[..., Ranks], tmp_path: Any) -> None:
+    """A run that is continued ends as one that was never stopped."""
+    want = trained(own_steps.usual, "backend=local")
+    words = (*stages(2), "checkpoint.every=1ep", f"checkpoint.dir={tmp_path}")
+    group = ranks(2)
+    group.run(trained, own_steps.usual, *words, "trainer.epochs=1")
+    found = group.run(trained, own_steps.usual, *words)
+    for each in found:
+        for name, value in each["variables"].items():
+            np.testing.assert_allclose(value, want["variables"][name], 1e-10, 1e-12, err_msg=name)
+        np.testing.assert_allclose(each["predicted"], want["predicted"], 1e-10, 1e-12)

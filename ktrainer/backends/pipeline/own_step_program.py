@@ -47,6 +47,7 @@ from ktrainer.steps.program_interface import LocalBatchLike, Logs
 from ktrainer.steps.step_context import StepContext, current_step, single_process_step
 from ktrainer.steps.step_helpers import python_step
 
+
 class _StageContext(StepContext):
     """Surroundings of a step that applies the gradients of one stage."""
 
@@ -172,9 +173,7 @@ class OwnStepProgram(CompiledProgram):
         self._losses = []
 
         def held(original: Any) -> property:
-            return property(
-                lambda layer: [v for v in original.fget(layer) if placement.holds(v)]
-            )
+            return property(lambda layer: [v for v in original.fget(layer) if placement.holds(v)])
 
         layer = keras.layers.Layer
         with ExitStack() as stack:
@@ -200,9 +199,7 @@ class OwnStepProgram(CompiledProgram):
 
     def _losses_of(self, original: Any) -> property:
         model = self.model
-        return property(
-            lambda layer: self._losses if layer is model else original.fget(layer)
-        )
+        return property(lambda layer: self._losses if layer is model else original.fget(layer))
 
     def _call_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """`Layer.__call__`, through the stages for the model."""
@@ -323,9 +320,7 @@ def _inputs_of_call(model: keras.Model, kind: str, spec: Any) -> Any:
         with replaced((cls, "__call__", stop(cls.__call__))), single_process_step():
             tf.function(lambda batch: step(batch), autograph=False).get_concrete_function(spec)
     except _Called as called:
-        return keras.tree.map_structure(
-            lambda x: tf.TensorSpec(x.shape, x.dtype), called.inputs
-        )
+        return keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), called.inputs)
     raise ModelError(
         f"{cls.__name__}.{STEPS[kind]} does not call the model, self(x), which a pipeline cuts "
         "into stages: give the model a `call` whose outputs have all that the loss needs, and call "

@@ -17,7 +17,7 @@ from tensorflow.python.eager import record
 
 from ktrainer.backends.pipeline.graph.nodes import Graph
 from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
-from ktrainer.backends.pipeline.runtime.stage_runner import ForwardPass, StageRunner
+from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
 from ktrainer.backends.pipeline.stage.loss_head import outputs_of
 from ktrainer.errors import ModelError
 from ktrainer.steps.assertions import assert_in_graph

@@ -295,7 +295,7 @@ class StageRunner:
                 for s in specs
             ]
 
-        return self.message(receive, [], specs) if 0 <= partition and specs else []
+        return self.message(receive, [], specs) if partition >= 0 and specs else []
 
     def message(
         self, function: Callable[..., Any], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]
@@ -330,9 +330,7 @@ class StageRunner:
                 self._shapes[key] = self._infer(flat, training)
         return self._shapes[key]
 
-    def _infer(
-        self, flat: Sequence[Any], training: bool
-    ) -> tuple[dict[int, tf.TensorSpec], bool]:
+    def _infer(self, flat: Sequence[Any], training: bool) -> tuple[dict[int, tf.TensorSpec], bool]:
         graph = self.planned.graph(training)
         found: dict[int, tf.TensorSpec] = {}
         layers = [node.operation for node in graph.nodes if node.is_layer]
@@ -366,9 +364,7 @@ def refuse_shared_statistics(planned: PlannedModel) -> None:
     """
     for variable in planned.model.non_trainable_variables:
         readers = [
-            s.index
-            for s in planned.stages(True)
-            if any(v is variable for v in s.non_trainable)
+            s.index for s in planned.stages(True) if any(v is variable for v in s.non_trainable)
         ]
         if len(readers) > 1 and tf.as_dtype(variable.dtype).is_floating:
             raise ModelError(
