@@ -345,7 +345,8 @@ def _refuse_combined(gradients: Sequence[Any], variables: Sequence[Any]) -> None
     """
     names = {id(v): v.path for v in variables}
     for gradient, variable in zip(gradients, variables, strict=True):
-        waiting, seen = _tensors_of(gradient), set()
+        waiting = _tensors_of(gradient)
+        seen: set[str] = set()
         while waiting:
             tensor = waiting.pop()
             of = tagged_variable(tensor)
