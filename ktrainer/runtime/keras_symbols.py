@@ -89,8 +89,7 @@ keras.src.metrics.reduction_metrics
         steps, pipeline: replaced; a scalar counts with the weight of the local batch
 keras.src.layers.layer
     Layer.__call__
-        verify: replaced; ends a pass that takes too long
-        pipeline: replaced; a cut model's call in a step goes through the stages
+        verify, pipeline: replaced; ends a pass that takes too long; a call through stages
     Layer.trainable_variables
         pipeline: replaced; in a step of the model's own those that this stage holds
     Layer.trainable_weights
@@ -338,7 +337,7 @@ tensorflow.python.eager.backprop
     GradientTape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         steps, tf_distribute: replaced; a vector is summed over all ranks; sharded variables
 tensorflow.python.eager.record
-    record_operation(op_type, output_tensors, input_tensors, backward_function)
+    record_operation(op_type, output_tensors, input_tensors, backward_function, forward_function)
         pipeline: called; the outputs of a cut model have their gradient, slices included
     stop_recording()
         pipeline: called; tensors that a tape does not know

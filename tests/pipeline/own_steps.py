@@ -229,10 +229,10 @@ class Refused(Base):
         return {"loss": loss}
 
 
-def refused(*words: str) -> dict[str, str]:
+def refused(names: list[str], *words: str) -> dict[str, str]:
     """What is said of each of the steps that are refused."""
     said = {}
-    for name in ("combined", "penalty", "layers", "no_call", "two_optimizers", "accumulate"):
+    for name in names:
         more = ("trainer.accumulate=2",) if name == "accumulate" else ()
 
         def build(name: str = name) -> keras.Model:

@@ -52,16 +52,23 @@ def test_two_stages_and_two_replicas(ranks: Callable[..., Ranks]) -> None:
     same(ranks(4).run(trained, own_steps.usual, *stages(2, 2)), want)
 
 
-def test_refused(ranks: Callable[..., Ranks]) -> None:
-    said = {
-        "combined": "depends on that of",
-        "penalty": "what it computes must depend on the batch and on the model's outputs alone",
+WRONG = {  # without a refusal
+    "combined": "depends on that of",
+    "penalty": "what it computes must depend on the batch and on the model's outputs alone",
+}
+
+
+@pytest.mark.quick("wrong")
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "impossible"])
+def test_refused(ranks: Callable[..., Ranks], wrong: bool) -> None:
+    impossible = {
         "layers": "but no layer of it",
         "no_call": "does not call the model, self(x)",
         "two_optimizers": "has several optimizers",
         "accumulate": "trainer.accumulate. Set it to 1",
     }
-    for found in ranks(2).run(own_steps.refused, *stages(2)):
+    said = WRONG if wrong else impossible
+    for found in ranks(2).run(own_steps.refused, list(said), *stages(2)):
         for name, text in said.items():
             assert text in found[name], (name, found[name])
 
