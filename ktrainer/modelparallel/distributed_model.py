@@ -14,7 +14,7 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
-from ktrainer.backends.pipeline.runtime.stage_runner import (
+from ktrainer.backends.pipeline.runtime.stage_checks import (
     refuse_empty_stages,
     refuse_shared_statistics,
 )

@@ -21,26 +21,27 @@ from dataclasses import replace
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.check_supported import STEPS
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import counting_over_stages
-from ktrainer.backends.pipeline.runtime.model_call import call_in_microbatches, tagged_variable
-from ktrainer.backends.pipeline.runtime.stage_runner import (
-    StageRunner,
+from ktrainer.backends.pipeline.runtime.model_call import call_in_microbatches
+from ktrainer.backends.pipeline.runtime.stage_checks import (
+    common_logs,
+    refuse_combined,
     refuse_empty_stages,
     refuse_shared_statistics,
 )
+from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
 from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.transport import WaitTime
 from ktrainer.backends.pipeline.stage.microbatches import leaves
 from ktrainer.config import PipelineConfig
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
-from ktrainer.errors import DivergenceError, ModelError
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import Clip, CompiledProgram, StepOptions
 from ktrainer.steps.program_interface import LocalBatchLike, Logs
@@ -52,7 +53,7 @@ class _StageContext(StepContext):
     """Surroundings of a step that applies the gradients of one stage."""
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        _refuse_combined(gradients, variables)
+        refuse_combined(gradients, variables)
         return super().reduce(gradients, variables)
 
 
@@ -243,24 +244,9 @@ class OwnStepProgram(CompiledProgram):
             raise
 
     def _agreed(self, logs: Logs, step: str) -> Logs:
-        """The logs, which must be the same on all stages.
-
-        Raises:
-            DivergenceError: they are not, on all of them.
-        """
-        flat = [np.asarray(x) for x in keras.tree.flatten(logs)]
-        world = self.planned.placement.model
-        every = world.allgather(flat, "logs of the step")
-        for stage, others in enumerate(every[:-1]):
-            if not _close(others, every[-1]):
-                raise DivergenceError(
-                    f"{type(self.model).__name__}.{step} returned {_text(logs, others)} on stage "
-                    f"{stage} and {_text(logs, every[-1])} on the last one: what it computes must "
-                    "depend on the batch and on the model's outputs alone, since each stage has "
-                    "its own weights and gradients. A penalty of weights belongs into "
-                    "kernel_regularizer, or weight_decay of the optimizer"
-                )
-        return keras.tree.pack_sequence_as(logs, every[-1])
+        """The logs, which must be the same on all stages."""
+        name = f"{type(self.model).__name__}.{step}"
+        return common_logs(logs, self.planned.placement.model, name)
 
 
 _TRAINED = ("trainable_variables", "trainable_weights")
@@ -337,33 +323,6 @@ def _training(model: Any, kwargs: dict[str, Any]) -> bool:
     return bool(given)
 
 
-def _refuse_combined(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Refuse gradients that depend on those of other variables: a stage has only its own.
-
-    Raises:
-        ModelError: naming two variables.
-    """
-    names = {id(v): v.path for v in variables}
-    for gradient, variable in zip(gradients, variables, strict=True):
-        waiting = _tensors_of(gradient)
-        seen: set[str] = set()
-        while waiting:
-            tensor = waiting.pop()
-            of = tagged_variable(tensor)
-            if of is None:
-                new = [x for x in tensor.op.inputs if x.name not in seen]
-                seen.update(x.name for x in new)
-                waiting += new
-            elif of not in (id(variable), 0):
-                raise ModelError(
-                    f"the gradient that is applied to {variable.path!r} depends on that of "
-                    f"{names.get(of, 'another variable')!r}. Each stage has the gradients of its "
-                    "own variables alone: clip them with tf.clip_by_global_norm, the optimizer's "
-                    "global_clipnorm or trainer.clip, which count those of all stages, or treat "
-                    "each by itself"
-                )
-
-
 @contextmanager
 def _applied_to(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
     """Let `optimizer.apply(gradients)`, of no variables, mean those that are held here."""
@@ -377,22 +336,3 @@ def _applied_to(optimizer: Any, variables: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         del optimizer.apply
-
-
-def _tensors_of(gradient: Any) -> list[Any]:
-    if gradient is None:
-        return []
-    return [gradient.values] if isinstance(gradient, tf.IndexedSlices) else [gradient]
-
-
-def _close(one: Sequence[np.ndarray], two: Sequence[np.ndarray]) -> bool:
-    def same(a: np.ndarray, b: np.ndarray) -> bool:
-        if a.shape != b.shape or a.dtype.kind != "f":
-            return a.shape == b.shape and bool(np.array_equal(a, b))
-        return bool(np.allclose(a, b, 1e3 * np.finfo(a.dtype).eps, 1e-30, equal_nan=True))
-
-    return len(one) == len(two) and all(map(same, one, two))
-
-
-def _text(logs: Any, values: Sequence[np.ndarray]) -> str:
-    return str(keras.tree.map_structure(str, keras.tree.pack_sequence_as(logs, list(values))))

@@ -354,38 +354,3 @@ class StageRunner:
             for layer, ids in kept:
                 layer._loss_ids = ids
         return found, adds
-
-
-def refuse_shared_statistics(planned: PlannedModel) -> None:
-    """Refuse statistics that change on several stages: each would have a part of the change.
-
-    Raises:
-        ModelError: naming one.
-    """
-    for variable in planned.model.non_trainable_variables:
-        readers = [
-            s.index for s in planned.stages(True) if any(v is variable for v in s.non_trainable)
-        ]
-        if len(readers) > 1 and tf.as_dtype(variable.dtype).is_floating:
-            raise ModelError(
-                f"{variable.path!r} is used on stages {readers}: its statistics would be parts "
-                "that no process has all of. Put all calls of its layer on one stage: with "
-                "`with partition(i):`, or backend.stages"
-            )
-
-
-def refuse_empty_stages(planned: PlannedModel) -> None:
-    """Refuse a stage without a trained variable: its loop would ask for no gradient, and those
-    before it would wait for one.
-
-    Raises:
-        ModelError: naming the stages.
-    """
-    trained = {h for v in planned.compiled_for[1] for h in planned.holders[id(v)]}
-    empty = [k for k in range(planned.config.partitions) if k not in trained]
-    if empty and trained:
-        raise ModelError(
-            f"stages {empty} of model {planned.model.name!r} have no trained variables: use fewer "
-            "partitions, or put layers with weights on them, with `with partition(i):` (under "
-            "ktrainer.modelparallel with auto_partition=False) or backend.stages"
-        )
