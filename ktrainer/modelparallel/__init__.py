@@ -12,7 +12,7 @@ settings.py         the keys of init(config)
 state.py            init, shutdown, ranks and groups     host_messages.py      objects between ranks
 distributed_model.py   models and partitions             checkpoint_manager.py files
 step.py, split_arguments.py, step_output.py   a step of one's own, and what it returns
-stage_runner.py, coroutines.py, global_norm.py   run it through the stages
+model_call.py, coroutines.py   run it through the stages, by `backends/pipeline/runtime`
 """
 
 from __future__ import annotations

@@ -33,11 +33,15 @@ class Coroutine:
         request: what the function asks for; None before it starts and once it has ended.
         ended: whether it has returned.
         result: what it returned.
+        tape: of what it computes; the function's own.
+        losses: of the models that it has called, by `id()`.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self.request: Any = None
         self.ended, self.result = False, None
+        self.tape: tf.GradientTape | None = None
+        self.losses: dict[int, list[Any]] = {}
         self._function, self._error = function, None  # type: tuple[Any, BaseException | None]
         self._answer: Any = None
         self._abandoned = False

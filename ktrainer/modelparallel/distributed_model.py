@@ -13,11 +13,17 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
+from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
+from ktrainer.backends.pipeline.runtime.stage_checks import (
+    refuse_empty_stages,
+    refuse_shared_statistics,
+)
 from ktrainer.checkpoint.export.keras_file import write_file, write_keras_file
 from ktrainer.config import PipelineConfig
+from ktrainer.distributed import World
+from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import CheckpointError, ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
-from ktrainer.modelparallel.global_norm import count_over_stages, forget_stages
 from ktrainer.modelparallel.model_call import RUNNER, run_through_stages
 from ktrainer.steps.variable_placement import placement_of
 
@@ -27,9 +33,9 @@ _hooks: list[Callable[[], Any]] = []
 class DistributedModel(keras.Model):
     """A model that is cut into stages, one in each process of a replica.
 
-    Subclass it as `keras.Model`. It is called inside of a function decorated with `step` alone,
-    once in it; its outputs reach every process of the replica. From the first call on
-    `trainable_variables` are those that this process holds.
+    Subclass it as `keras.Model`. It is called inside of a function decorated with `step` alone;
+    its outputs reach every process of the replica. From the first call on `trainable_variables`
+    are those that this process holds.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -84,22 +90,22 @@ class DistributedModel(keras.Model):
 
     @property
     def losses(self) -> list[Any]:
-        """Losses that layers have added or that weights have, before the model is cut.
+        """Losses that layers have added or that weights have: inside of a step, after the call of
+        the model, their sum over all stages.
 
         Raises:
-            ModelError: the model is cut, and has some: no process has all of them.
+            ModelError: the model is cut, and has not been called in this step.
         """
         if placement_of(self) is None:
             return cast("list[Any]", super().losses)
-        added = [x for x in self._flatten_layers() if getattr(x, "activity_regularizer", None)]
-        added += [x for x in self._flatten_layers() if x._get_own_losses()]
-        if added or any(v.regularizer is not None for v in self.variables):
+        body = coroutines.current()
+        if body is None or id(self) not in body.losses:
             raise ModelError(
                 f"model {self.name!r} is cut into stages, and losses that layers add, or that "
-                "weights have (regularizers), are in different processes: compute the loss from "
-                "the outputs of the model, and use weight_decay of the optimizer"
+                "weights have (regularizers), are in different processes: read `losses` inside of "
+                "a function decorated with @smp.step, after it has called the model"
             )
-        return []
+        return body.losses[id(self)]
 
 
 def _held(model: DistributedModel, variables: list[Any]) -> list[Any]:
@@ -168,10 +174,11 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
     )
     with tf.init_scope():
         planned.place((inputs,))
-        _refuse_shared(planned)
-        _refuse_empty(planned)
+        refuse_shared_statistics(planned)
+        refuse_empty_stages(planned)
         _refuse_float16(model)
-        count_over_stages(model.trainable_variables, now.mp)
+        if now.mp.size > 1:
+            _count_norms(model, now.mp)
         for hook in list(_hooks):
             hook()
     return planned
@@ -194,16 +201,19 @@ def pipeline_config(settings: Any) -> PipelineConfig:
     )
 
 
-def _refuse_shared(planned: PlannedModel) -> None:
-    """Refuse variables that change on several stages: each would have a part of the change."""
-    for variable in planned.model.variables:
-        holders = planned.holders[id(variable)]
-        if len(holders) > 1 and tf.as_dtype(variable.dtype).is_floating:
-            raise ModelError(
-                f"{variable.path!r} is used on stages {holders}: its gradients, or its statistics, "
-                "would be parts that no process has all of. Put all calls of its layer on one "
-                "stage, with auto_partition=False and `with smp.partition(i):`"
-            )
+def _count_norms(model: DistributedModel, stages: World) -> None:
+    """Let the global norm of the gradients of `model` be that over all stages."""
+
+    def total(value: tf.Tensor) -> tf.Tensor:
+        what = "global norm of gradients over stages"
+        (found,) = InOrder().on_host(
+            lambda part: stages.oob_allreduce(part, "sum", what), [value], [tf.float64]
+        )
+        return tf.ensure_shape(found, [])
+
+    placement = placement_of(model)
+    assert placement is not None
+    count_over_stages(model.trainable_variables, placement.owned, total)
 
 
 def _refuse_float16(model: DistributedModel) -> None:
@@ -213,19 +223,6 @@ def _refuse_float16(model: DistributedModel) -> None:
         raise ModelError(
             f"layer {found[0]!r} computes in float16, which needs a loss scale, and each stage "
             "would lower it, and skip updates, by itself. Use mixed_bfloat16"
-        )
-
-
-def _refuse_empty(planned: PlannedModel) -> None:
-    """Refuse a stage without a trained variable: its loop would ask for no gradient, and those
-    before it would wait for one."""
-    trained = {h for v in planned.compiled_for[1] for h in planned.holders[id(v)]}
-    empty = [k for k in range(planned.config.partitions) if k not in trained]
-    if empty and trained:
-        raise ModelError(
-            f"stages {empty} of model {planned.model.name!r} have no trained variables: use fewer "
-            "partitions, or put layers with weights on them, with auto_partition=False and `with "
-            "smp.partition(i):`"
         )
 
 

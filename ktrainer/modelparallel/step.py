@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.errors import ModelError
 from ktrainer.modelparallel import coroutines, state
@@ -16,7 +17,6 @@ from ktrainer.modelparallel.coroutines import Coroutine
 from ktrainer.modelparallel.distributed_model import cut, pipeline_config
 from ktrainer.modelparallel.model_call import RUNNER, Backward, Forward
 from ktrainer.modelparallel.split_arguments import split_arguments
-from ktrainer.modelparallel.stage_runner import StageRunner
 from ktrainer.modelparallel.step_output import StepOutput
 
 
@@ -29,8 +29,8 @@ def step(
     """Decorate a function that computes one step, to run once for each microbatch.
 
     Every tensor among its arguments is split along axis 0; nested ones too, and objects with a
-    `smp_slice(num_mb, mb, axis)`. Each returned tensor becomes a `StepOutput`. It calls one
-    `DistributedModel`, once. All ranks of a replica call it together, with the same batch.
+    `smp_slice(num_mb, mb, axis)`. Each returned tensor becomes a `StepOutput`. It calls a
+    `DistributedModel`, or several. All ranks of a replica call it together, with the same batch.
 
     Args:
         function: the body.
@@ -70,22 +70,22 @@ def step(
 def gradients(loss: Any, variables: Any) -> Any:
     """Gradients of `loss` with respect to `variables`, inside of a step, after the model's call.
 
-    The same as those of a `tf.GradientTape` around the body.
+    The same as those of a `tf.GradientTape` around the body; also of several losses, one after the
+    other.
 
     Raises:
-        ModelError: it is called outside of a step, or a second time.
+        ModelError: it is called outside of a step.
     """
     body = coroutines.current()
-    tape = getattr(body, "tape", None)
-    if tape is None:
+    if body is None or body.tape is None:
         raise ModelError(
-            "smp.gradients is called once, inside of a function decorated with @smp.step, after "
-            "the DistributedModel"
+            "smp.gradients is called inside of a function decorated with @smp.step, after the "
+            "DistributedModel"
         )
-    body.tape = None  # type: ignore[union-attr]
-    return tape.gradient(
-        loss, tf.nest.map_structure(lambda v: v.value if _is_keras(v) else v, variables)
-    )
+    with body.tape.stop_recording():
+        return body.tape.gradient(
+            loss, tf.nest.map_structure(lambda v: v.value if _is_keras(v) else v, variables)
+        )
 
 
 def _is_keras(variable: Any) -> bool:
@@ -94,13 +94,18 @@ def _is_keras(variable: Any) -> bool:
 
 def _taped(call: Callable[[], Any]) -> Any:
     """Run a body with the tape that `gradients` asks."""
-    with tf.GradientTape() as tape:
-        coroutines.current().tape = tape  # type: ignore[union-attr]
+    body = coroutines.current()
+    assert body is not None
+    with tf.GradientTape(persistent=True) as body.tape:
         return call()
 
 
 class _Step:
     """One call of a decorated function.
+
+    The schedule runs the first call of a model in each body, and its backward pass if that is asked
+    for next. What a body asks for beyond that, of this model or another one, is done afterwards,
+    for all microbatches in turn.
 
     Args:
         bodies: one for each microbatch.
@@ -109,8 +114,8 @@ class _Step:
 
     def __init__(self, bodies: Sequence[Coroutine], given: Sequence[tf.Tensor]) -> None:
         self.bodies, self._given = bodies, given
-        self._passes: dict[int, Any] = {}
-        self._runner: StageRunner | None = None
+        self._runners: dict[int, StageRunner] = {}  # by `id()` of the model
+        self._calls: dict[int, Any] = {}  # the passes that bodies wait for, by microbatch
 
     def run(self) -> list[Any]:
         """Run all microbatches; the results of the bodies."""
@@ -122,73 +127,75 @@ class _Step:
             1,
             pipeline_config(settings).active_microbatches,
         )
-        row = schedule.actions[state.current().mp.rank]
+        every = range(len(self.bodies))
         try:
-            for action in row:
+            for action in schedule.actions[state.current().mp.rank]:
                 if action.kind == "F":
-                    self._forward(action.microbatch)
+                    self._begin(action.microbatch)
                 else:
-                    self._backward(action.microbatch)
-            if not schedule.trains:
-                for microbatch in range(len(self.bodies)):
-                    self._backward(microbatch, trains=False)
-            assert self._runner is not None
-            self._runner.finish()
+                    self._continue(action.microbatch, schedule.trains)
+            while not all(body.ended for body in self.bodies) or self._calls:
+                waiting = [k for k in every if not self.bodies[k].ended]
+                for k in waiting:
+                    self._forward(k)
+                for k in waiting:
+                    self._continue(k, schedule.trains)
+            for runner in self._runners.values():
+                runner.finish()
         finally:
             for body in self.bodies:
                 body.abandon()
         return [body.result for body in self.bodies]
 
-    def _forward(self, microbatch: int) -> None:
+    def _begin(self, microbatch: int) -> None:
+        """Run a body up to its first call of a model, and that forward."""
         body = self.bodies[microbatch]
         body.resume()
-        asked = body.request
-        if not isinstance(asked, Forward):
+        if not isinstance(body.request, Forward):
             raise ModelError(
                 "a function decorated with @smp.step returned without a call of a "
                 "DistributedModel: what it returns must depend on the model's output"
             )
+        self._forward(microbatch)
+
+    def _forward(self, microbatch: int) -> None:
+        """Run the stage forward if a body asks for that, and nobody has yet."""
+        asked = self.bodies[microbatch].request
+        if microbatch in self._calls or not isinstance(asked, Forward):
+            return
         runner = self._runner_of(asked)
-        if self._runner is None:
-            runner.begin()
-            runner.compare(self._given)
-        self._runner = runner
-        self._passes[microbatch] = runner.forward(microbatch, asked.inputs, asked.training)
+        runner.graph(asked.inputs, asked.training)
+        self._calls[microbatch] = runner.forward(
+            microbatch, asked.inputs, asked.training, asked.watched
+        )
+
+    def _continue(self, microbatch: int, trains: bool) -> None:
+        """Give a body the outputs that it waits for, or gradients; and gradients of these outputs
+        if it asks for them at once."""
+        body = self.bodies[microbatch]
+        if microbatch in self._calls:
+            runner, call = self._runner_of(body.request), self._calls.pop(microbatch)
+            body.resume((runner.outputs(microbatch, call), (runner, call)))
+        asked = body.request
+        if isinstance(asked, Backward):
+            if not trains:
+                raise ModelError(
+                    "a step asks for gradients, but pipeline='_only_forward' runs no backward "
+                    "passes; use 'interleaved' or 'simple'"
+                )
+            runner, call = asked.of_call
+            body.resume(runner.backward(microbatch, call, asked.of_outputs, asked.of_added))
 
     def _runner_of(self, asked: Forward) -> StageRunner:
-        found = vars(asked.model).get(RUNNER)
+        found = self._runners.get(id(asked.model)) or vars(asked.model).get(RUNNER)
         if found is None:
             specs = keras.tree.map_structure(
                 lambda x: tf.TensorSpec(x.shape, x.dtype), asked.inputs
             )
             found = StageRunner(cut(asked.model, specs))
             vars(asked.model)[RUNNER] = found
+        if not self._runners:
+            found.begin()
+            found.compare(self._given)
+        self._runners[id(asked.model)] = found
         return found
-
-    def _backward(self, microbatch: int, trains: bool = True) -> None:
-        assert self._runner is not None
-        body, done = self.bodies[microbatch], self._passes.pop(microbatch)
-        body.resume(self._runner.outputs(microbatch, done))
-        if isinstance(body.request, Backward) and trains:
-            body.resume(self._runner.backward(microbatch, done, body.request.of_outputs))
-        if body.ended:
-            return
-        _refuse(body.request, trains)
-
-
-def _refuse(asked: Any, trains: bool) -> None:
-    if isinstance(asked, Forward):
-        raise ModelError(
-            "a DistributedModel was called twice in one function decorated with @smp.step, but its "
-            "schedule has one forward pass of each microbatch: call it once, on a nested input, or "
-            "write two functions"
-        )
-    if not trains:
-        raise ModelError(
-            "a step asks for gradients, but pipeline='_only_forward' runs no backward passes; use "
-            "'interleaved' or 'simple'"
-        )
-    raise ModelError(
-        "a step asks for gradients of the model's output twice, but its schedule has one backward "
-        "pass of each microbatch: compute all gradients from one loss in one call"
-    )

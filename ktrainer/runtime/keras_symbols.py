@@ -88,7 +88,11 @@ keras.src.metrics.reduction_metrics
         steps, pipeline: replaced; a scalar counts with the weight of the local batch
 keras.src.layers.layer
     Layer.__call__
-        verify: replaced; ends a pass that takes too long
+        verify, pipeline: replaced; ends a pass that takes too long; a call through stages
+    Layer.trainable_variables
+        pipeline: replaced; in a step of the model's own those that this stage holds
+    Layer.trainable_weights
+        pipeline: replaced; in a step of the model's own those that this stage holds
     Layer.symbolic_call(self, *args, **kwargs)
         pipeline: replaced; opens layers into the calls inside
     Layer.losses
@@ -96,7 +100,7 @@ keras.src.layers.layer
     Layer.add_loss(self, loss)
         tf_distribute: replaced; added losses are kept by replica
     Layer._get_own_losses(self)
-        tf_distribute, modelparallel: replaced, called; added losses are kept by replica
+        tf_distribute, pipeline: replaced, called; added losses are kept by replica
     Layer._clear_losses(self)
         tf_distribute, pipeline, verify: replaced, called; added losses are kept by replica
     Layer._get_regularization_losses(self)
@@ -218,7 +222,7 @@ keras.src.backend.tensorflow.optimizer
         steps: changed; optimizers follow variables into a strategy
 keras.src.optimizers.base_optimizer
     global_norm(value_list)
-        pipeline, modelparallel: replaced; over all stages
+        pipeline: replaced; over all stages
     BaseOptimizer.apply(self, grads, trainable_variables)
         steps, script, dataparallel: replaced; gradients are reduced first of all, then clipped
     BaseOptimizer.apply_gradients(self, grads_and_vars)
@@ -333,6 +337,13 @@ keras.src.callbacks.tensorboard
 tensorflow.python.eager.backprop
     GradientTape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         steps, tf_distribute: replaced; a vector is summed over all ranks; sharded variables
+tensorflow.python.eager.record
+    record_operation(op_type, output_tensors, input_tensors, backward_function, forward_function)
+        pipeline: called; the outputs of a cut model have their gradient, slices included
+    stop_recording()
+        pipeline: called; tensors that a tape does not know
+    should_record_backprop(tensors)
+        pipeline: called; whether a gradient of a model's inputs is asked for
 tensorflow.python.eager.context
     context()
         runtime, data, verify, tf_distribute: called; the generator of seeds, the cluster
@@ -411,7 +422,7 @@ tensorflow.python.ops.script_ops
         pipeline: read; Python functions that are differentiated
 tensorflow.python.ops.clip_ops
     global_norm(t_list, name)
-        modelparallel: replaced; over all stages
+        pipeline: replaced; over all stages
 tensorflow.python.ops.random_ops
     random_normal(shape, mean, stddev, dtype, seed, name)
         verify: replaced; draws that do not depend on the batch

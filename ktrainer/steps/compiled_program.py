@@ -53,7 +53,12 @@ class CompiledProgram(Program):
         options: how steps run.
         collectives: sums over ranks; None in one process.
         rank: this process's number.
+
+    Attributes:
+        variant: which trace of a step runs, where there are several.
     """
+
+    context_type: type[StepContext] = StepContext
 
     def __init__(
         self,
@@ -64,7 +69,8 @@ class CompiledProgram(Program):
     ) -> None:
         refuse_xla(options, collectives)
         self.model, self.options, self.collectives, self.rank = model, options, collectives, rank
-        self._functions: dict[tuple[str, bool], Callable[..., Any]] = {}
+        self._functions: dict[tuple[str, bool, int], Callable[..., Any]] = {}
+        self.variant = 0
         self._specs: dict[str, Any] = {}
         self._accumulated: AccumulatedUpdate | None = None
         self._logged = {kind: LoggedResults(model) for kind in ("train", "test")}
@@ -124,7 +130,7 @@ class CompiledProgram(Program):
             for local_batch in local_batches:
                 logs = self.train([local_batch])
             return logs
-        key = ("many", False)
+        key = ("many", False, self.variant)
         if key not in self._functions:
             self._functions[key] = compile_many(
                 self._function("train", local_batches[0].examples == 0)
@@ -184,7 +190,7 @@ class CompiledProgram(Program):
 
     def _function(self, kind: str, padding: bool) -> Callable[..., Any]:
         """The compiled step for local batches, or for padding, made at first use."""
-        key = (kind, padding)
+        key = (kind, padding, self.variant)
         if key not in self._functions:
             step = {
                 "train": self.model.train_step,
@@ -237,7 +243,7 @@ class CompiledProgram(Program):
     def _context(
         self, batch: Any, weight: tf.Tensor, hooks: tuple[GradientHook, ...]
     ) -> StepContext:
-        context = StepContext(
+        context = self.context_type(
             weight,
             self.collectives,
             self.rank,

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +20,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.config import Config
+from ktrainer.backends.pipeline.check_supported import has_own_steps
+from ktrainer.config import Config, PipelineConfig
 from ktrainer.data import Feed
 from ktrainer.data.local_batch import count_rows, take_slice
 from ktrainer.distributed import World
@@ -66,6 +68,8 @@ def check_first_update(
         their optimizers scale up; as they were found if the model was checked before.
     """
     split = split_of(config, plan)
+    if isinstance(config.backend, PipelineConfig) and has_own_steps(model):
+        split = replace(split, microbatches=1)  # its loss is that of the whole batch
     if config.health.verify == "off" or split.parts == 1:
         return ()
     exact = config.trainer.loss_scope == "global"  # whatever the loss is

@@ -271,15 +271,16 @@ def failures() -> dict[str, str]:
         found["after"] = once(lambda x, y: model(x))
     with started(partitions=2, microbatches=3) as smp:
         model = model_of(smp.DistributedModel)
-        found["twice"] = once(lambda x, y: model(x) + model(x))
-    scale = tf.Variable(tf.ones([], tf.float64))
-    with started(partitions=2, microbatches=3) as smp:
-        model = model_of(smp.DistributedModel)
 
-        def before(x: Any, y: Any) -> Any:
-            return smp.gradients(loss_of(y, model(x * scale)), scale)
+        def second_order(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    predicted = model(x)
+                loss = loss_of(y, predicted) + tf.reduce_sum(tape.gradient(predicted, x) ** 2)
+            return outer.gradient(loss, model.trainable_variables)
 
-        found["input"] = once(before)
+        found["second order"] = once(second_order)
     with started(partitions=2, microbatches=3) as smp:
         model = model_of(smp.DistributedModel)
         other = y + tf.cast(smp.rank(), y.dtype)
@@ -320,3 +321,92 @@ def one_fails(rank: int) -> str:
         # As in a script that ends by the error: nothing waits for the other rank any more.
         world.record_interruption(RuntimeError("the step failed"))
         return error
+
+
+def gan(staged: bool, traced: bool = False, own_tapes: bool = True) -> dict[str, np.ndarray]:
+    """Weights and losses of a GAN, of two models and two optimizers; a variable of the script's own
+    before the models; the second model has regularisers. In stages on this rank, or in one process.
+    """
+    if staged:
+        with started(partitions=2, microbatches=3) as smp:
+            return _gan(smp.DistributedModel, smp, traced, own_tapes)
+    import keras
+
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    return _gan(keras.Model, None, False, True)
+
+
+def _gan(base: type, smp: Any, traced: bool, own_tapes: bool) -> dict[str, np.ndarray]:
+    import keras
+    import tensorflow as tf
+
+    def dense(units: int, seed: int, activation: str | None = "tanh", **more: Any) -> Any:
+        made = keras.initializers.GlorotUniform(seed=seed)
+        name = f"dense_{seed}"
+        return keras.layers.Dense(units, activation, kernel_initializer=made, name=name, **more)
+
+    class Net(base):  # type: ignore[misc]
+        def __init__(self, *parts: Any) -> None:
+            super().__init__()
+            self.parts = list(parts)
+
+        def call(self, x: Any) -> Any:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    generator = Net(dense(6, 11), dense(7, 12), dense(5, 13, None))
+    critic = Net(
+        dense(8, 14, kernel_regularizer="l2"),
+        dense(4, 15, activity_regularizer=keras.regularizers.L2(0.01)),
+        dense(1, 16, None, kernel_regularizer="l1"),
+    )
+    scale = tf.Variable(1.5, dtype="float64")
+    optimizers = [keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)]
+
+    def losses(z: Any, x: Any) -> Any:
+        fake = generator(z * scale, training=True)
+        real_score, fake_score = critic(x, training=True), critic(fake, training=True)
+        added = tf.add_n([tf.reduce_sum(loss) for loss in critic.losses])
+        of_critic = tf.reduce_mean(tf.nn.softplus(fake_score) + tf.nn.softplus(-real_score))
+        return of_critic + added, tf.reduce_mean(tf.nn.softplus(-fake_score))
+
+    def body(z: Any, x: Any) -> Any:
+        if own_tapes:
+            with tf.GradientTape() as first, tf.GradientTape() as second:
+                of_critic, of_generator = losses(z, x)
+            g_critic = first.gradient(of_critic, critic.trainable_variables)
+            g_generator = second.gradient(of_generator, [*generator.trainable_variables, scale])
+        else:
+            of_critic, of_generator = losses(z, x)
+            g_critic = smp.gradients(of_critic, critic.trainable_variables)
+            g_generator = smp.gradients(of_generator, [*generator.trainable_variables, scale])
+        return g_critic, g_generator, of_critic, of_generator
+
+    def in_one_process(z: Any, x: Any) -> Any:
+        parts = [body(*each) for each in zip(tf.split(z, 3), tf.split(x, 3), strict=True)]
+        return tf.nest.map_structure(lambda *each: tf.add_n(each) / len(each), *parts)
+
+    def in_stages(z: Any, x: Any) -> Any:
+        return tf.nest.map_structure(lambda output: output.accumulate(), smp.step(body)(z, x))
+
+    compute = in_one_process if smp is None else in_stages
+
+    def train(z: Any, x: Any) -> Any:
+        g_critic, g_generator, *found = compute(z, x)
+        *g_generator, g_scale = g_generator
+        optimizers[0].apply(g_critic, critic.trainable_variables)
+        optimizers[1].apply(g_generator, generator.trainable_variables)
+        scale.assign_sub(0.1 * g_scale)
+        return found
+
+    train = tf.function(train) if traced else train
+    z, x = data()[0], data()[0][::-1] ** 2
+    found = [train(tf.constant(a), tf.constant(b)) for a, b in zip(z, x, strict=True)]
+    return {
+        **weights(generator),
+        **weights(critic),
+        "losses": np.array(found),
+        "scale": scale.numpy(),
+    }

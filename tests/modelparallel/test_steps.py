@@ -85,7 +85,6 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
         "no call": "must depend on the model's output",
         "body": "ZeroDivisionError",
         "after": "ended in the middle",
-        "twice": "called twice",
         "size": "not divisible by microbatches=3",
         "partition": "an integer from 0 to 1",
         "norm": "all model.trainable_variables",
@@ -94,7 +93,7 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
         "more": "and of nothing else",
         "functional": "make a subclass",
         "axis": "batch axis",
-        "input": "with respect to the input of a DistributedModel",
+        "second order": "was differentiated once more",
         "batch": "DivergenceError: the stages of a model were given different batches",
         "float16": "Use mixed_bfloat16",
     }
@@ -103,6 +102,19 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
             assert text in found[name], name
         assert found["hooks"] == "1"
         assert found["threads"] == "[]"
+
+
+@pytest.mark.quick("traced")
+@pytest.mark.parametrize(
+    ("traced", "own_tapes"),
+    [(True, True), (False, True), (True, False)],
+    ids=["traced", "eager", "gradients"],
+)
+def test_gan(ranks: Callable[..., Ranks], traced: bool, own_tapes: bool) -> None:
+    """Gradients go through one model in stages into another one, and to a variable before it."""
+    group = ranks(2)
+    want = group.run(helpers.gan, False)[0]
+    same(group.run(helpers.gan, True, traced, own_tapes), want)
 
 
 def test_one_rank_fails(ranks: Callable[..., Ranks]) -> None:

@@ -4,6 +4,7 @@
 |---|---|---|
 | backend.py | process groups; `prepare` gives the program of a model | |
 | program.py | train, test and predict | 1 |
+| own_step_program.py | a model's own `train_step`, in every process of a replica | |
 | check_supported.py | refuses models and callbacks that a pipeline does not support | |
 | planning.py | from model and config to stages and schedule | |
 | planned_model.py | the model cut into stages, and this process's partition of it | |
@@ -30,5 +31,5 @@ The way of a batch:
 A *partition* is the set of stages that one process holds; `partition(i)` puts layers into stage i.
 
 Imports run one way: graph, schedules < partition < stage < planning, placement < planned_model <
-runtime < program, gather_stages < backend.
+runtime < program, own_step_program, gather_stages < backend.
 """

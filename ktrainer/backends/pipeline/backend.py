@@ -11,7 +11,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 from ktrainer.backends.backend import Backend
-from ktrainer.backends.pipeline.check_supported import refuse_callbacks, refuse_model
+from ktrainer.backends.pipeline.check_supported import (
+    has_own_steps,
+    refuse_callbacks,
+    refuse_model,
+)
+from ktrainer.backends.pipeline.own_step_program import OwnStepProgram
 from ktrainer.backends.pipeline.placement.deferred_variables import build_deferred
 from ktrainer.backends.pipeline.placement.moving_averages import swap_held_averages
 from ktrainer.backends.pipeline.planned_model import PLANNED, PlannedModel
@@ -33,7 +38,7 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
     from ktrainer.distributed.mpi_world import MpiWorld
     from ktrainer.plan.run_plan import Plan
-    from ktrainer.steps import StepOptions
+    from ktrainer.steps import Program, StepOptions
 
 
 class Pipeline(Backend):
@@ -57,7 +62,7 @@ class Pipeline(Backend):
     def build_model(self, build: Callable[[], Any]) -> Any:
         return build_deferred(build)
 
-    def prepare(self, model: keras.Model, options: StepOptions) -> PipelineProgram:
+    def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         """The steps of `model`, which is cut when its data is known.
 
         Raises:
@@ -86,6 +91,8 @@ class Pipeline(Backend):
                 "Trainer, or save the model with trainer.save and load it again"
             )
         planned.check_unchanged()
+        if has_own_steps(model):
+            return OwnStepProgram(planned, options, self._keys, *self._collectives, self._waits)
         global_loss = self.config.trainer.loss_scope == "global"
         return PipelineProgram(
             planned, options, self._keys, *self._collectives, self._waits, global_loss

@@ -11,8 +11,9 @@ from typing import Any
 import keras
 
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.steps.optimizers import optimizers_of
 
-_STEPS = ("train_step", "test_step", "predict_step")
+STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _WHOLE_MODEL = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
@@ -20,10 +21,9 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
     """Refuse a model that a pipeline cannot train as it was compiled.
 
     Raises:
-        ModelError: it has steps of its own, runs eagerly, synchronizes replicas in the forward
-            pass, or its optimizer accumulates gradients.
+        ModelError: it runs eagerly, synchronizes replicas in the forward pass, its optimizer
+            accumulates gradients, or it has several.
     """
-    _refuse_steps(model)
     if model.compiled and model.run_eagerly:
         raise ModelError(
             f"model {model.name!r} was compiled with run_eagerly=True, but a pipeline compiles "
@@ -35,9 +35,20 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
                 f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not "
                 "synchronize in the forward pass; remove it, or train with backend=data_parallel"
             )
+    if len(optimizers_of(model)) > 1:
+        raise ModelError(
+            f"model {model.name!r} has several optimizers, whose slots a pipeline cannot place: it "
+            "knows the variables of the compiled one alone. Use one optimizer, or train with "
+            "backend=data_parallel."
+        )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         _refuse_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+
+
+def has_own_steps(model: keras.Model) -> bool:
+    """Return whether a model has a `train_step`, `test_step` or `predict_step` of its own."""
+    return any(getattr(type(model), n) is not getattr(keras.Model, n) for n in STEPS.values())
 
 
 def refuse_callbacks(callbacks: Iterable[Any]) -> None:
@@ -57,17 +68,6 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
                 "has: set checkpoint.every or checkpoint.best, and call trainer.save at the end.",
                 path="callbacks",
                 value=type(callback).__name__,
-            )
-
-
-def _refuse_steps(model: keras.Model) -> None:
-    """Steps of a model's own need all of the model in one process."""
-    for name in _STEPS:
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            raise ModelError(
-                f"{type(model).__name__}.{name} is the model's own, and a pipeline runs a model in "
-                "parts, so it cannot call it. Override `compute_loss` or `compute_metrics`, which "
-                "work, or train with backend=data_parallel."
             )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.check_supported import has_own_steps
 from ktrainer.backends.pipeline.graph.nodes import Graph, Tensor
 from ktrainer.backends.pipeline.graph.trace import trace, trace_open
 from ktrainer.backends.pipeline.partition.costs import node_costs, state_factor
@@ -162,7 +163,9 @@ class PlannedModel:
             self.by_shape |= [graph.tensors[i].shape[1:] for i in graph.inputs] != given
         self.compiled_for = (optimizer_of(model), tuple(model.trainable_variables))
         every = [*self._stages[True], *self._stages[False]]
-        self.holders = holders_of(model, every, config.partitions)
+        # A step of the model's own may read what its `call` does not.
+        everywhere = has_own_steps(model)
+        self.holders = holders_of(model, every, config.partitions, everywhere)
         gc.collect()  # traces are cyclic; frees memory for the weights
         self.placement = place_model(
             model, self.holders, slots, self.layout, self.groups, self.world.rank

@@ -24,20 +24,22 @@ from ktrainer.steps.remote_variable import make_remote
 from ktrainer.steps.variable_placement import Placement, place
 
 
-def holders_of(model: Any, stages: Iterable[StageGraph], partitions: int) -> dict[int, list[int]]:
+def holders_of(
+    model: Any, stages: Iterable[StageGraph], partitions: int, everywhere: bool = False
+) -> dict[int, list[int]]:
     """The partitions that read each variable of `model`, by the variable's `id()`, in order.
-
-    Variables that no stage reads are the first partition's.
 
     Args:
         stages: of all graphs of the model, for training and for inference.
         partitions: stage s is in partition s modulo this.
+        everywhere: all partitions hold variables that no stage reads; else the first does.
     """
     found: dict[int, set[int]] = {id(v): set() for v in model.variables}
     for stage in stages:
         for variable in (*stage.trainable, *stage.non_trainable):
             found.setdefault(id(variable), set()).add(stage.index % partitions)
-    return {key: sorted(readers) or [0] for key, readers in found.items()}
+    unread = list(range(partitions)) if everywhere else [0]
+    return {key: sorted(readers) or unread for key, readers in found.items()}
 
 
 def build_optimizer(model: Any) -> dict[int, Any]:

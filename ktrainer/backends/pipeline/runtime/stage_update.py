@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras.src.optimizers import base_optimizer
 
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
+from ktrainer.backends.pipeline.runtime.model_call import whole
 from ktrainer.backends.pipeline.runtime.tied_gradients import joined
 from ktrainer.backends.pipeline.stage.gradient_accumulators import GradientAccumulators
 from ktrainer.backends.pipeline.stage.gradient_ordering import UpdateOrdering
@@ -27,6 +28,7 @@ from ktrainer.steps import StepOptions, optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import average_statistics
+from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import all_finite, scales_loss
 
 _GROUP_BYTES = 4 * 2**20
@@ -170,7 +172,7 @@ class StageUpdate:
         given = {id(v): part for v, part in zip(sparse, parts, strict=True)}
         context = StepContext(
             weight,  # no collectives: `reduce` has summed the gradients
-            hooks=(*map(_unless_empty, self.options.hooks), self._clip, self._join),
+            hooks=self.hooks(),
         )
         gradients = []
         for variable in self.variables:
@@ -182,11 +184,15 @@ class StageUpdate:
         optimizer = self.model.optimizer
         with (
             keras_patches(context, optimizers_of(self.model)),
-            self._over_stages(),
+            self.over_stages(),
             _one_by_one(optimizer),
             held_averages(self.model),
         ):
             optimizer.apply(gradients, self.variables)
+
+    def hooks(self) -> tuple[GradientHook, ...]:
+        """Functions of reduced gradients and their variables: the user's, then clipping."""
+        return (*map(_unless_empty, self.options.hooks), self._clip, self._join)
 
     def _clip(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         limit = self.options.clip.global_norm
@@ -214,16 +220,16 @@ class StageUpdate:
         ]
         dtype = next((g.dtype for g in gradients if g is not None), tf.float32)
         total = tf.add_n(squares) if squares else tf.zeros((), dtype)
-        return tf.sqrt(tf.cast(self._sum(tf.cast(total, tf.float64)), dtype))
+        return tf.sqrt(tf.cast(self.sum(tf.cast(total, tf.float64)), dtype))
 
-    def _sum(self, value: tf.Tensor) -> tf.Tensor:
+    def sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over stages, of values that are summed over replicas already."""
         if self.stages is None:
             return value
-        return self.stages.sum(tf.reshape(value, [1]), InOrder())[0]
+        return whole(self.stages.sum(tf.reshape(value, [1]), InOrder())[0])
 
     @contextmanager
-    def _over_stages(self) -> Iterator[None]:
+    def over_stages(self) -> Iterator[None]:
         """Keras' own global norm and check for finite gradients, over all stages."""
 
         def global_norm(gradients: Sequence[Any]) -> Any:
@@ -236,7 +242,7 @@ class StageUpdate:
                 for g in gradients
                 if g is not None
             ]
-            return self._sum(tf.add_n(bad) if bad else tf.zeros((), tf.float64)) == 0
+            return self.sum(tf.add_n(bad) if bad else tf.zeros((), tf.float64)) == 0
 
         apply = base_optimizer.BaseOptimizer._backend_apply_gradients
 

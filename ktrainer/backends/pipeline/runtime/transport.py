@@ -136,6 +136,30 @@ class Transport:
         requests = self.start_send(array, partition, channel)
         self._sending += [(request, array, what) for request in requests]
 
+    def send_shaped(self, array: np.ndarray, partition: int, channel: int, what: str) -> None:
+        """`send_array` for `receive_shaped`, which does not know the shape."""
+        name = f"{what} to {self.rank_name(partition)}"
+        # Not ascontiguousarray, which gives a scalar a dimension.
+        contiguous = np.asarray(array, order="C")
+        shape = np.array([contiguous.ndim, *contiguous.shape], np.int64)
+        self.send_array(shape, partition, channel, name)
+        self.send_array(contiguous, partition, channel, name)
+
+    def receive_shaped(
+        self, ndim: int, dtype: Any, partition: int, channel: int, what: str
+    ) -> np.ndarray:
+        """Wait for what another partition sends by `send_shaped`.
+
+        Raises:
+            DeadlineExceeded: naming `what` and its rank.
+        """
+        name = f"{what} from {self.rank_name(partition)}"
+        shape = np.empty(1 + ndim, np.int64)
+        self.wait(self.start_receive(shape, partition, channel), name)
+        array = np.empty(shape[1:], dtype)
+        self.wait(self.start_receive(array, partition, channel), name)
+        return array
+
     def start_receive(self, array: np.ndarray, partition: int, channel: int) -> list[Any]:
         """Start to receive into `array`; return the requests to `wait` for."""
         return [self._comm.Irecv(piece, partition, 1 + channel) for piece in _pieces(array)]
