@@ -84,7 +84,7 @@ def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(tmp_path: Path, step: i
 
 
 @pytest.mark.parametrize("fault", ["step:6", *(pytest.param(f, marks=pytest.mark.exhaustive)
-    for f in ("step:0", "step:4", "step:5", "step:14", "save:7"))])  # fmt: skip
+    for f in ("step:0", "step:14", "save:7"))])  # fmt: skip
 def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None:
     words = ("checkpoint.every=1ba", "seed=7")
     code, expected, said = launch(tmp_path, "none", f"run.dir={tmp_path / 'whole'}", *words)
@@ -100,7 +100,7 @@ def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None
 @pytest.mark.parametrize(
     ("fault", "engine"),
     [
-        *((f"step:{n}", "mpi") for n in (0, 6, 9)),
+        ("step:6", "mpi"),
         pytest.param("step:6", "horovod", marks=pytest.mark.horovod),
     ],
 )

@@ -40,8 +40,9 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float64") for name in SCRIPTS), ("model_parallel", "float32")]
+)
 def test_weights_are_those_of_one_process(
     ranks: Callable[..., Ranks], images: Path, tmp_path: Path, name: str, dtype: str
 ) -> None:
