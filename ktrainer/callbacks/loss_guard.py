@@ -223,7 +223,7 @@ class LossGuard(Callback):
 
     def _stop(self, step: int, text: str) -> None:
         self.stopped_at = step
-        self.train_state.unsound = True  # nothing of this is to be saved
+        self.train_state.update_invalid = True  # nothing of this is to be saved
         self._warn(
             f"{text}. Training stops. Lower the learning rate, clip gradients (trainer.clip), or "
             "look for bad values in the data."
@@ -245,7 +245,7 @@ class LossGuard(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.trainer is not None and self.train_state.unsound:
+        if self.trainer is not None and self.train_state.update_invalid:
             return  # a rollback: what was seen since stays seen
         self.losses.clear()
         self.losses.extend(state.get("losses", []))

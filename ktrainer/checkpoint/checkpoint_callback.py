@@ -207,7 +207,9 @@ class Checkpoint(Callback):
         Raises:
             CheckpointError: on all ranks: this one, or the previous one, cannot be written.
         """
-        if self.trainer is not None and self.train_state.unsound:  # on all ranks; reported already
+        if (
+            self.trainer is not None and self.train_state.update_invalid
+        ):  # on all ranks; reported already
             return False
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):

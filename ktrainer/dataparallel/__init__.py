@@ -1,4 +1,4 @@
-"""Data parallelism in training loops of one's own: the interface of Horovod and SageMaker's sdp.
+"""Data parallelism in custom training loops: the interface of Horovod and SageMaker's sdp.
 
     import ktrainer.dataparallel as hvd      # or: as sdp
 

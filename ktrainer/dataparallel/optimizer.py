@@ -43,7 +43,7 @@ def DistributedOptimizer(
 ) -> Any:
     """Let a Keras 3 optimizer reduce gradients over ranks, first of all, and then apply them.
 
-    Clipping and the check of a loss scale see reduced gradients. It works in loops of one's own,
+    Clipping and the check of a loss scale see reduced gradients. It works in custom loops,
     eagerly and in `tf.function`, and in `model.compile` and `model.fit`, where each rank gives its
     own data; XLA, which cannot communicate, is off there unless it is asked for.
 

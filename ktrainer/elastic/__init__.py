@@ -6,7 +6,7 @@ and continue: like a resume from a checkpoint, but from memory, and without leav
 `fit`. An update is applied whole or not at all (`GradientCollectives.atomic`), so an interrupted
 one leaves the weights as they were, and is repeated with the same global batch over fewer ranks.
 
-In a hybrid pipeline ranks of different partitions cannot replace each other, but replicas of a
+In a replicated pipeline ranks of different partitions cannot replace each other, but replicas of a
 partition hold the same state: the surviving ranks write a checkpoint and end.
 
     elastic_recovery.py         ElasticRecovery: trains to the end, whatever ranks are lost or join

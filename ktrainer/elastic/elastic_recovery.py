@@ -78,7 +78,7 @@ class ElasticRecovery:
             self._recover(loop, None)
         else:
             loop.begin()
-            self.commit(Phase.TOLD, self.state.counted.logs)
+            self.commit(Phase.CALLBACKS_DONE, self.state.counted.logs)
             self._exchange_counts()
         with survivable_section(self.world):
             while True:
@@ -99,29 +99,33 @@ class ElasticRecovery:
         """Prepare for an update that may be interrupted."""
         self._backup.begin_step()
 
-    def commit(self, phase: Phase, logs: Any = None, told: tuple[int, int] | None = None) -> None:
+    def commit(
+        self, phase: Phase, logs: Any = None, callbacks_up_to: tuple[int, int] | None = None
+    ) -> None:
         """Make the present the moment that ranks can return to.
 
         Args:
             phase: how much of the last update is over.
             logs: its logs; None: those of the commit before, which is of the same update.
-            told: step and batch up to which callbacks have heard; None: as the phase says.
+            callbacks_up_to: step and batch up to which all callbacks have run; None: as the phase
+                says.
         """
         state, progress, context = self.state, self.state.progress, self.run.context
-        if told is None:
-            told = self._point.told if phase == Phase.UPDATED else (progress.step, progress.batch)
+        if callbacks_up_to is None:
+            now = (progress.step, progress.batch)
+            callbacks_up_to = self._point.callbacks_up_to if phase == Phase.UPDATED else now
         states, arrays = callback_states(self.run.callbacks.callbacks, self.model)
         self._point = RecoveryPoint(
             phase=phase,
             progress=progress.to_dict(),
-            told=told,
+            callbacks_up_to=callbacks_up_to,
             logs=self._point.logs if logs is None else MetricCounts(logs=logs).plain_logs(),
             history=history_of(self.model),
             states=copy.deepcopy(states),
             arrays=arrays,
             stop=bool(self.model.stop_training),
             out_of_time=state.out_of_time,
-            unsound=state.unsound,
+            update_invalid=state.update_invalid,
             started=self._joining_policy.started,
             run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
             shuffle_order=state.feed.shuffle_order,
@@ -212,7 +216,7 @@ class ElasticRecovery:
             broadcast_variables(named_variables(self.model), self.world, donor)
         self._restore_counts(lost, new=mine[0] < 0)
         self._restore_run(loop, point)
-        self.commit(point.phase, point.logs, told=point.told)
+        self.commit(point.phase, point.logs, callbacks_up_to=point.callbacks_up_to)
         self._exchange_counts()
         return point.order[0]
 
@@ -243,7 +247,7 @@ class ElasticRecovery:
         if self.world.is_root and rows and self._adds_up:
             mine = mine + np.sum(rows, axis=0)
         self.state.counted.examples = int(mine[0])
-        if self._counts.told:
+        if self._counts.announced:
             self._counts.assign(mine[1:])
 
     def _restore_run(self, loop: ResumableLoop, point: RecoveryPoint) -> None:
@@ -254,11 +258,11 @@ class ElasticRecovery:
         run.ranks_changed(point.run_dir, point.shuffle_order)
         load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
         fill_history(getattr(self.model, "history", None), {"history": point.history})
-        self.model.stop_training, state.unsound = point.stop, point.unsound
+        self.model.stop_training, state.update_invalid = point.stop, point.update_invalid
         state.out_of_time = point.out_of_time
-        told = loop.resume_at(point.phase, point.logs, point.told)
+        progress = loop.resume_at(point.phase, point.logs, point.callbacks_up_to)
         state.joining = False
-        emit(run.callbacks.callbacks, "on_heal", told)
+        emit(run.callbacks.callbacks, "on_heal", progress)
 
     def _save_and_end(self, least: int, error: BaseException) -> None:
         saved = None

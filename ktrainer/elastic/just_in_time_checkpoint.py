@@ -1,4 +1,4 @@
-"""A checkpoint of a hybrid run, written by its surviving ranks.
+"""A checkpoint of a replicated pipeline, written by its surviving ranks.
 
     two partitions x two replicas, ranks 0 to 3; ranks 0 and 3 are lost
 

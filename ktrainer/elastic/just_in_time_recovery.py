@@ -87,7 +87,7 @@ class JustInTimeRecovery:
             try:
                 loop.begin()
                 self.vote(np.zeros(0, np.int32), "metric counts of each rank")
-                self.commit(Phase.TOLD)
+                self.commit(Phase.CALLBACKS_DONE)
                 history = yield from loop.updates()
                 self.world.agree("end of training")
                 return history
@@ -120,7 +120,7 @@ class JustInTimeRecovery:
             states=copy.deepcopy(states),
             arrays=arrays,
             logs=self.state.counted.plain_logs(),
-            unsound=self.state.unsound,
+            update_invalid=self.state.update_invalid,
         )
         self.world.agree("a finished update")
         self._point, self._counted = point, self._told
@@ -156,8 +156,8 @@ class JustInTimeRecovery:
         ranks = " and ".join(self.grid.name(rank) for rank in sorted(lost))
         were = "was" if len(lost) == 1 else "were"
         step = self._point.order[0] if self._point is not None else 0
-        told = f"{ranks} {were} lost after step {step}: {text}{self._advice(path)}"
-        raise RanksLost(told, str(path) if path else None) from cause
+        message = f"{ranks} {were} lost after step {step}: {text}{self._advice(path)}"
+        raise RanksLost(message, str(path) if path else None) from cause
 
     def _save(self) -> tuple[str, Path | None]:
         """Save what survives; returns what became of it, and the path of the newest checkpoint."""
@@ -198,7 +198,7 @@ class JustInTimeRecovery:
         if lost:
             names = " and ".join(map(str, lost))
             return f"no copy of partition {names} has survived, so its state is lost"
-        if self._point.unsound:
+        if self._point.update_invalid:
             return "that step had spoilt the model, so its state was not saved"
         return ""
 
@@ -238,13 +238,13 @@ class JustInTimeRecovery:
     def _states_of_all(self) -> dict[int, Sequence[np.ndarray]]:
         """The metrics' states of all ranks at the point, those of the lost ones included; zeros for
         these where there are too many numbers to exchange after each update."""
-        if self._counts.told:
+        if self._counts.announced:
             rows = self._counted[:, 2:]
             return {rank: self._counts.states(row) for rank, row in enumerate(rows)}
         mine = self._counts.states()
-        told = self.world.allgather((self.world.stable_rank, mine), "metric counts of each rank")
+        counts = self.world.allgather((self.world.stable_rank, mine), "metric counts of each rank")
         nothing = [np.zeros_like(state) for state in mine]
-        return {**dict.fromkeys(self.grid.places, nothing), **dict(told)}
+        return {**dict.fromkeys(self.grid.places, nothing), **dict(counts)}
 
     def _counted_of_all(self) -> list[list[Any]]:
         """Arguments of `MetricCounts.take_over`; ranks of a replica have the same logs."""

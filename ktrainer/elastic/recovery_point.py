@@ -25,7 +25,7 @@ from ktrainer.distributed.launcher_events import report_phase
 from ktrainer.state.progress import Phase
 from ktrainer.steps.optimizers import optimizers_of
 
-_MOST = 1 << 16  # numbers a rank that are told after each update
+_MOST = 1 << 16  # numbers of a rank that are announced after each update
 
 
 @dataclass
@@ -36,27 +36,27 @@ class RecoveryPoint:
         phase: of the step that `progress` counts. The ranks that got furthest have the highest
             (step, phase).
         progress: counters, as a dict.
-        told: step and batch up to which all callbacks have heard.
+        callbacks_up_to: step and batch up to which all callbacks have run.
         logs: those of the step, for callbacks that have not heard of them, and for the epoch.
         history: Keras' History, as a dict.
         states, arrays: those of the callbacks, as in a checkpoint.
         stop, out_of_time: whether training is to end, by a callback or the clock.
-        unsound: whether the last update has spoilt the model.
+        update_invalid: whether the last update has spoilt the model.
         started: ranks at the start.
         run_dir: the run's folder.
         shuffle_order: the order of the data.
     """
 
-    phase: Phase = Phase.TOLD
+    phase: Phase = Phase.CALLBACKS_DONE
     progress: dict[str, Any] = field(default_factory=dict)
-    told: tuple[int, int] = (0, 0)
+    callbacks_up_to: tuple[int, int] = (0, 0)
     logs: dict[str, Any] = field(default_factory=dict)
     history: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     stop: bool = False
     out_of_time: bool = False
-    unsound: bool = False
+    update_invalid: bool = False
     started: int = 0
     run_dir: str | None = None
     shuffle_order: ShuffleOrder | None = None
@@ -135,11 +135,11 @@ class MetricCountsRow:
     def __init__(self, model: keras.Model) -> None:
         self._variables = list(model.metrics_variables)
         self._sizes = [int(np.prod(v.shape)) for v in self._variables]
-        self.told = sum(self._sizes) <= _MOST
+        self.announced = sum(self._sizes) <= _MOST
 
     def row(self) -> np.ndarray:
         """All states as one float64 vector; empty where they are too many to be exchanged."""
-        if not self.told or not self._variables:
+        if not self.announced or not self._variables:
             return np.zeros(0)
         return np.concatenate([np.ravel(v.numpy()).astype(np.float64) for v in self._variables])
 

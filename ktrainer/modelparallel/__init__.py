@@ -1,4 +1,4 @@
-"""Model parallelism in training loops of one's own: the interface of SageMaker's smp.
+"""Model parallelism in custom training loops: the interface of SageMaker's smp.
 
     import ktrainer.modelparallel as smp
 

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: checkpoints of a loop of one's own, over a model that is cut into stages.
+"""`CheckpointManager`: checkpoints of a custom loop, over a model that is cut into stages.
 
 Each stage of the first replica writes the variables that it has into one folder, which appears
 under its name when it is complete, and which any number of partitions reads.

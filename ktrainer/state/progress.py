@@ -12,12 +12,12 @@ class Phase(IntEnum):
 
     Attributes:
         UPDATED: the weights are; callbacks have not all heard of it.
-        TOLD: callbacks have heard of it, and all ranks have voted on whether to stop.
+        CALLBACKS_DONE: callbacks have heard of it, and all ranks have voted on whether to stop.
         EPOCH_ENDED: the end of its epoch is over too.
     """
 
     UPDATED = 0
-    TOLD = 1
+    CALLBACKS_DONE = 1
     EPOCH_ENDED = 2
 
 

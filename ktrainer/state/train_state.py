@@ -49,8 +49,8 @@ class TrainState:
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
         stop_reason: why a callback has asked for the end of training; None if none has.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
-        unsound: whether the last update has spoilt the model, as far as `health` can tell: no
-            checkpoint of it is saved.
+        update_invalid: whether the last update has spoilt the model, as far as `health` can tell:
+            no checkpoint of it is saved.
         rollback: why the run is to return to the last checkpoint; None if it is not.
         fits: how often `fit` has begun to train; one that is refused before does not count, nor
             does one that a callback has called.
@@ -75,7 +75,7 @@ class TrainState:
     epoch_complete: bool = True
     stop_reason: str | None = None
     out_of_time: bool = False
-    unsound: bool = False
+    update_invalid: bool = False
     rollback: str | None = None
     fits: int = 0
     inside: int = 0
@@ -106,4 +106,4 @@ class TrainState:
 
     def request_rollback(self, reason: str) -> None:
         """Return to the last checkpoint after the current update. Call it on all ranks alike."""
-        self.rollback, self.unsound = reason, True
+        self.rollback, self.update_invalid = reason, True

@@ -150,12 +150,12 @@ class Loop:
                 stacklevel=3,
             )
 
-    def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
+    def resume_at(self, phase: Phase, logs: Any, callbacks_up_to: tuple[int, int]) -> Progress:
         """Continue from `state.progress`, to which a Recovery has returned.
 
         Args:
             phase, logs: of the last update.
-            told: step and batch up to which callbacks have heard.
+            callbacks_up_to: step and batch up to which all callbacks have run.
 
         Returns:
             The progress that callbacks know of.
@@ -164,9 +164,11 @@ class Loop:
         self._pending_logs = unflatten_paths(logs, known) if phase == Phase.UPDATED else None
         progress, self.state.counted.logs = self.state.progress, logs
         # What follows an update, or the last one of an epoch, is due even if nothing else is.
-        self._end_due = phase == Phase.UPDATED or (phase == Phase.TOLD and progress.batch > 0)
+        self._end_due = phase == Phase.UPDATED or (
+            phase == Phase.CALLBACKS_DONE and progress.batch > 0
+        )
         self._started = time.monotonic() - progress.elapsed
-        before = replace(progress, step=told[0], batch=told[1])
+        before = replace(progress, step=callbacks_up_to[0], batch=callbacks_up_to[1])
         for every in (self._validate_every, self._log_every):
             every.heal(before)
         return before
@@ -308,7 +310,7 @@ class Loop:
             self._validate_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)
         stop = self._vote_to_stop()
-        self.recovery.commit(Phase.TOLD)
+        self.recovery.commit(Phase.CALLBACKS_DONE)
         return stop
 
     # -- the end

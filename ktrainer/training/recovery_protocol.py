@@ -5,7 +5,7 @@ on whether to stop. `ktrainer.elastic` has two that survive a lost rank:
 
     NoRecovery          a lost rank ends the run (here)
     ElasticRecovery     the surviving ranks resume from memory, and new ranks join
-    JustInTimeRecovery  the surviving ranks of a hybrid pipeline save a checkpoint, and end
+    JustInTimeRecovery  the surviving ranks of a replicated pipeline save a checkpoint, and end
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResumableLoop(Protocol):
     def updates(self) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates from the present progress to the end, for others to make."""
 
-    def resume_at(self, phase: Phase, logs: Any, told: tuple[int, int]) -> Progress:
+    def resume_at(self, phase: Phase, logs: Any, callbacks_up_to: tuple[int, int]) -> Progress:
         """Continue from a committed moment; returns the progress that callbacks know of."""
 
 

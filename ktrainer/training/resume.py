@@ -110,7 +110,7 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
         now.step, now.counted, model.stop_training = then.step, 0, False
         model.reset_metrics()
         emit(callbacks.callbacks, "on_restore", now)
-        state.unsound = False
+        state.update_invalid = False
     state.counted.examples = 0  # as the metrics, which start over
     if world.is_root:
         warnings.warn(text, stacklevel=4)
