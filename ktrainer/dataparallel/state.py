@@ -19,7 +19,6 @@ from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.runtime.symbol_check import check_symbols
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.optimizer import LocalAggregation
     from ktrainer.distributed.elastic_world import ElasticWorld
 
 _DEADLINE = "the deadline, with init(deadline=SECONDS)"
@@ -37,7 +36,7 @@ class State:
     local: LocalVariables = field(default_factory=LocalVariables)  # local sources of tapes
     next_id: int = 1
     ranks_changed: Callable[[], None] | None = None  # with healing, whenever ranks did
-    aggregations: list[LocalAggregation] = field(default_factory=list)  # of optimizers
+    aggregations: list[Any] = field(default_factory=list)  # the LocalAggregation of each optimizer
 
 
 _state: State | None = None
