@@ -105,6 +105,7 @@ def _names() -> tuple[list[str], list[str], int]:
         return every, mine, len(other.optimizer.variables)
 
 
+@pytest.mark.exhaustive
 def test_names_are_those_of_the_whole_model(ranks: Callable[..., Any]) -> None:
     for every, mine, slots in ranks(4).run(_names):
         assert set(mine) < set(every)
@@ -127,6 +128,7 @@ def _audit(spoiled: int | None, held: bool) -> None:
         callback.on_step_end(1)
 
 
+@pytest.mark.exhaustive
 def test_audit_compares_the_copies_of_a_partition(ranks: Callable[..., Any]) -> None:
     ranks(4).run(_audit, None, True)
     ranks(4).run(_audit, 3, False)  # what it does not hold has no meaning

@@ -160,7 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("mpi-accumulated-2", "mpi-plain-3")
+@pytest.mark.quick("mpi-plain-3")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ENGINES)

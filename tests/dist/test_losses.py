@@ -42,7 +42,7 @@ WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__d
 SHARDS = ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]
 
 
-@pytest.mark.quick("-data_parallel-0")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("group", "settings", "names"),
     [

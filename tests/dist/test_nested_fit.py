@@ -71,6 +71,7 @@ def with_trainer() -> Any:
         return found, outer, str(trainer.run_dir), trainer.model.name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_fit_inside_a_fit_has_kerass_numbers(ranks: Callable[..., Any], size: int) -> None:

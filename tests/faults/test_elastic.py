@@ -49,6 +49,7 @@ def test_lost_ranks(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     assert "rank 0 was lost; 1 rank continues from the last commit" in ended.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_rank_joins_and_is_the_last_that_is_left(
     tmp_path: Path, undisturbed: dict[str, Any]

@@ -72,6 +72,7 @@ def test_two_by_two(ranks: Callable[..., Ranks], traced: bool) -> None:
     assert set(found[0]) == set(found[2]) != set(found[1]) == set(found[3])
 
 
+@pytest.mark.exhaustive
 def test_only_forward(ranks: Callable[..., Ranks]) -> None:
     for loss, want, error in ranks(2).run(helpers.forward_only):
         assert abs(loss - want) < 1e-10

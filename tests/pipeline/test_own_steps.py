@@ -58,7 +58,7 @@ WRONG = {  # without a refusal
 }
 
 
-@pytest.mark.quick("wrong")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "impossible"])
 def test_refused(ranks: Callable[..., Ranks], wrong: bool) -> None:
     impossible = {
