@@ -144,6 +144,7 @@ def _resume_on_ranks(directory: str, bucket: int) -> tuple[int, list[np.ndarray]
     return progress.step, everything(model)
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_get_what_rank_zero_reads(ranks, saved) -> None:
     for step, variables in ranks(3).run(_resume_on_ranks, str(saved[0]), 20):
         assert step == 15

@@ -69,7 +69,7 @@ def _resume(directory: str, partitions: int) -> Any:
 LAYOUTS = [(1, WHOLE), (2, WHOLE), (2, 2), (3, 3), (4, 4), (4, 2)]  # (ranks, stages)
 
 
-@pytest.mark.quick("2-0")
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "partitions"), [(2, 2), more(3, 3), (4, 2), (2, WHOLE)])
 def test_any_number_of_stages_resumes(ranks, tmp_path, size: int, partitions: int) -> None:

@@ -1,6 +1,6 @@
 """Every code block and console session of the README and the docs runs as it is shown.
 
-`make test` runs the README, the tutorials, concepts and reference; `make test-all` the guides too.
+`make test` runs the README; `make test-all` runs every page.
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ def ends_together(folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.exhaustive
 def test_row_25_all_ranks_end_together(ranks: Callable[..., Any], copied: Path) -> None:
     folder = str(copied.parent)
     first, second = ranks(2).run(ends_together, folder, deadline=60)

@@ -295,7 +295,7 @@ def test_which_signals() -> None:
         load_config(None, [f"{words}=[SIGKILL]"])
 
 
-@pytest.mark.quick("mpi")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES)
 def test_row_08_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     """Rank 1 alone is asked."""

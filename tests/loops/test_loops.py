@@ -38,7 +38,7 @@ def test_data_parallel(ranks: Callable[..., Any], size: int, engine: str) -> Non
     check(ranks, NAMES, group.run(outcomes, "data_parallel", NAMES, deadline=200, **words))
 
 
-@pytest.mark.quick("mirrored")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "strategy", ["mirrored", "central_storage", "multi_worker_mirrored", "one_device", "default"]
 )

@@ -131,7 +131,7 @@ def on_ranks(where: str, folder: str, step: int | None, dropout: float = 0.0) ->
     return found
 
 
-@pytest.mark.quick("data_parallel")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("where", ["data_parallel", "mirrored"])
 def test_under_other_backends(ranks: Callable[..., Any], tmp_path: Path, where: str) -> None:
     """The bits of the undisturbed loop there, and the numbers of one process."""

@@ -12,7 +12,7 @@ from tests.dist.harness import Ranks
 from tests.modelparallel import surroundings
 
 
-@pytest.mark.quick("traced")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "eager"])
 def test_a_resumed_loop_is_the_undisturbed_one(
     ranks: Callable[..., Ranks], tmp_path: Path, traced: bool
