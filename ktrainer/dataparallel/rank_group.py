@@ -57,7 +57,7 @@ class RankGroup:
 
     @property
     def single(self) -> bool:
-        """Whether there is nobody to communicate with, now and later."""
+        """Whether there is no other rank to communicate with, now and later."""
         return self.size == 1 and not self.world.heals
 
     def ranks_changed(self) -> None:

@@ -30,7 +30,8 @@ class Settings:
         optimize: what stages are balanced by: bytes of variables, or time.
         auto_partition: whether layers are put on stages automatically; then `partition` is ignored.
         default_partition: the stage of layers outside of any `partition`.
-        contiguous: only True: each stage is a connected part of the model.
+        contiguous: whether each automatic stage must be a connected part of the model. It is one
+            with False, too, which allows others but asks for none.
         placement_strategy: whether the stages of a model (`cluster`) or the copies of a stage
             (`spread`) are on neighbouring ranks.
         horovod: whether `ktrainer.dataparallel` acts over the replicas of a stage.
@@ -122,12 +123,6 @@ def _check_values(given: Mapping[str, Any]) -> None:
                 value=given[name],
                 known=choices,
             )
-    if not given.get("contiguous", True):
-        raise ConfigError(
-            "False is not supported: each stage is a connected part of the model. Leave it out, or "
-            "put layers on stages by hand, with auto_partition=False and smp.partition(i)",
-            path="contiguous",
-        )
     weight = given.get("memory_weight")
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if weight is not None and not (number and 0 <= weight <= 1):

@@ -159,7 +159,7 @@ class _Step:
         self._forward(microbatch)
 
     def _forward(self, microbatch: int) -> None:
-        """Run the stage forward if a body asks for that, and nobody has yet."""
+        """Run the stage forward if a body asks for that and it has not run yet."""
         asked = self.bodies[microbatch].request
         if microbatch in self._calls or not isinstance(asked, Forward):
             return

@@ -42,7 +42,6 @@ def test_defaults() -> None:
         ({"partitions": 2, "placement_strategy": "row"}, "one of cluster, spread"),
         ({"partitions": 2, "auto_partition": False}, "default_partition: is needed"),
         ({"partitions": 2, "default_partition": 2}, "from 0 to 1"),
-        ({"partitions": 2, "contiguous": False}, "False is not supported"),
         ({"partitions": 2, "horovod": 1}, "True or False"),
         ({"partitions": 2, "active_microbatches": 0}, "an integer of 1 or more"),
         ({"partitions": 2, "memory_weight": 1.5}, "from 0 to 1"),
