@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.small import ENGINES, group_mode
+from tests.dist.small import group_mode
 from tests.loops.cases import CASES, Outcome, largest_difference, outcomes
 from tests.tf_distribute.running import under
 
@@ -30,8 +30,13 @@ def check(ranks: Callable[..., Any], names: list[str], by_rank: list[list[Outcom
 
 
 @pytest.mark.quick("2-mpi")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "engine"),
+    [
+        *((size, "mpi") for size in (1, 2, 3, 4)),
+        *(pytest.param(size, "horovod", marks=pytest.mark.horovod) for size in (2, 3)),
+    ],
+)
 def test_data_parallel(ranks: Callable[..., Any], size: int, engine: str) -> None:
     group = ranks(size, group_mode(engine)) if engine == "horovod" else ranks(size)
     words = {"backend__engine": engine}
