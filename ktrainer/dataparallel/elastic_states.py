@@ -8,6 +8,7 @@ attributes alike, not attributes of an earlier commit.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ConfigError, ModelError
 
 
-class State:
+class State(ABC):
     """Abstract state: `save`, `restore` and `sync` are a subclass's.
 
     Args:
@@ -71,19 +72,19 @@ class State:
         if self._look_for_ranks is not None:
             self._look_for_ranks()
 
+    @abstractmethod
     def save(self) -> None:
         """Keep the present state in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Return to the state that was saved last."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Give all ranks the state of rank 0, and save it."""
-        raise NotImplementedError
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027 - most states have nothing to do
         """Called after the ranks have changed, before `sync`."""
 
 

@@ -18,7 +18,7 @@ from ktrainer import Trainer
 from ktrainer.checkpoint import read_checkpoint
 from ktrainer.errors import CheckpointError, ConfigError, DivergenceError, ModelError
 from tests.contracts.running import use_float64
-from tests.dist.small import ENGINES, group_mode, more
+from tests.dist.small import group_mode, more
 
 ROWS, BATCH, EPOCHS = 25, 6, 2  # the last batch has one row: other ranks have none
 LOCAL = ("table", "own/.*", "top/kernel")
@@ -161,14 +161,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.quick("mpi-plain-3")
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "case", "size"),
+    [
+        *(("mpi", case, size) for case in CASES for size in (2, 3)),
+        *(pytest.param("horovod", "plain", n, marks=pytest.mark.horovod) for n in (2, 3)),
+    ],
+)
 def test_ranks_equal_copies_in_one_process(
     ranks: Callable[..., Any], size: int, case: str, engine: str
 ) -> None:
-    if engine == "horovod" and case != "plain":
-        pytest.skip("once is enough")
     found = ranks(size, group_mode(engine)).run(train, engine, **CASES[case])
     use_float64()
     keras.utils.clear_session()

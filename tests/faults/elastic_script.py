@@ -24,16 +24,7 @@ import tensorflow as tf
 
 import ktrainer.dataparallel as hvd
 from ktrainer.dataparallel.state import opened
-
-
-def caught(function: Callable[[], Any]) -> str:
-    """What a function raises, `""` if nothing."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
+from tests.dataparallel.helpers import caught
 
 STEPS, ROWS, EVERY = 24, 12, 3
 

@@ -91,7 +91,7 @@ class OwnStepProgram(CompiledProgram):
     @property
     def counts_metrics(self) -> bool:  # type: ignore[override]
         """True on the last partition: all count, and one is enough."""
-        return self.planned.partition == self.config.partitions - 1
+        return self.planned.is_last
 
     def check_unchanged(self) -> None:
         self.planned.check_unchanged()

@@ -179,6 +179,11 @@ class PlannedModel:
         place = f"{node.name!r}" + (f" ({node.where})" if node.where else "")
         warnings.warn(explain_coupled_call(f"{parts} microbatches", place), stacklevel=2)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last partition, where outputs are computed."""
+        return self.partition == self.config.partitions - 1
+
     def check_unchanged(self) -> None:
         """Refuse a model that was compiled again, or of which other layers are frozen now.
 

@@ -79,7 +79,7 @@ class PipelineProgram(Program):
     @property
     def counts_metrics(self) -> bool:  # type: ignore[override]
         """True on the last partition."""
-        return self.planned.partition == self.config.partitions - 1
+        return self.planned.is_last
 
     def check_unchanged(self) -> None:
         self.planned.check_unchanged()

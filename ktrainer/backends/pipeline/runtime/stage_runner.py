@@ -113,7 +113,7 @@ class StageRunner:
     @property
     def is_last(self) -> bool:
         """True if outputs are computed here."""
-        return self.partition == self.partitions - 1
+        return self.planned.is_last
 
     def begin(self) -> None:
         """Start a step, in which the order of messages is kept.
