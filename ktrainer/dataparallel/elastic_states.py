@@ -115,10 +115,11 @@ class ObjectState(State):
         self._set_attributes()
 
     def sync(self) -> None:
+        now = {name: getattr(self, name) for name in self._saved_state}
+        for name, value in (self._bcast_object(now) if now else now).items():
+            setattr(self, name, value)
+        # Last: if rank 0 is lost before, `restore` returns to the whole commit before.
         self.save()
-        if self._saved_state:
-            self._saved_state = self._bcast_object(self._saved_state)
-            self._set_attributes()
 
     def _set_attributes(self) -> None:
         for name, value in self._saved_state.items():

@@ -16,7 +16,7 @@ parts. Gradients are therefore summed with the weights w. Then
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -289,12 +289,18 @@ class StepContext(TracedContext):
         if self.collectives.atomic:
             reduced = self.order.after_all(reduced)
         if counted:
-            assert_some_rows(reduced.pop()[0])
+            with tf.control_dependencies(assert_some_rows(reduced.pop()[0])):
+                reduced = [tf.identity(each) for each in reduced]
         if loss:
             self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def groups(self, variables: Sequence[Any]) -> list[list[int]]:
+        """Positions of variables, in groups that are each reduced by themselves: the rounding of
+        a sum depends on its place in a message."""
+        return [list(range(len(variables)))]
 
     def _weigh_local(
         self, gradients: list[Any], variables: list[Any], weight: tf.Tensor

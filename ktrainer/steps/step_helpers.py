@@ -56,11 +56,11 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
         and id(v) not in context.local
         and tf.as_dtype(v.dtype).is_floating
     ]
-    if moved:
-        values = [tf.convert_to_tensor(v.value) for v in moved]
+    for group in context.groups(moved) if moved else []:
+        values = [tf.convert_to_tensor(moved[i].value) for i in group]
         averages = context.collectives.reduce(values, context.weight, context.order)
-        for variable, value in zip(moved, averages, strict=True):
-            variable.assign(value)
+        for i, value in zip(group, averages, strict=True):
+            moved[i].assign(value)
 
 
 def moved_by_padding(model: keras.Model) -> list[Any]:

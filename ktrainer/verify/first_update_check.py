@@ -68,11 +68,11 @@ def check_first_update(
         their optimizers scale up; as they were found if the model was checked before.
     """
     split = split_of(config, plan)
-    if isinstance(config.backend, PipelineConfig) and has_own_steps(model):
-        split = replace(split, microbatches=1)  # its loss is that of the whole batch
+    # Then the call runs in microbatches, and the loss is that of a replica's whole batch.
+    own = isinstance(config.backend, PipelineConfig) and has_own_steps(model)
     if config.health.verify == "off" or split.parts == 1:
         return ()
-    exact = config.trainer.loss_scope == "global"  # whatever the loss is
+    exact = own or config.trainer.loss_scope == "global"  # whatever the loss is
     if (known := _known(model, (split, exact))) is not None:
         return known
     batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
@@ -84,6 +84,9 @@ def check_first_update(
         # In a strategy's scope, copies would be variables of the strategy.
         with _paused(feeds), outside_strategy_scope(), no_communication(world):
             problem, noise = _check(model, batch, feeds[0], plan, split, exact)
+            if own and problem is None and split.replicas > 1:
+                split_loss = replace(split, microbatches=1)
+                problem, noise = _check(model, batch, feeds[0], plan, split_loss, False)
     except Exception as error:
         _say_skipped(error, config)
         return ()

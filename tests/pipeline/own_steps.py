@@ -143,6 +143,17 @@ class Tied(keras.Model):
     train_step = Usual.train_step
 
 
+class Dropped(Tied):
+    """Draws a mask in each microbatch, of which a replica has fewer in a short batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = layers.Dropout(0.5, seed=6)
+
+    def call(self, tokens: Any, training: bool | None = None) -> Any:
+        return self.drop(super().call(tokens), training=training)
+
+
 def usual() -> keras.Model:
     model = Usual()
     model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), "mse", metrics=["mae"])
@@ -163,6 +174,13 @@ def twice() -> keras.Model:
 
 def tied() -> keras.Model:
     model = Tied()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.02), loss)
+    return model
+
+
+def dropped() -> keras.Model:
+    model = Dropped()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.02), loss)
     return model

@@ -52,6 +52,22 @@ def test_two_stages_and_two_replicas(ranks: Callable[..., Ranks]) -> None:
     same(ranks(4).run(trained, own_steps.usual, *stages(2, 2)), want)
 
 
+@pytest.mark.exhaustive
+def test_one_stage(ranks: Callable[..., Ranks]) -> None:
+    want = trained(own_steps.coupled, "backend=local")
+    same(ranks(1).run(trained, own_steps.coupled, *stages(1)), want)
+
+
+@pytest.mark.exhaustive
+def test_replicas_with_fewer_microbatches_keep_the_same_seeds(ranks: Callable[..., Ranks]) -> None:
+    words = (*stages(2), "health.audit_every=1ba", "data.batch_size=5")  # 3 and 2 rows
+    found = ranks(4).run(trained, own_steps.dropped, *words, seen=own_steps.tokens)
+    seeds = [v for each in found for name, v in each["variables"].items() if "seed" in name]
+    assert len(seeds) == 2
+    assert seeds[0][1] > 0
+    np.testing.assert_array_equal(*seeds)
+
+
 WRONG = {  # without a refusal
     "combined": "depends on that of",
     "penalty": "what it computes must depend on the batch and on the model's outputs alone",

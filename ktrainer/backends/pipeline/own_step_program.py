@@ -15,7 +15,7 @@ the gradients of the variables that it holds.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,6 +26,7 @@ import tensorflow as tf
 from ktrainer.backends.pipeline.check_supported import STEPS
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
+from ktrainer.backends.pipeline.runtime.compiled_model import synchronize_seeds
 from ktrainer.backends.pipeline.runtime.global_norm import counting_over_stages
 from ktrainer.backends.pipeline.runtime.model_call import call_in_microbatches
 from ktrainer.backends.pipeline.runtime.stage_checks import (
@@ -46,15 +47,35 @@ from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import Clip, CompiledProgram, StepOptions
 from ktrainer.steps.program_interface import LocalBatchLike, Logs
 from ktrainer.steps.step_context import StepContext, current_step, single_process_step
-from ktrainer.steps.step_helpers import python_step
+from ktrainer.steps.step_helpers import global_seed, python_step
+from ktrainer.steps.step_options import GradientHook
 
 
 class _StageContext(StepContext):
-    """Surroundings of a step that applies the gradients of one stage."""
+    """Surroundings of a step that applies the gradients of one stage.
+
+    Attributes:
+        holders: the partitions that hold each variable, by `id()`.
+    """
+
+    holders: Mapping[int, Sequence[int]]
 
     def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         refuse_combined(gradients, variables)
-        return super().reduce(gradients, variables)
+        for group in self.groups(variables):
+            if all(gradients[i] is None for i in group):
+                continue
+            found = super().reduce([gradients[i] for i in group], [variables[i] for i in group])
+            for i, gradient in zip(group, found, strict=True):
+                gradients[i] = gradient
+        return gradients
+
+    def groups(self, variables: Sequence[Any]) -> list[list[int]]:
+        """Variables of the same holders: each of these has the group, and so the same bits."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for i, variable in enumerate(variables):
+            found.setdefault(tuple(self.holders.get(id(variable), ())), []).append(i)
+        return [found[key] for key in sorted(found)]
 
 
 class OwnStepProgram(CompiledProgram):
@@ -102,7 +123,11 @@ class OwnStepProgram(CompiledProgram):
 
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         self._choose(local_batches[0])
-        return self._agreed(super().train(local_batches), "train_step")
+        logs = super().train(local_batches)
+        placement = self.planned.placement
+        held = [v for v in self.model.non_trainable_variables if placement.holds(v)]
+        synchronize_seeds([*held, global_seed().state], self.model, placement.copies)
+        return self._agreed(logs, "train_step")
 
     def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         for local_batch in local_batches:
@@ -146,6 +171,14 @@ class OwnStepProgram(CompiledProgram):
             None,
         )
         self.options = replace(self.options, hooks=self._update.hooks(), clip=Clip())
+
+    def _context(
+        self, batch: Any, weight: tf.Tensor, hooks: tuple[GradientHook, ...]
+    ) -> StepContext:
+        context = super()._context(batch, weight, hooks)
+        assert isinstance(context, _StageContext)
+        context.holders = self.planned.holders
+        return context
 
     def _choose(self, local_batch: LocalBatchLike) -> None:
         """Choose the trace for as many microbatches as a batch can have."""

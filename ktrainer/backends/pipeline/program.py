@@ -11,7 +11,10 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
-from ktrainer.backends.pipeline.runtime.compiled_model import CompiledModel
+from ktrainer.backends.pipeline.runtime.compiled_model import (
+    CompiledModel,
+    synchronize_seeds,
+)
 from ktrainer.backends.pipeline.runtime.runner import Runner, StepOutcome, Values
 from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.tied_gradients import TiedGradients, densify
@@ -181,7 +184,7 @@ class PipelineProgram(Program):
             self._guarded(self._update, slices, dense, weight)
         if not bad:
             self._guarded(self._update.average, self._changed, weight)
-        self._compiled.synchronize_seeds(self._changed)
+        synchronize_seeds(self._changed, self.model, self.planned.placement.copies)
         return self._logs("train", microbatches, outcome, restored=bad)
 
     def _is_bad(self, guard: UpdateGuard, slices: dict[int, list[Any]], dense: set[int]) -> bool:

@@ -92,8 +92,10 @@ def assign_state(
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
+    placement = placement_of(model)
     for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.Normalization):
+        here = all(placement is None or placement.holds(v) for v in layer.variables)
+        if here and isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()  # it computes with copies of its weights
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:

@@ -22,6 +22,7 @@ from ktrainer.backends.pipeline.stage.loss_head import Denominators
 from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, specs_of
 from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, StageSettings
 from ktrainer.data.batch_specs import spec_of
+from ktrainer.distributed import World
 from ktrainer.errors import ModelError
 from ktrainer.steps.step_helpers import global_seed
 
@@ -72,27 +73,6 @@ class CompiledModel:
             yield
         finally:
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, present)
-
-    def synchronize_seeds(self, changed: Sequence[Any]) -> None:
-        """Give all replicas the seeds of the one that drew most.
-
-        A replica with fewer microbatches, in the last batch of an epoch, draws less, and a
-        checkpoint keeps one state for all.
-
-        Args:
-            changed: variables that the step has changed.
-        """
-        copies = self.planned.placement.copies
-        metrics = {id(v) for v in self.settings.model.metrics_variables}
-        seeds = [v for v in changed if not tf.as_dtype(v.dtype).is_floating]
-        seeds = [v for v in seeds if id(v) not in metrics]
-        if copies.size == 1 or not seeds:
-            return
-        flat = np.concatenate([v.numpy().reshape(-1).astype(np.int64) for v in seeds])
-        most = copies.oob_allreduce(flat, "max", "seeds of replicas")
-        stops = np.cumsum([int(np.prod(v.shape)) for v in seeds])
-        for variable, value in zip(seeds, np.split(most, stops[:-1]), strict=True):
-            variable.assign(value.reshape(variable.shape).astype(variable.dtype))
 
     def stages(self, mode: Mode, microbatch: Microbatch) -> list[CompiledStage]:
         """This process's stages for microbatches like this one, in order."""
@@ -240,3 +220,26 @@ def _facts(stage: CompiledStage) -> tuple[list[Any], bool, bool]:
 
 def _dtype(variable: Any) -> str:
     return keras.backend.standardize_dtype(variable._dtype)
+
+
+def synchronize_seeds(variables: Sequence[Any], model: keras.Model, copies: World) -> None:
+    """Give all replicas the seeds of the one that drew most.
+
+    A replica with fewer microbatches, in the last batch of an epoch, draws less, and a checkpoint
+    keeps one state for all.
+
+    Args:
+        variables: the seeds are among these.
+        model: its metrics have integers that are no seeds.
+        copies: the copies of this partition.
+    """
+    metrics = {id(v) for v in model.metrics_variables}
+    seeds = [v for v in variables if not tf.as_dtype(v.dtype).is_floating]
+    seeds = [v for v in seeds if id(v) not in metrics]
+    if copies.size == 1 or not seeds:
+        return
+    flat = np.concatenate([v.numpy().reshape(-1).astype(np.int64) for v in seeds])
+    most = copies.oob_allreduce(flat, "max", "seeds of replicas")
+    stops = np.cumsum([int(np.prod(v.shape)) for v in seeds])
+    for variable, value in zip(seeds, np.split(most, stops[:-1]), strict=True):
+        variable.assign(value.reshape(variable.shape).astype(variable.dtype))

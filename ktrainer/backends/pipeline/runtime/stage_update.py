@@ -225,7 +225,7 @@ class StageUpdate:
     def sum(self, value: tf.Tensor) -> tf.Tensor:
         """The sum over stages, of values that are summed over replicas already."""
         if self.stages is None:
-            return value
+            return whole(value)
         return whole(self.stages.sum(tf.reshape(value, [1]), InOrder())[0])
 
     @contextmanager

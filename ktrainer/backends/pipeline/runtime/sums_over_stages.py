@@ -60,10 +60,8 @@ class SumsOverStages:
             pair = [gradient.values, tf.cast(gradient.indices, tf.int64)]
             specs = [tf.TensorSpec([None, *width], dtype), tf.TensorSpec([None], tf.int64)]
             joined = self._combined(pair, specs, np.concatenate, what)
-            return tf.IndexedSlices(*joined, tf.constant(shape.as_list(), tf.int64))
-        mine = gradient
-        if gradient is None:
-            mine = tf.zeros(shape if shape.is_fully_defined() else tf.shape(like), dtype)
+            return tf.IndexedSlices(*joined, _shape_of(like))
+        mine = tf.zeros(_shape_of(like), dtype) if gradient is None else gradient
         mine = tf.convert_to_tensor(mine)
         return self._combined([mine], [tf.TensorSpec(shape, dtype)], sum, what)[0]
 
@@ -98,3 +96,9 @@ class SumsOverStages:
             return results
 
         return self._message(exchange, tensors, specs)
+
+
+def _shape_of(like: Any) -> tf.Tensor:
+    shape = tf.TensorShape(like.shape)
+    known = shape.is_fully_defined()
+    return tf.constant(shape.as_list(), tf.int64) if known else tf.shape(like, tf.int64)
