@@ -264,3 +264,34 @@ def refused(names: list[str], *words: str) -> dict[str, str]:
             except KtrainerError as error:
                 said[name] = " ".join([str(error), *getattr(error, "__notes__", ())])
     return said
+
+
+class Interrupted(Base):
+    """Fails between the forward and the backward passes."""
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+            loss = tf.debugging.check_numerics(loss / 0, "the loss of this script")
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        return {"loss": loss}
+
+
+def interrupted(*words: str) -> list[str]:
+    """What is said by a step that fails, and by the next one, after its error was caught."""
+    said = []
+    keras.utils.clear_session()
+
+    def build() -> keras.Model:
+        model = Interrupted()
+        model.compile("sgd", "mse")
+        return model
+
+    with Trainer(overrides=[*WORDS, *words]) as trainer:
+        for model in (build, None):
+            try:
+                trainer.fit(model or trainer.model, data())
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said

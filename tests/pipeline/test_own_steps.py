@@ -68,6 +68,13 @@ def test_replicas_with_fewer_microbatches_keep_the_same_seeds(ranks: Callable[..
     np.testing.assert_array_equal(*seeds)
 
 
+@pytest.mark.exhaustive
+def test_a_step_that_ended_in_the_middle_is_noticed(ranks: Callable[..., Ranks]) -> None:
+    for first, second in ranks(2, "ends").run(own_steps.interrupted, *stages(2)):
+        assert "the loss of this script" in first
+        assert "ended in the middle" in second
+
+
 WRONG = {  # without a refusal
     "combined": "depends on that of",
     "penalty": "what it computes must depend on the batch and on the model's outputs alone",

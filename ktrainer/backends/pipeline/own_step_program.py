@@ -266,8 +266,9 @@ class OwnStepProgram(CompiledProgram):
         self, local_batches: Sequence[LocalBatchLike], function: Callable[..., Any], *args: Any
     ) -> Any:
         assert self._runner is not None
+        self._runner.start_step()
         try:
-            return super()._call(local_batches, function, *args)
+            result = super()._call(local_batches, function, *args)
         except tf.errors.OpError as error:
             cause = self._runner.failure
             if cause is None and self._stages is not None:
@@ -275,6 +276,8 @@ class OwnStepProgram(CompiledProgram):
             if cause is not None:
                 raise cause from error
             raise
+        self._runner.end_step()
+        return result
 
     def _agreed(self, logs: Logs, step: str) -> Logs:
         """The logs, which must be the same on all stages."""

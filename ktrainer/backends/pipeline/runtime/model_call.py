@@ -161,7 +161,7 @@ def call_in_microbatches(
         share = 1.0 if sizes is None else sizes[k] / tf.reduce_sum(sizes)
         passes.append(runner.forward(k, nested, training, watched, _counter(share, context)))
     every = [runner.outputs(k, done) for k, done in enumerate(passes)]
-    runner.finish()
+    runner.flush()
     made = [_joined(values) for values in zip(*every, strict=True)]
 
     def backward(of_outputs: list[Any], of_added: Any) -> tuple[list[Any], list[Any]]:
@@ -170,7 +170,7 @@ def call_in_microbatches(
             runner.backward(k, done, cut[k] if cut else [], of_added)
             for k, done in enumerate(passes)
         ]
-        runner.finish()
+        runner.flush()
         of_variables = [_total(each) for each in zip(*(v for v, _ in found), strict=True)]
         return of_variables, [_rows_of(each) for each in zip(*(x for _, x in found), strict=True)]
 

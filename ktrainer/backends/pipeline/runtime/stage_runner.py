@@ -122,9 +122,15 @@ class StageRunner:
             WorldError: when it runs, if a step before it ended in the middle.
         """
         self.order = InOrder()
-        self.message(self._start, [], [])
+        self.message(self.start_step, [], [])
 
-    def _start(self) -> None:
+    def start_step(self) -> None:
+        """Note that a step has begun, of which `end_step` is the end.
+
+        Raises:
+            WorldError: a step before it ended in the middle.
+        """
+        self.failure = None
         if self._world in _unfinished:
             raise WorldError(
                 f"a step of {self.planned.model.name!r} ended in the middle, with an error that "
@@ -134,7 +140,8 @@ class StageRunner:
         if self._world.size > 1:
             _unfinished.add(self._world)
 
-    def _end(self) -> None:
+    def end_step(self) -> None:
+        """Wait until what was sent has left, at the end of a step."""
         self._transport.finish()
         _unfinished.discard(self._world)
 
@@ -163,8 +170,12 @@ class StageRunner:
             )
 
     def finish(self) -> None:
+        """End a step that `begin` began."""
+        self.message(self.end_step, [], [])
+
+    def flush(self) -> None:
         """Wait until what was sent has left."""
-        self.message(self._end, [], [])
+        self.message(self._transport.finish, [], [])
 
     def forward(
         self,
