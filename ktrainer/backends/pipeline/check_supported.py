@@ -22,7 +22,7 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 
     Raises:
         ModelError: it runs eagerly, synchronizes replicas in the forward pass, its optimizer
-            accumulates gradients, or it has several.
+            accumulates gradients, or its own `train_step` has several.
     """
     if model.compiled and model.run_eagerly:
         raise ModelError(
@@ -35,7 +35,10 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
                 f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not "
                 "synchronize in the forward pass; remove it, or train with backend=data_parallel"
             )
-    if len(optimizers_of(model)) > 1:
+    # A model with Keras' own train_step applies the compiled one alone; layers that are models may
+    # have been compiled too.
+    own_step = type(model).train_step is not keras.Model.train_step
+    if own_step and len(optimizers_of(model)) > 1:
         raise ModelError(
             f"model {model.name!r} has several optimizers, whose slots a pipeline cannot place: it "
             "knows the variables of the compiled one alone. Use one optimizer, or train with "
