@@ -47,8 +47,8 @@ train: setup
 horovod: setup
 	@$(BIN)/ktrainer horovod build
 
-# tests/conftest.py divides the tests among the workers.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS)
+# A file stays on one worker, with the groups of ranks that its tests share.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)

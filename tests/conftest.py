@@ -6,17 +6,13 @@ The variables below must be set before TensorFlow is first imported.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
 from ktrainer.launch.orphan_prevention import adopt_orphans
 from tests.dist.harness import Pool, Ranks, keras_state, leaks
@@ -49,39 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{test}: mark.quick names no case {sorted(unknown)}")
         if item.callspec.id not in chosen:
             item.add_marker(pytest.mark.exhaustive)
-
-
-_SCOPES = {
-    "tf_distribute": "strategies",
-    "faults": "faults",
-    "pipeline": "stages",
-    "modelparallel": "stages",
-}
-
-
-class GroupsShared(LoadScopeScheduling):
-    """Keeps a file's tests together, and on half the workers those files that use groups of ranks.
-
-    A group's first task takes about ten seconds, for TensorFlow's import on every rank. Groups for
-    strategies are processes of their own, so their tests share them on any other worker; so do the
-    tests of faults, most of which start processes of their own, and those of stages, so that both
-    of two workers are busy to the end.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        if not re.search(r"^def test_\w+\([^)]*\branks\b", (ROOT / file).read_text(), re.MULTILINE):
-            return file
-        scope = _SCOPES.get(file.split("/")[1])
-        if scope is not None:
-            return f"groups for {scope}"
-        return f"groups {zlib.crc32(file.encode()) % max(1, self.numnodes // 2)}"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupsShared:
-    """Divide the tests among workers, whatever `--dist` says."""
-    return GroupsShared(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ class BackendConfig:
     """How a step runs.
 
     Attributes:
-        name: name of the backend; `backend=NAME` sets it, with that backend's defaults.
+        name: name of the backend; `backend=NAME` sets it. Keys that were set for another backend
+            are dropped.
     """
 
     name: str = MISSING

@@ -158,7 +158,7 @@ def _merge_plain(*trees: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose_backend(layers: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The backend's name and its keys: a layer that names a backend drops the keys before it."""
+    """The backend's name and its keys: a layer that names another backend drops the keys before."""
     name, keys = "local", dict[str, Any]()
     for layer in layers:
         if "backend" not in layer:
@@ -171,7 +171,8 @@ def _choose_backend(layers: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
             message = f"name a backend ({known}), or give its keys with its name, not {given!r}."
             raise ConfigError(message, path="backend", value=given)
         if "name" in given:
-            name, keys = _backend_name(given["name"], layers), {}
+            before, name = name, _backend_name(given["name"], layers)
+            keys = keys if name == before else {}
         keys = _merge_plain(keys, {k: v for k, v in given.items() if k != "name"})
     return name, keys
 

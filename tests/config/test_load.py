@@ -99,10 +99,10 @@ def test_a_backend_by_name_in_a_file(tmp_path):
     assert load_config(path, ["backend.op=sum"]).backend == DataParallelConfig(op="sum")
 
 
-def test_naming_a_backend_brings_its_defaults(tmp_path):
+def test_naming_another_backend_drops_the_keys_of_the_one_before(tmp_path):
     path = write(tmp_path, "backend: {name: data_parallel, engine: mpi}\n")
     assert load_config(path, ["backend=local"]).backend == LocalConfig()
-    assert load_config(path, ["backend=data_parallel"]).backend == DataParallelConfig()
+    assert load_config(path, ["backend=data_parallel"]).backend.engine == "mpi"
     assert load_config(path, ["backend.op=sum"]).backend.engine == "mpi"
 
 

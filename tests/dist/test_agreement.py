@@ -41,8 +41,8 @@ def test_another_model_is_found_before_step_1(ranks: Callable[..., Any]) -> None
 
 
 def _other_versions() -> None:
-    from ktrainer.training import run
     from ktrainer.distributed import current_world
+    from ktrainer.training import run
 
     keras = "3.15.1" if current_world().is_root else "3.14.0"
     original = run.versions_that_compute
@@ -103,7 +103,9 @@ def _validate_on_one_rank() -> None:
     from ktrainer.distributed import current_world
 
     with make_trainer(world__deadline=20) as trainer:
-        trainer.fit(small_model, vectors(), validation_data=vectors() if current_world().rank else None)
+        trainer.fit(
+            small_model, vectors(), validation_data=vectors() if current_world().rank else None
+        )
 
 
 def test_validation_data_on_one_rank_only_is_found(ranks: Callable[..., Any]) -> None:

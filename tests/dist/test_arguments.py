@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Trainer
-from ktrainer.errors import DataError, DivergenceError
 from ktrainer.distributed import current_world
+from ktrainer.errors import DataError, DivergenceError
 from tests.contracts.running import use_float64
 
 QUIET = {"logging": {"progress": "none", "csv": False}, "checkpoint": {"resume": "never"}}

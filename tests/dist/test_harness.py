@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.harness import PerRank, RankLost, RankError, Ranks, RanksTimeout, leaks
+from tests.dist.harness import PerRank, RankError, RankLost, Ranks, RanksTimeout, leaks
 
 Group = Callable[..., Ranks]
 

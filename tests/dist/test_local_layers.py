@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from keras import layers
 
 from ktrainer import Trainer
 from ktrainer.checkpoint import read_checkpoint
-from ktrainer.errors import CheckpointError, ConfigError, DivergenceError, ModelError
+from ktrainer.errors import CheckpointError, DivergenceError
 from tests.contracts.running import use_float64
 from tests.dist.small import group_mode, more
 
@@ -203,9 +201,7 @@ def run_in(folder: str, steps: int | None = None, **settings: Any) -> dict[str, 
     words += [] if steps is None else [f"trainer.max_steps={steps}"]
     local = {"backend": {"name": "data_parallel", "local_layers": list(LOCAL)}}
     with Trainer(QUIET | local, overrides=words) as trainer:
-        callbacks = [
-            keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
-        ]
+        callbacks = [keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)]
         model = build(trainer.world.rank)
         history = trainer.fit(model, *data(), callbacks=callbacks).history
         best = [np.array(w) for w in callbacks[0].best_weights or ()]

@@ -32,7 +32,9 @@ def build(optimizer: Any = "sgd") -> keras.Model:
 
 
 def trainer(*patterns: str, **settings: Any) -> Trainer:
-    return make_trainer(backend__local_layers=list(patterns), checkpoint__resume="never", **settings)
+    return make_trainer(
+        backend__local_layers=list(patterns), checkpoint__resume="never", **settings
+    )
 
 
 def refusal(of: Trainer, model: keras.Model, **given: Any) -> KtrainerError:

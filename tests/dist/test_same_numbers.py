@@ -20,7 +20,12 @@ TWO = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)] + [(
 BOTH = [("plain", "sgd"), ("plain", "adamw")]
 ONE = [("plain", "sgd"), ("masked_accumulated", "sgd")]
 SLICES = [("positions", "adamw"), ("positions_accumulated", "adamw")]  # squared one by one
-CHOSEN = [(1, ONE), (2, TWO), (3, [*BOTH, (NAMES[1], "sgd"), *SLICES]), (4, [*BOTH, (NAMES[2], "adamw")])]
+CHOSEN = [
+    (1, ONE),
+    (2, TWO),
+    (3, [*BOTH, (NAMES[1], "sgd"), *SLICES]),
+    (4, [*BOTH, (NAMES[2], "adamw")]),
+]
 HOROVOD = [(2, TWO[::5] + SLICES), (3, [(NAMES[1], "adamw"), *SLICES]), (4, [("masked", "adamw")])]
 _references: dict[tuple[str, str], list[Outcome]] = {}
 

@@ -13,8 +13,8 @@ communicators under test.
 
 from __future__ import annotations
 
-from tests.dist.harness.errors import Outcome, RankLost, RankError, RanksTimeout
+from tests.dist.harness.errors import Outcome, RankError, RankLost, RanksTimeout
 from tests.dist.harness.group import PerRank, Ranks
 from tests.dist.harness.pool import Pool
 
-__all__ = ["Outcome", "PerRank", "Pool", "RankLost", "RankError", "Ranks", "RanksTimeout"]
+__all__ = ["Outcome", "PerRank", "Pool", "RankError", "RankLost", "Ranks", "RanksTimeout"]

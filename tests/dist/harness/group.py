@@ -21,7 +21,8 @@ import psutil
 from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.dist.harness import leaks, wire
-from tests.dist.harness.errors import Outcome, RankLost, RankError, RanksTimeout
+from tests.dist.harness.errors import Outcome, RankError, RankLost, RanksTimeout
+from tests.dist.harness.warm import WarmProcesses
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 90.0  # mpirun and the import of mpi4py, on a machine that is busy
@@ -43,12 +44,20 @@ class Ranks:
         size: the world size.
         env: variables for the ranks, over those of this process.
         mpirun: more arguments for mpirun.
+        warm: processes to fork, which have imported TensorFlow; not with variables in `env`, which
+            imports may read.
     """
 
     def __init__(
-        self, size: int, *, env: Mapping[str, str] | None = None, mpirun: Sequence[str] = ()
+        self,
+        size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        mpirun: Sequence[str] = (),
+        warm: WarmProcesses | None = None,
     ) -> None:
         self.size = size
+        self._warm = warm if not env else None
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._stack = contextlib.ExitStack()
         memory = self._stack.enter_context(mpi_folder(os.environ))
@@ -172,9 +181,22 @@ class Ranks:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(str(self._folder / "s"))
         self._socket.listen(self.size)
+        own = {
+            **os.environ,
+            **mpi_environment(),
+            **one_thread(),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            **env,
+        }
+        program = [sys.executable, "-m", "tests.dist.harness.worker", str(self._folder / "s")]
+        if self._warm is not None:
+            self._warm.start(self.size, own)
+            for process in self._warm.processes.values():
+                leaks.expect_process(process.pid)
+            program = self._warm.command(program[-1])
         command = mpirun_command(
             self.size,
-            [sys.executable, "-m", "tests.dist.harness.worker", str(self._folder / "s")],
+            program,
             mpirun=find_mpirun(),
             root=os.geteuid() == 0,
             more=mpirun,
@@ -183,15 +205,7 @@ class Ranks:
             process = subprocess.Popen(
                 command,
                 cwd=self._folder,  # what tests write by default goes away with the group
-                env={
-                    **os.environ,
-                    **mpi_environment(),
-                    **one_thread(),
-                    "PYTHONPATH": os.pathsep.join(
-                        filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-                    ),
-                    **env,
-                },
+                env=own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

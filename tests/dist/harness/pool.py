@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
 from tests.dist.harness.group import Ranks
+from tests.dist.harness.warm import WarmProcesses
 
 AWAKE = "cluster"  # TensorFlow takes the silence of a stopped process for its death
 DEVICES = ("cluster", "strategies")  # of several devices each, made before TensorFlow is used
@@ -18,11 +21,13 @@ _Key = tuple[int, str, tuple[tuple[str, str], ...], tuple[str, ...]]
 
 
 class Pool:
-    """Groups of ranks by size and mode; TensorFlow's import is paid once for each."""
+    """Groups of ranks by size and mode, all forks of processes that have imported TensorFlow."""
 
     def __init__(self) -> None:
         self._groups: dict[_Key, Ranks] = {}
         self._ended: list[Ranks] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._warm = WarmProcesses(Path(self._folder.name))
 
     def ranks(
         self,
@@ -46,7 +51,7 @@ class Pool:
             if group is not None:
                 self._end(group)
             self._make_room()
-            group = Ranks(size, env=env, mpirun=mpirun)
+            group = Ranks(size, env=env, mpirun=mpirun, warm=self._warm)
             if mode.startswith(DEVICES):
                 from tests.tf_distribute.running import make_devices
 
@@ -75,4 +80,6 @@ class Pool:
         for group in self._groups.values():
             group.close()
         self._groups = {}
+        self._warm.close()
+        self._folder.cleanup()
         return [pid for group in groups for pid in group.survivors()]
