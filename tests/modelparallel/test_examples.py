@@ -64,7 +64,7 @@ def test_weights_are_those_of_one_process(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["model_parallel_hybrid", "model_parallel_evaluation"])
 def test_learns_mnist(
     ranks: Callable[..., Ranks], shared_data: Path | None, tmp_path: Path, name: str
 ) -> None:
