@@ -34,17 +34,20 @@ _SETS = itertools.count()
 _NAMES = Path("/etc/netns")  # NAME/hosts there is /etc/hosts for `ip netns exec NAME`
 
 # HOST COMMAND...; words before HOST are options of ssh. The command's words are joined and read by
-# a shell, as ssh has it.
+# a shell, as ssh has it. All agents of a host share its first process's namespaces.
 _AGENT = """#!/bin/sh
 while :; do case "$1" in -[opliFJ]) shift 2;; -*) shift;; *) break;; esac; done
 host=$1; shift
-[ -x "{folder}/$host/enter" ] || {{ echo "agent: unknown host $host" >&2; exit 255; }}
+[ -d "{folder}/$host" ] || {{ echo "agent: unknown host $host" >&2; exit 255; }}
+first=$(cat "{folder}/$host/pid") || {{ echo "agent: $host is down" >&2; exit 255; }}
 export KT_COMMAND="$*"
-exec "{folder}/$host/enter" --pid --fork --mount-proc --kill-child -- \\
-  env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/sh LANG=C.UTF-8 \\
-  PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin TMPDIR="{folder}/$host/tmp" \\
+exec nsenter --target "$first" --net --uts --ipc --pid --mount unshare --mount \
+  env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/sh LANG=C.UTF-8 \
+  PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin TMPDIR="{folder}/$host/tmp" \
   sh -c '. "$0"; cd "$HOME"; exec sh -c "$1"' "{folder}/$host/prelude" "$KT_COMMAND"
 """
+# The first process of a host; its end ends all that agents have started. It reaps orphans.
+_BOOT = "echo up; while :; do sleep 3600 & wait; done"
 _ENTER = """#!/bin/sh
 more=; while [ "$1" != -- ]; do more="$more $1"; shift; done; shift
 export TMPDIR="{own}/tmp"
@@ -58,7 +61,9 @@ def why_no_hosts() -> str | None:
     """The reason why there can be no hosts here; None if there can."""
     if os.geteuid() != 0:
         return "hosts are network namespaces, which only root can make"
-    if absent := [tool for tool in ("ip", "unshare", "tc") if shutil.which(tool) is None]:
+    if absent := [
+        tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None
+    ]:
         return f"hosts need {' and '.join(absent)} (Debian's packages iproute2, util-linux)"
     name = f"k{os.getpid():x}try"
     tried = _call("ip", "netns", "add", name, check=False)
@@ -200,22 +205,41 @@ class Hosts:
         return self._counter(host, "rx_bytes")
 
     def pids(self, host: int) -> list[int]:
-        """Numbers, in the test's process namespace, of all processes of a host."""
+        """Numbers, in the test's process namespace, of all processes of a host; one that is up and
+        idle has three."""
         done = _call("ip", "netns", "pids", self.names[host], check=False)
         return [int(pid) for pid in done.stdout.split()]
 
     def kill(self, host: int) -> None:
-        """Kill every process of a host, agents and MPI's daemon included.
+        """Kill every process of a host, agents and MPI's daemon included; it stays down.
 
         A host without power answers nothing, not even that its connections are closed: `cut` its
         link first for that.
         """
+        (self.folder / self.names[host] / "pid").unlink(missing_ok=True)
         deadline = time.monotonic() + 5.0
         while (pids := self.pids(host)) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+
+    def boot(self, host: int) -> None:
+        """Start a host, at first or after `kill`."""
+        enter = str(self.folder / self.names[host] / "enter")
+        first = subprocess.Popen(
+            [enter, "--pid", "--fork", "--mount-proc", "--kill-child", "--", "sh", "-c", _BOOT],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(first)
+        assert first.stdout is not None
+        assert first.stdout.readline() == "up\n"
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text()
+        (self.folder / self.names[host] / "pid").write_text(children.strip())
 
     def kill_all(self) -> None:
         """Kill every process of all hosts."""
@@ -257,6 +281,7 @@ class Hosts:
             (_NAMES / name).mkdir(parents=True)
             (_NAMES / name / "hosts").write_text(table)
             self._connect(host, name)
+            self.boot(host)
 
     def _connect(self, host: int, name: str) -> None:
         link = self._link(host)
