@@ -28,6 +28,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.harness import leaks
+
 INTERFACE = "eth0"
 _MAX_HOSTS = 200
 _SETS = itertools.count()
@@ -231,12 +233,13 @@ class Hosts:
             [enter, "--pid", "--fork", "--mount-proc", "--kill-child", "--", "sh", "-c", _BOOT],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         self._started.append(first)
         assert first.stdout is not None
+        leaks.expect_process(first.pid)
+        leaks.expect_file(first.stdout.fileno())
         assert first.stdout.readline() == "up\n"
         children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text()
         (self.folder / self.names[host] / "pid").write_text(children.strip())
