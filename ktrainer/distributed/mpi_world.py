@@ -33,6 +33,7 @@ _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microsec
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
+_NARROW_POLL_SECONDS = 0.02
 _NARROW_SECONDS = 5.0  # how long to try to move listening sockets
 _interrupted_by: BaseException | None = None  # the start of all ranks, before all had come
 
@@ -40,9 +41,13 @@ _interrupted_by: BaseException | None = None  # the start of all ranks, before a
 def keep_on_interface(comm: MPI.Comm) -> None:
     """Move MPI's listening sockets to the launch's interface, if it asked for that."""
     ports, until = ports_on_interface(), time.monotonic() + _NARROW_SECONDS
-    while ports and not narrow_at(ports, listening_address()) and time.monotonic() < until:
+    while ports and not narrow_at(ports, listening_address()):
+        if time.monotonic() > until:
+            text = f"MPI of rank {comm.rank} listens on all interfaces; it could not be moved"
+            print(f"ktrainer: {text}", file=sys.stderr, flush=True)
+            return
         comm.Iprobe()  # lets MPI accept pending connections
-        time.sleep(POLL_SECONDS)
+        time.sleep(_NARROW_POLL_SECONDS)
 
 
 class MpiWorld(MpiComm):
@@ -63,8 +68,10 @@ class MpiWorld(MpiComm):
                 "leave mpi4py.rc.thread_level at 'multiple'"
             )
         _abort_on_uncaught_exceptions()
-        startup_barrier(MPI.COMM_WORLD, start_deadline)
+        # Before this rank connects to others: where both connect at once, MPI closes one
+        # connection, and its port cannot be bound again for a minute.
         keep_on_interface(MPI.COMM_WORLD)
+        startup_barrier(MPI.COMM_WORLD, start_deadline)
         super().__init__(MPI.COMM_WORLD.Dup())
         self._stall_report = StallReport(self.comm.Dup())
         self._processes: dict[int, Process] = {}
