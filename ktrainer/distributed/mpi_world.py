@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
-from ktrainer.config.launch_environment import listening_address, ports_on_interface
+from ktrainer.config.launch_environment import NETWORK, listening_address, ports_on_interface
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.loopback_sockets import narrow_at
 from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
@@ -70,7 +70,8 @@ class MpiWorld(MpiComm):
         _abort_on_uncaught_exceptions()
         # Before this rank connects to others: where both connect at once, MPI closes one
         # connection, and its port cannot be bound again for a minute.
-        keep_on_interface(MPI.COMM_WORLD)
+        if NETWORK in os.environ:
+            keep_on_interface(MPI.COMM_WORLD)
         startup_barrier(MPI.COMM_WORLD, start_deadline)
         super().__init__(MPI.COMM_WORLD.Dup())
         self._stall_report = StallReport(self.comm.Dup())

@@ -116,7 +116,7 @@ def test_two_hosts_have_the_numbers_of_one_process_and_listen_to_one_another_onl
     named = ",".join(f"{host}:{case.slots}" for host in pair.names)
     words = launch_command("--hosts", named, "--rsh", pair.agent, "script.py", *case.words)
     env = {**one_thread(), "PYTHONPATH": str(ROOT), "RUN": str(Path.cwd())}
-    done = pair.run(0, *words, env=env, cwd=Path.cwd(), timeout=110)
+    done = pair.run(0, *words, env=env, cwd=Path.cwd(), timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     _check_numbers(alone)
     looked = list(Path().glob("listening-*"))
@@ -148,6 +148,7 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
     ports = iter(range(20100, 20200))
     jobs = {job: [f"{pair.addresses[h]}:{next(ports)}" for h in on] for job, on in placed.items()}
     words = ["script.py", "backend=tf_distribute", "backend.strategy=parameter_server"]
+    words.append("backend.join=step")  # else workers do not wait for one another
     network = pair.addresses[0].rpartition(".")[0] + ".0/24"
     tasks = []
     for job, on in reversed(placed.items()):

@@ -118,7 +118,7 @@ class Hosts:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host to its end, its output captured as text.
 
-        After `timeout` seconds all processes of its session are killed, and the test fails.
+        After `timeout` seconds all hosts boot again, and the test fails.
         """
         process = self.start(host, *words, env=env, cwd=cwd)
         try:
@@ -126,6 +126,8 @@ class Hosts:
         except subprocess.TimeoutExpired:
             self.kill_all()
             out, err = process.communicate()
+            for other in range(len(self.names)):
+                self.boot(other)  # for the next test
             raise AssertionError(
                 f"{' '.join(map(str, words))} took over {timeout:g} s on {self.names[host]}\n"
                 f"--- stdout\n{out}\n--- stderr\n{err}"
