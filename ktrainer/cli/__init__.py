@@ -1,5 +1,6 @@
 """The `ktrainer` command.
 
-main.py picks the sub-command, each of which is in its `*_command.py`; launch_options.py and
-launch_config.py: options of `ktrainer run`, and the keys that it must know before it starts ranks.
+main.py picks the sub-command, each of which is in its `*_command.py`; launch_options.py,
+launch_config.py and launch_hosts.py: options of `ktrainer run`, the keys that it must know before
+it starts ranks, and their hosts.
 """

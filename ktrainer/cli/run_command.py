@@ -19,13 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ktrainer.cli import launch_hosts
 from ktrainer.cli.launch_config import checked_config, naming_the_separator, split_words
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
-from ktrainer.config.launch_environment import SPARE, to_environment
+from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
+from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.hosts import Host
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.launch.rank_channel import Options
 from ktrainer.launch.rank_group import RankGroup
@@ -40,10 +43,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer run`."""
     parser.description = (
-        "Run a Keras script, unmodified or with a Trainer of its own, in one process or in several "
-        "on this host, and end them all when one fails. Overrides key=value and --config FILE are "
-        "ktrainer's, and checked before anything is started; all other words, and whatever comes "
-        "after --, are the script's."
+        "Run a Keras script, unmodified or with a Trainer of its own, in one process or several, "
+        "on this host or on --hosts, and end them all when one fails. Overrides key=value and "
+        "--config FILE are ktrainer's, and checked before anything is started; all other words, "
+        "and whatever comes after --, are the script's."
     )
     add_run_options(parser)
 
@@ -58,6 +61,8 @@ class _Launch:
         options: what they read at their start.
         grace: seconds in which they must end when asked to.
         heal: the keys of `world` that make them heal; empty: they do not.
+        listen: the address that mpirun listens on; None: all.
+        relays: to the hosts of the ranks; None: all are on this one.
     """
 
     command: list[str]
@@ -65,6 +70,8 @@ class _Launch:
     options: Options
     grace: float
     heal: dict[str, Any]
+    listen: str | None
+    relays: HostRelays | None = None
 
     @property
     def spare(self) -> int:
@@ -93,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no script {args.script!r}; give the path from the current folder"
         )
+    hosts = launch_hosts.requested_hosts(args)
     _count_ranks(args)
-    launch = _prepare(args)
+    launch = _prepare(args, hosts)
     out, err = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
     with private_folder() as records, recorded_signals() as signals:
@@ -109,11 +117,11 @@ def run(args: argparse.Namespace) -> int:
                 signals=signals,
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
                 spare=launch.spare,
+                relays=launch.relays,
             )
             env = {**launch.environment, **restarts.environment}
             try:
-                loopback = args.network == "loopback"
-                end = group.run(launch.command, env, launch.options, loopback=loopback)
+                end = group.run(launch.command, env, launch.options, listen=launch.listen)
             except BrokenPipeError:
                 _discard_output()
                 return OUTPUT_CLOSED
@@ -122,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
                 return conclude(end, args, bool(launch.heal))
 
 
-def _prepare(args: argparse.Namespace) -> _Launch:
-    """Check the configuration, and derive from it how the ranks are started."""
+def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
+    """Check the configuration and the hosts, and derive from them how the ranks are started."""
     requested = to_environment(heal_option.requested(args))
     config = None
     if args.check:
@@ -133,19 +141,28 @@ def _prepare(args: argparse.Namespace) -> _Launch:
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = mpirun_command.available_cpus()
     wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
-    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, wanted)
-    env = rank_environment(environment(), threads, args.network, config, several)
+    here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
+    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
+    network: mpirun_command.Network = "any" if hosts else args.network
+    env = rank_environment(environment(), threads, network, config, several)
     env |= to_environment(heal, args.grace)
     env |= heal_option.mpi_settings(heal, args.network == "loopback")
-    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind else []
+    more, listen, relays = [], LOOPBACK if network == "loopback" else None, None
+    if hosts:
+        connected = launch_hosts.connect(args, hosts, config)
+        more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
+        env |= connected.mpi_settings
+    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
     # Threads beyond the cores of a slice were asked for, so they may use other cores too.
     fitting = slices if slices and threads <= len(slices[0]) else []
     return _Launch(
-        _command(args, heal_option.mpirun_arguments(heal)),
+        _command(args, [*heal_option.mpirun_arguments(heal), *more], bool(hosts)),
         env,
         _options(fitting, args, config, several),
         args.grace or (config or Config()).trainer.interrupt.grace,
         heal,
+        listen,
+        relays,
     )
 
 
@@ -183,7 +200,9 @@ def _count_ranks(args: argparse.Namespace) -> None:
     args.ranks = args.ranks or 1
 
 
-def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
+def _command(
+    args: argparse.Namespace, more: Sequence[str] = (), several_hosts: bool = False
+) -> list[str]:
     """The command that starts the ranks: mpirun, or `parameter_server_cluster`."""
     worker = [sys.executable, "-m", "ktrainer.launch.rank_process", "{folder}", args.script]
     if args.workers is not None:
@@ -196,6 +215,7 @@ def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
         mpirun=mpirun_command.find_mpirun(),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         more=more,
+        several_hosts=several_hosts,
     )
 
 

@@ -10,6 +10,10 @@
     ├─ kills the remaining processes                          process_tree
     └─ prints the first failure; exits or restarts            failure_report, exit_report, restarts
 
+Over several hosts: `hosts` names them, `host_check` asks them by the program `host_probe`,
+`host_differences` compares the answers, and `host_relay` carries the ranks' pipes; mpirun starts
+the ranks there too.
+
 `parameter_server_cluster` starts a cluster with parameter servers, instead of mpirun;
 `heal_option` holds the options of `--heal`; `orphan_prevention` keeps processes from outliving
 their parent; `horovod_recipe` is for `ktrainer horovod build`.

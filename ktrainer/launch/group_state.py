@@ -14,7 +14,7 @@ from ktrainer.launch.rank_channel import Note
 
 STACK_SIGNAL = signal.SIGUSR2  # a rank's fault handler writes its stack on it
 NOTICE_SECONDS = 60.0  # then the user is shown which ranks are missing
-_STACK_SECONDS = 0.5
+STACK_SECONDS = 0.5
 
 
 @dataclass
@@ -120,7 +120,7 @@ class StartupWatch:
         for rank in self.missing:
             with contextlib.suppress(KeyError, ProcessLookupError):
                 os.kill(processes[rank], STACK_SIGNAL)
-        time.sleep(_STACK_SECONDS)
+        time.sleep(STACK_SECONDS)
 
     @property
     def _waited(self) -> float:
