@@ -31,6 +31,7 @@ from ktrainer.launch.rank_channel import Options
 from ktrainer.launch.rank_group import RankGroup
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.launch.restarts import Restarts
+from ktrainer.launch.warm_process import WarmProcess, no_warm_process
 from ktrainer.runtime.tensorflow_logging import environment
 
 OUTPUT_CLOSED = 141  # a shell's exit code for a program that writes to a closed pipe
@@ -97,8 +98,12 @@ def run(args: argparse.Namespace) -> int:
     launch = _prepare(args)
     out, err = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
-    with private_folder() as records, recorded_signals() as signals:
-        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records))
+    with (
+        private_folder() as records,
+        recorded_signals() as signals,
+        _warm_process(args, launch, Path(records)) as warm,
+    ):
+        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records), warm)
         while True:
             group = RankGroup(
                 args.ranks,
@@ -109,17 +114,33 @@ def run(args: argparse.Namespace) -> int:
                 signals=signals,
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
                 spare=launch.spare,
+                warm=warm if isinstance(warm, WarmProcess) else None,
             )
             env = {**launch.environment, **restarts.environment}
             try:
                 loopback = args.network == "loopback"
-                end = group.run(launch.command, env, launch.options, loopback=loopback)
+                command = restarts.command(launch.command)
+                end = group.run(command, env, launch.options, loopback=loopback)
             except BrokenPipeError:
                 _discard_output()
                 return OUTPUT_CLOSED
             wait = partial(restarts.wait, signals, until)
             if not restarts_follow(end, args, restarts, wait, bool(launch.heal)):
                 return conclude(end, args, bool(launch.heal))
+
+
+@contextlib.contextmanager
+def _warm_process(
+    args: argparse.Namespace, launch: _Launch, folder: Path
+) -> Iterator[WarmProcess | str | None]:
+    """A process of which restarted ranks are forks, or why there is none; None: none is wanted."""
+    if not args.max_restarts or not args.warm:
+        yield None
+    elif why := no_warm_process(args):
+        yield why
+    else:
+        with contextlib.closing(WarmProcess(folder, launch.environment)) as warm:
+            yield warm
 
 
 def _prepare(args: argparse.Namespace) -> _Launch:

@@ -46,7 +46,9 @@ def restarts_follow(
         return False
     _print_failure(end, failure, args.ranks)
     number = f"{restarts.count + 1} of {restarts.limit}"
-    _print(f"starting again in {restarts.seconds:g} s, restart {number}")
+    cold = restarts.why_cold()
+    again = f"; TensorFlow is imported again, since {cold}" if cold else ""
+    _print(f"starting again in {restarts.seconds:g} s, restart {number}{again}")
     end.stopped_by = wait()
     end.failures, end.saved = {}, restarts.has_saved  # already printed
     return end.stopped_by is None

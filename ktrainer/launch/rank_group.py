@@ -19,6 +19,7 @@ from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from ktrainer.launch.mpirun_network import narrow_to_loopback
 from ktrainer.launch.rank_channel import PIPES, Options, decode, fault_path, pipe_path, prepare
 from ktrainer.launch.rank_output import LineMerger
+from ktrainer.launch.warm_process import WarmProcess
 
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
@@ -41,6 +42,7 @@ class RankGroup:
         signals: those that this process has received, to be forwarded; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later; with any, ranks may be lost.
+        warm: a process for later groups, which is to import TensorFlow after this one has.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class RankGroup:
         signals: list[int],
         timeout: float | None = None,
         spare: int = 0,
+        warm: WarmProcess | None = None,
     ) -> None:
         self._ranks, self._timeout = ranks + spare, timeout
         self._given, self._fixed = grace, fixed
@@ -61,6 +64,7 @@ class RankGroup:
         self._first = ranks
         self._phases = HealingPhases(ranks) if spare else None
         self._startup = StartupWatch(ranks)
+        self._warm = warm
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._mpirun_output = b""
@@ -95,7 +99,8 @@ class RankGroup:
             try:
                 self._watch()
             finally:
-                process_tree.end_all(spare=self._process.pid)
+                kept = self._warm.pid if self._warm is not None else None
+                process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
             self._finish(folder)
         return self.end
@@ -136,6 +141,8 @@ class RankGroup:
                 return
             if self._signals:
                 self._forward(self._signals.pop(0))
+            if self._warm is not None:
+                self._warm.start_when_due()
             self._find_lost()
             self._end_joining(now)
             if self._is_late():
@@ -232,6 +239,9 @@ class RankGroup:
                 self._graces[rank] = note.seconds
             elif note.event == "startup":
                 self._startup.record(rank, note.seconds)
+            elif note.event == "imports":
+                if self._warm is not None:
+                    self._warm.record_import(note.text)
             elif note.event == "phase":
                 if self._phases is not None:
                     self._phases.record(note)
