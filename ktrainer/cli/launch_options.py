@@ -12,6 +12,7 @@ THREADS = "KTRAINER_THREADS"
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Declare all options of `ktrainer run`, and the script."""
     add_size_options(parser)
+    _add_host_options(parser)
     _add_output_options(parser)
     _add_process_options(parser)
     _add_restart_options(parser)
@@ -44,6 +45,30 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
         "divided by the processes)",
     )
     parser.add_argument("--timeout", type=positive(float), metavar="S", help="end after S seconds")
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hosts",
+        metavar="A:N,B:N",
+        help="run N processes on host A, N on B; -n is then their sum, or less",
+    )
+    parser.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="instead of --hosts: a file with `A slots=N` in each line",
+    )
+    parser.add_argument(
+        "--rsh",
+        metavar="AGENT",
+        help="program that runs a command on a host: AGENT HOST COMMAND (default: ssh)",
+    )
+    parser.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="interface that the hosts use for one another, as eth0, or its network, as "
+        "10.1.2.0/24 (default: that of the hosts' names)",
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:

@@ -13,19 +13,22 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ktrainer.cli import launch_hosts
 from ktrainer.cli.launch_config import checked_config, naming_the_separator, split_words
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
-from ktrainer.config.launch_environment import SPARE, to_environment
-from ktrainer.errors import ConfigError
+from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
+from ktrainer.errors import ConfigError, SetupError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
+from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.hosts import Host
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.launch.rank_channel import Options
 from ktrainer.launch.rank_group import RankGroup
@@ -41,10 +44,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer run`."""
     parser.description = (
-        "Run a Keras script, unmodified or with a Trainer of its own, in one process or in several "
-        "on this host, and end them all when one fails. Overrides key=value and --config FILE are "
-        "ktrainer's, and checked before anything is started; all other words, and whatever comes "
-        "after --, are the script's."
+        "Run a Keras script, unmodified or with a Trainer of its own, in one process or several, "
+        "on this host or on --hosts, and end them all when one fails. Overrides key=value and "
+        "--config FILE are ktrainer's, and checked before anything is started; all other words, "
+        "and whatever comes after --, are the script's."
     )
     add_run_options(parser)
 
@@ -59,6 +62,9 @@ class _Launch:
         options: what they read at their start.
         grace: seconds in which they must end when asked to.
         heal: the keys of `world` that make them heal; empty: they do not.
+        listen: the address that mpirun listens on; None: all.
+        relays: to the hosts of the ranks; None: all are on this one.
+        shared: a folder that all hosts share; None: it is one host.
     """
 
     command: list[str]
@@ -66,6 +72,23 @@ class _Launch:
     options: Options
     grace: float
     heal: dict[str, Any]
+    listen: str | None
+    relays: HostRelays | None = None
+    shared: str | None = None
+
+    def without(self, lost: Mapping[int, str], args: argparse.Namespace) -> _Launch:
+        """The same launch on the hosts that are left, `args.ranks` with fewer ranks.
+
+        Args:
+            lost: rank -> its host.
+        """
+        assert self.relays is not None
+        hosts = [host for host in self.relays.hosts if host.name not in lost.values()]
+        if not hosts:
+            raise SetupError("no host is left")
+        args.ranks = sum(host.slots for host in hosts)
+        made = _prepare(args, hosts)
+        return replace(made, options=replace(made.options, seed=self.options.seed))
 
     @property
     def spare(self) -> int:
@@ -94,12 +117,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no script {args.script!r}; give the path from the current folder"
         )
+    hosts = launch_hosts.requested_hosts(args)
     _count_ranks(args)
-    launch = _prepare(args)
+    launch = _prepare(args, hosts)
     out, err = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
     with (
-        private_folder() as records,
+        private_folder(launch.shared) as records,
         recorded_signals() as signals,
         _warm_process(args, launch, Path(records)) as warm,
     ):
@@ -115,18 +139,20 @@ def run(args: argparse.Namespace) -> int:
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
                 spare=launch.spare,
                 warm=warm if isinstance(warm, WarmProcess) else None,
+                relays=launch.relays,
             )
             env = {**launch.environment, **restarts.environment}
             try:
-                loopback = args.network == "loopback"
                 command = restarts.command(launch.command)
-                end = group.run(command, env, launch.options, loopback=loopback)
+                end = group.run(command, env, launch.options, listen=launch.listen)
             except BrokenPipeError:
                 _discard_output()
                 return OUTPUT_CLOSED
             wait = partial(restarts.wait, signals, until)
             if not restarts_follow(end, args, restarts, wait, bool(launch.heal)):
                 return conclude(end, args, bool(launch.heal))
+            if end.lost:
+                launch = launch.without(end.lost, args)
 
 
 @contextlib.contextmanager
@@ -143,8 +169,8 @@ def _warm_process(
             yield warm
 
 
-def _prepare(args: argparse.Namespace) -> _Launch:
-    """Check the configuration, and derive from it how the ranks are started."""
+def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
+    """Check the configuration and the hosts, and derive from them how the ranks are started."""
     requested = to_environment(heal_option.requested(args))
     config = None
     if args.check:
@@ -154,19 +180,31 @@ def _prepare(args: argparse.Namespace) -> _Launch:
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = mpirun_command.available_cpus()
     wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
-    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, args.ranks, wanted)
-    env = rank_environment(environment(), threads, args.network, config, several)
+    here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
+    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
+    network: mpirun_command.Network = "any" if hosts else args.network
+    env = rank_environment(environment(), threads, network, config, several)
     env |= to_environment(heal, args.grace)
     env |= heal_option.mpi_settings(heal, args.network == "loopback")
-    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind else []
+    more, listen = list[str](), LOOPBACK if network == "loopback" else None
+    relays, shared = None, None
+    if hosts:
+        connected = launch_hosts.connect(args, hosts, config)
+        more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
+        shared = str(connected.shared)
+        env |= connected.mpi_settings
+    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
     # Threads beyond the cores of a slice were asked for, so they may use other cores too.
     fitting = slices if slices and threads <= len(slices[0]) else []
     return _Launch(
-        _command(args, heal_option.mpirun_arguments(heal)),
+        _command(args, [*heal_option.mpirun_arguments(heal), *more], bool(hosts)),
         env,
         _options(fitting, args, config, several),
         args.grace or (config or Config()).trainer.interrupt.grace,
         heal,
+        listen,
+        relays,
+        shared,
     )
 
 
@@ -204,7 +242,9 @@ def _count_ranks(args: argparse.Namespace) -> None:
     args.ranks = args.ranks or 1
 
 
-def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
+def _command(
+    args: argparse.Namespace, more: Sequence[str] = (), several_hosts: bool = False
+) -> list[str]:
     """The command that starts the ranks: mpirun, or `parameter_server_cluster`."""
     worker = [sys.executable, "-m", "ktrainer.launch.rank_process", "{folder}", args.script]
     if args.workers is not None:
@@ -217,6 +257,7 @@ def _command(args: argparse.Namespace, more: Sequence[str] = ()) -> list[str]:
         mpirun=mpirun_command.find_mpirun(),
         root=hasattr(os, "geteuid") and os.geteuid() == 0,
         more=more,
+        several_hosts=several_hosts,
     )
 
 

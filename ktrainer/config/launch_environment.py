@@ -5,17 +5,24 @@ A script need not accept `key=value` words to be launched with them.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import psutil
+
 from ktrainer.config.fault_tolerance_checks import check_healing
 from ktrainer.config.schema import Config, WorldConfig
+from ktrainer.errors import SetupError
 
 VARIABLE = "KTRAINER_WORLD"
 JOINED_SIZE = "KTRAINER_JOINED_SIZE"  # in a process that joins others: how many ranks with it
+NETWORK = "KTRAINER_NETWORK"  # of a launch over several hosts, as 10.1.2.0/24
+LOOPBACK = "127.0.0.1"
 _GRACE = "interrupt.grace"
 _INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
 _MPI_PORTS = range(61000, 65500)  # above Linux's ephemeral ports
@@ -46,19 +53,45 @@ def launched_world(environ: Mapping[str, str] = os.environ) -> WorldConfig:
     return WorldConfig(**{key: value for key, value in given.items() if key != _GRACE})
 
 
-def mpi_on_loopback() -> dict[str, str]:
-    """The environment of ranks that use TCP within one host. MPI publishes their loopback addresses
-    only, but listens on all interfaces; ranks find its sockets by these ports, and rebind them."""
-    found = {_INTERFACE: "lo"}
+def mpi_on_interface(interface: str = "lo") -> dict[str, str]:
+    """The environment of ranks that use TCP on one interface: within one host loopback, else that
+    in a network as `10.1.2.0/24`. MPI publishes their addresses there only, but listens on all
+    interfaces; ranks find its sockets by these ports, and rebind them."""
+    found = {_INTERFACE: interface} | ({NETWORK: interface} if interface != "lo" else {})
     for ip in ("v4", "v6"):
         found[f"{_PORTS}min_{ip}"] = str(_MPI_PORTS.start)
         found[f"{_PORTS}range_{ip}"] = str(len(_MPI_PORTS))
     return found
 
 
-def ports_on_loopback(environ: Mapping[str, str]) -> range:
-    """The ports that must listen on loopback only; empty without `mpi_on_loopback`."""
-    return _MPI_PORTS if mpi_on_loopback().items() <= environ.items() else range(0)
+def ports_on_interface(environ: Mapping[str, str] = os.environ) -> range:
+    """The ports that must listen on one interface only; empty without `mpi_on_interface`."""
+    wanted = mpi_on_interface(environ.get(NETWORK, "lo"))
+    return _MPI_PORTS if wanted.items() <= environ.items() else range(0)
+
+
+def listening_address(environ: Mapping[str, str] = os.environ) -> str:
+    """The IPv4 address on which ranks listen: of this host in the network of a launch over several
+    hosts, else of the loopback interface."""
+    network = environ.get(NETWORK)
+    return address_in(network) if network else LOOPBACK
+
+
+def address_in(network: str) -> str:
+    """This host's IPv4 address in a network as `10.1.2.0/24`.
+
+    Raises:
+        SetupError: it has none.
+    """
+    inside = ipaddress.ip_network(network)
+    addresses = [a for each in psutil.net_if_addrs().values() for a in each]
+    for each in addresses:
+        if each.family == socket.AF_INET and ipaddress.ip_address(each.address) in inside:
+            return str(each.address)
+    raise SetupError(
+        f"host {socket.gethostname()} has no address in {network} any more; connect the interface "
+        "again, or choose another network with --interface"
+    )
 
 
 def to_environment(world: Mapping[str, Any], grace: float | None = None) -> dict[str, str]:

@@ -22,10 +22,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from ktrainer.config.launch_environment import JOINED_SIZE, ports_on_loopback
+from ktrainer.config.launch_environment import JOINED_SIZE
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_world import ElasticWorld
-from ktrainer.distributed.loopback_sockets import narrow_at
+from ktrainer.distributed.mpi_world import keep_on_interface
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.errors import DeadlineExceeded
 
@@ -33,7 +33,6 @@ STABLE_RANK = "KTRAINER_STABLE_RANK"  # set in joining ranks
 LOCAL_RANK = "KTRAINER_LOCAL_RANK"
 _READY, _JOIN, _VERDICT, _MEET, _PROCESS = 1, 2, 3, 4, 5
 _POLL_SECONDS = 0.02
-_NARROW_SECONDS = 5.0  # after which MPI may keep listening on all interfaces
 _DISMISS_SECONDS = 2.0
 
 
@@ -154,10 +153,7 @@ def open_elastic_world(start_deadline: float) -> ElasticWorld:
         world = ElasticWorld(int(os.environ[STABLE_RANK]))
         world.join_handshake = JoinHandshake()
     # Of a joining rank only now: rank 0 may have been about to connect to what closes here.
-    ports, until = ports_on_loopback(os.environ), time.monotonic() + _NARROW_SECONDS
-    while ports and not narrow_at(ports) and time.monotonic() < until:
-        world.comm.Iprobe()  # lets MPI accept pending connections
-        time.sleep(_POLL_SECONDS)
+    keep_on_interface(world.comm)
     return world
 
 

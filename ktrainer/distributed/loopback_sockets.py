@@ -1,10 +1,11 @@
-"""Keep listening sockets that a library has opened on all interfaces on the loopback interface.
+"""Keep listening sockets that a library has opened on all interfaces on one: loopback, or the
+interface of a launch over several hosts.
 
 TensorFlow and MPI have no setting for that: they ask for "0.0.0.0". So the socket is replaced,
 under the same descriptor, by one on 127.0.0.1 (or ::1):
 
     the old socket listens, and is in the library's epoll instance with some data
-    a new one listens on 127.0.0.1 and the same port, beside it (SO_REUSEPORT)
+    a new one listens on that address and the same port, beside it (SO_REUSEPORT)
     dup2 puts the new one in the place of the old one, which closes with its place in epoll
     the new one enters epoll with the same data, and the library notices nothing
 
@@ -23,6 +24,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import psutil
+
+from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
 _BACKLOG = 4096
@@ -61,22 +64,22 @@ def on_all_interfaces() -> list[ListeningSocket]:
     ]
 
 
-def narrow_at(ports: Container[int]) -> bool:
-    """Move what listens at these ports on all interfaces to loopback.
+def narrow_at(ports: Container[int], address: str = LOOPBACK) -> bool:
+    """Move what listens at these ports on all interfaces to an IPv4 address.
 
     Returns:
         Whether that succeeded. The system does not allow it while an incoming connection has not
         been accepted by the library.
     """
     try:
-        moved = [narrow(each) for each in on_all_interfaces() if each.port in ports]
+        moved = [narrow(each, address) for each in on_all_interfaces() if each.port in ports]
     except (OSError, psutil.Error):
         return False
     return all(moved)
 
 
-def narrow(listener: ListeningSocket) -> bool:
-    """Move a socket that is watched by epoll to the loopback interface.
+def narrow(listener: ListeningSocket, address: str = LOOPBACK) -> bool:
+    """Move a socket that is watched by epoll to an IPv4 address; one for IPv6 alone to loopback.
 
     Returns:
         Whether it was moved: False if it is not watched.
@@ -87,7 +90,7 @@ def narrow(listener: ListeningSocket) -> bool:
     watched = _watched(listener.descriptor)
     if watched is None:
         return False
-    _exchange(listener, watched)
+    _exchange(listener, watched, address)
     return True
 
 
@@ -104,7 +107,7 @@ def _watched(descriptor: int) -> _Watched | None:
     return None
 
 
-def _exchange(listener: ListeningSocket, watched: _Watched) -> None:
+def _exchange(listener: ListeningSocket, watched: _Watched, address: str) -> None:
     descriptor = listener.descriptor
     with socket.socket(fileno=os.dup(descriptor)) as old, socket.socket(old.family) as new:
         for shared in _at_port(listener.port):  # connections that came in keep the port, too
@@ -118,7 +121,7 @@ def _exchange(listener: ListeningSocket, watched: _Watched) -> None:
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
         ):
             new.setsockopt(level, option, old.getsockopt(level, option))
-        new.bind((_loopback(old, new), listener.port))
+        new.bind((_narrowed(old, new, address), listener.port))
         new.setblocking(os.get_blocking(descriptor))
         new.listen(_BACKLOG)
         os.dup2(new.fileno(), descriptor, inheritable=False)
@@ -137,10 +140,10 @@ def _at_port(port: int) -> Iterator[socket.socket]:
             yield socket.socket(fileno=os.dup(c.fd))
 
 
-def _loopback(old: socket.socket, new: socket.socket) -> str:
-    """The loopback address for `new`: of the versions of IP that `old` accepts."""
+def _narrowed(old: socket.socket, new: socket.socket, address: str) -> str:
+    """The address for `new`: of the versions of IP that `old` accepts."""
     if old.family != socket.AF_INET6:
-        return "127.0.0.1"
+        return address
     alone = old.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
     new.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, alone)
-    return "::1" if alone else "::ffff:127.0.0.1"
+    return "::1" if alone else f"::ffff:{address}"

@@ -14,7 +14,9 @@ from typing import Any, cast
 
 from mpi4py import MPI
 
+from ktrainer.config.launch_environment import listening_address, ports_on_interface
 from ktrainer.distributed.deadlines import call_with_deadline
+from ktrainer.distributed.loopback_sockets import narrow_at
 from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (
@@ -31,7 +33,16 @@ _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microsec
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
+_NARROW_SECONDS = 5.0  # how long to try to move listening sockets
 _interrupted_by: BaseException | None = None  # the start of all ranks, before all had come
+
+
+def keep_on_interface(comm: MPI.Comm) -> None:
+    """Move MPI's listening sockets to the launch's interface, if it asked for that."""
+    ports, until = ports_on_interface(), time.monotonic() + _NARROW_SECONDS
+    while ports and not narrow_at(ports, listening_address()) and time.monotonic() < until:
+        comm.Iprobe()  # lets MPI accept pending connections
+        time.sleep(POLL_SECONDS)
 
 
 class MpiWorld(MpiComm):
@@ -53,6 +64,7 @@ class MpiWorld(MpiComm):
             )
         _abort_on_uncaught_exceptions()
         startup_barrier(MPI.COMM_WORLD, start_deadline)
+        keep_on_interface(MPI.COMM_WORLD)
         super().__init__(MPI.COMM_WORLD.Dup())
         self._stall_report = StallReport(self.comm.Dup())
         self._processes: dict[int, Process] = {}

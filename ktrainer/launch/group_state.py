@@ -14,7 +14,7 @@ from ktrainer.launch.rank_channel import Note
 
 STACK_SIGNAL = signal.SIGUSR2  # a rank's fault handler writes its stack on it
 NOTICE_SECONDS = 60.0  # then the user is shown which ranks are missing
-_STACK_SECONDS = 0.5
+STACK_SECONDS = 0.5
 
 
 @dataclass
@@ -30,6 +30,7 @@ class GroupEnd:
         silent: ranks that started and ended without a report, in that order.
         missed: the first of them that the others of a group that heals cannot continue without.
         late: why ranks that waited for others to start were ended; empty: they were not.
+        lost: rank -> its host, for ranks on hosts that could not be reached afterwards.
         absent: the ranks that they waited for.
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
@@ -45,6 +46,7 @@ class GroupEnd:
     silent: list[int] = field(default_factory=list)
     missed: int | None = None
     late: str = ""
+    lost: dict[int, str] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
@@ -120,7 +122,7 @@ class StartupWatch:
         for rank in self.missing:
             with contextlib.suppress(KeyError, ProcessLookupError):
                 os.kill(processes[rank], STACK_SIGNAL)
-        time.sleep(_STACK_SECONDS)
+        time.sleep(STACK_SECONDS)
 
     @property
     def _waited(self) -> float:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ktrainer.config import Config
-from ktrainer.config.launch_environment import mpi_on_loopback
+from ktrainer.config.launch_environment import mpi_on_interface
 from ktrainer.errors import ConfigError
 
 # What MPI prints about lost ranks and those that join; ktrainer reports both.
@@ -87,4 +87,4 @@ def mpi_settings(healing: dict[str, Any], loopback: bool) -> dict[str, str]:
     joins = bool(healing.get("replace") or healing.get("max_size"))
     if not (joins and loopback):
         return {}
-    return {"OMPI_MCA_btl": "self,sm,tcp", **mpi_on_loopback()}
+    return {"OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface()}

@@ -39,9 +39,15 @@ def find_mpirun(python: str = sys.executable) -> str:
 
 
 def mpirun_command(
-    ranks: int, program: Sequence[str], *, mpirun: str, root: bool, more: Sequence[str] = ()
+    ranks: int,
+    program: Sequence[str],
+    *,
+    mpirun: str,
+    root: bool,
+    more: Sequence[str] = (),
+    several_hosts: bool = False,
 ) -> list[str]:
-    """The command that starts `ranks` copies of `program` on this host.
+    """The command that starts `ranks` copies of `program` on this host, or on those in `more`.
 
     mpirun neither counts slots nor binds: more ranks than cores must work, and binding is the
     rank's (see `cpu_slices`), because mpirun refuses to bind in many containers.
@@ -49,11 +55,12 @@ def mpirun_command(
     Args:
         root: whether this user is root, which mpirun refuses by default.
         more: further arguments for mpirun, just before the program.
+        several_hosts: `more` names hosts with slots for exactly these ranks.
     """
     return [
         mpirun,
         *(["--allow-run-as-root"] if root else []),
-        *("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        *("--map-by", "slot" if several_hosts else ":OVERSUBSCRIBE", "--bind-to", "none"),
         *("-n", str(ranks), *more, *program),
     ]
 

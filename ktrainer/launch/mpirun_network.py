@@ -1,9 +1,14 @@
-"""Keep mpirun's own listening sockets on the loopback interface.
+"""Keep the listening sockets of mpirun and its daemons on one interface.
 
 mpirun waits for daemons of other hosts on all interfaces, and no setting of it says otherwise
-(PRRTE 3 binds to INADDR_ANY in `oob_tcp_listener.c`). With all ranks on this host no daemon ever
-connects, so the sockets are moved to 127.0.0.1 right after mpirun has opened them: a duplicate of a
-socket, taken with pidfd_getfd(2), is the same socket, and can be closed and bound again.
+(PRRTE 3 binds to INADDR_ANY in `oob_tcp_listener.c`). The sockets are moved right after mpirun has
+opened them: a duplicate of a socket, taken with pidfd_getfd(2), is the same socket, and can be
+closed and bound again. With all ranks on this host they move to 127.0.0.1, as no daemon ever
+connects; with several hosts, to the address in the hosts' network, by
+
+    python -m ktrainer.launch.mpirun_network NETWORK prted ARGUMENTS...
+
+in the place of the daemon on each of them (a parent may take its child's sockets).
 """
 
 from __future__ import annotations
@@ -12,14 +17,23 @@ import contextlib
 import ctypes
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
+from ktrainer.config.launch_environment import address_in
+from ktrainer.launch.orphan_prevention import adopt_orphans
+
 _PIDFD_GETFD = 438
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_WILDCARDS = ("0.0.0.0", "::")
+_V6_LOOPBACK = "::1"
+_POLL = 0.01
+_NARROW_SECONDS = 10.0  # how long to look for a daemon's sockets
+_AFTER_SECONDS = 1.0  # how long to look for more, once some were found
 _BACKLOG = 128
 
 
@@ -36,8 +50,12 @@ def listening_everywhere(pid: int) -> list[tuple[int, str, int]]:
     ]
 
 
-def narrow_to_loopback(pid: int) -> bool:
-    """Move a child's listening sockets from all interfaces to loopback, keeping their ports.
+def narrow_listeners(pid: int, address: str = "127.0.0.1") -> bool:
+    """Move a child's listening sockets from all interfaces to one, keeping their ports.
+
+    Args:
+        address: the IPv4 address to listen on. What listens by IPv6 moves to loopback: no daemon
+            connects there.
 
     Returns:
         Whether any was moved.
@@ -54,14 +72,24 @@ def narrow_to_loopback(pid: int) -> bool:
     try:
         # Were it running, it could find the socket closed and print a warning.
         with _stopped(pid):
-            for descriptor, address, port in sockets:
+            if _connected({port for _, _, port in sockets}):
+                raise OSError("another host has connected already")
+            for descriptor, everywhere, port in sockets:
                 with _duplicate(handle, descriptor) as shared:
                     _stop_listening(shared)
-                    shared.bind((_WILDCARDS[address], port))
+                    shared.bind((_V6_LOOPBACK if ":" in everywhere else address, port))
                     shared.listen(_BACKLOG)
     finally:
         os.close(handle)
     return True
+
+
+def _connected(ports: set[int]) -> bool:
+    """Return whether connections to these ports exist: with those they could not be bound again."""
+    return any(
+        c.status == psutil.CONN_ESTABLISHED and c.laddr and c.laddr.port in ports
+        for c in psutil.net_connections("tcp")
+    )
 
 
 @contextlib.contextmanager
@@ -91,3 +119,23 @@ def _stop_listening(listener: socket.socket) -> None:
     if ctypes.CDLL(None, use_errno=True).connect(listener.fileno(), nowhere, len(nowhere)) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def main(argv: list[str]) -> int:
+    """Run a daemon of mpirun, and keep its sockets on the network that is named first."""
+    network, *command = argv
+    address, name = address_in(network), Path(command[0]).name
+    adopt_orphans()  # the daemon may go into the background
+    daemon = subprocess.Popen(command)
+    until = time.monotonic() + _NARROW_SECONDS
+    while (mine := psutil.Process().children(recursive=True)) and time.monotonic() < until:
+        for process in mine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name and narrow_listeners(process.pid, address):
+                    until = min(until, time.monotonic() + _AFTER_SECONDS)
+        time.sleep(_POLL)
+    return daemon.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 PIPES = ("out", "err", "say")
+ON_HOSTS = "hosts:"  # and a token, instead of the folder: each host has its own
+ENVIRONMENT = "environment.json"  # in a host's folder: variables of the ranks
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ class Note:
     number: int = 0
     stable_ranks: list[int] = field(default_factory=list)
     seconds: float = 0.0
+
+
+def host_folder(token: str) -> Path:
+    """The private folder of a launch over several hosts on this one of them."""
+    return Path(tempfile.gettempdir()) / f"ktrainer-{token}-{socket.gethostname()}"
 
 
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:

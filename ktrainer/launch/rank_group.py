@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,10 +16,25 @@ from pathlib import Path
 import psutil
 
 from ktrainer.launch import orphan_prevention, process_tree
-from ktrainer.launch.group_state import GroupEnd, HealingPhases, StartupWatch
+from ktrainer.launch.group_state import (
+    STACK_SECONDS,
+    STACK_SIGNAL,
+    GroupEnd,
+    HealingPhases,
+    StartupWatch,
+)
+from ktrainer.launch.host_relay import HostRelays
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
-from ktrainer.launch.mpirun_network import narrow_to_loopback
-from ktrainer.launch.rank_channel import PIPES, Options, decode, fault_path, pipe_path, prepare
+from ktrainer.launch.mpirun_network import narrow_listeners
+from ktrainer.launch.rank_channel import (
+    ON_HOSTS,
+    PIPES,
+    Options,
+    decode,
+    fault_path,
+    pipe_path,
+    prepare,
+)
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.launch.warm_process import WarmProcess
 
@@ -43,6 +60,7 @@ class RankGroup:
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later; with any, ranks may be lost.
         warm: a process for later groups, which is to import TensorFlow after this one has.
+        relays: to the ranks' hosts; None: all are on this one.
     """
 
     def __init__(
@@ -57,7 +75,9 @@ class RankGroup:
         timeout: float | None = None,
         spare: int = 0,
         warm: WarmProcess | None = None,
+        relays: HostRelays | None = None,
     ) -> None:
+        self._relays = relays
         self._ranks, self._timeout = ranks + spare, timeout
         self._given, self._fixed = grace, fixed
         self._graces: dict[int, float] = {}
@@ -73,19 +93,25 @@ class RankGroup:
         self._signals = signals
         self._kill_at: float | None = None
         self._others_until = 0.0  # when the last rank had not ended that others could have joined
-        self._loopback = self._narrowed = False
+        self._listen: str | None = None
+        self._narrowed = False
         self.end = GroupEnd()
 
     def run(
-        self, command: Sequence[str], env: Mapping[str, str], options: Options, *, loopback: bool
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        options: Options,
+        *,
+        listen: str | None,
     ) -> GroupEnd:
         """Start the group, and return when all of its processes have ended.
 
         Args:
             command: the mpirun command line; `{folder}` is replaced by the private folder.
-            loopback: keep mpirun's listening sockets on loopback.
+            listen: the address to keep mpirun's listening sockets on; None: all.
         """
-        self._loopback = loopback
+        self._listen = listen
         with (
             private_folder() as name,
             mpi_folder(env) as memory,
@@ -94,15 +120,25 @@ class RankGroup:
             folder = Path(name)
             prepare(folder, self._ranks, options)
             self._open_pipes(folder)
+            env = {**memory, **env}
+            if self._relays is not None:
+                token = secrets.token_hex(8)
+                name = ON_HOSTS + token
+                self._relays.open(folder, token, options, env)
             words = [word.replace("{folder}", name) for word in command]
-            self._process = self._start(words, {**memory, **env})
+            self._process = self._start(words, env)
             try:
                 self._watch()
             finally:
                 kept = self._warm.pid if self._warm is not None else None
+                if self._relays is not None:
+                    self._end_on_hosts()
                 process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
             self._finish(folder)
+            asked = self.end.stopped_by is not None or self.end.interrupted is not None
+            if self._relays is not None and not asked and (self.end.code or self.end.failures):
+                self.end.lost = self._relays.lost()
         return self.end
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -122,6 +158,15 @@ class RankGroup:
         self._selector.register(started.stdout, selectors.EVENT_READ, ("mpirun", -1))
         return started
 
+    def _end_on_hosts(self) -> None:
+        """End the ranks on all hosts, and read what they have left to say."""
+        assert self._relays is not None
+        relays = threading.Thread(target=self._relays.close)
+        relays.start()  # while this thread empties the pipes that they write to
+        while relays.is_alive():
+            self._read(HASTE_SECONDS)
+        relays.join()
+
     def _open_pipes(self, folder: Path) -> None:
         for rank in range(self._ranks):
             for pipe in PIPES:
@@ -132,10 +177,10 @@ class RankGroup:
         began = time.monotonic()
         while self._process.poll() is None:
             # Until mpirun's sockets have been found, look often: that is how long they are open.
-            self._read(POLL_SECONDS if self._narrowed or not self._loopback else HASTE_SECONDS)
+            self._read(POLL_SECONDS if self._narrowed or self._listen is None else HASTE_SECONDS)
             now = time.monotonic()
-            if self._loopback and now - began < NETWORK_SECONDS:
-                self._keep_on_loopback()
+            if self._listen is not None and now - began < NETWORK_SECONDS:
+                self._keep_on_interface()
             if self._timeout is not None and now - began > self._timeout:
                 self.end.stopped_by = "timeout"
                 return
@@ -165,7 +210,12 @@ class RankGroup:
         if text is None or self._kill_at is not None:
             return False
         self.end.late, self.end.absent = text, self._startup.missing
-        self._startup.dump_stacks(self._started)
+        if self._relays is not None:
+            self._relays.signal(STACK_SIGNAL, self._startup.missing)
+            self._read(STACK_SECONDS)
+            time.sleep(STACK_SECONDS)
+        else:
+            self._startup.dump_stacks(self._started)
         return True
 
     def _find_lost(self) -> None:
@@ -218,7 +268,7 @@ class RankGroup:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say":
+                if pipe == "say" and (self._relays is None or rank in self._started):
                     self._record_end(rank)
             elif pipe == "say":
                 self._receive(rank, data)
@@ -268,14 +318,15 @@ class RankGroup:
         else:
             key.fileobj.close()  # type: ignore[attr-defined]
 
-    def _keep_on_loopback(self) -> None:
+    def _keep_on_interface(self) -> None:
+        assert self._listen is not None
         try:
-            self._narrowed |= narrow_to_loopback(self._process.pid)
+            self._narrowed |= narrow_listeners(self._process.pid, self._listen)
         except psutil.NoSuchProcess:
             return
         except OSError as error:
-            self._loopback = False
-            text = f"mpirun listens on all interfaces; cannot keep it on loopback: {error}"
+            text = f"mpirun listens on all interfaces; cannot keep it on {self._listen}: {error}"
+            self._listen = None
             self._mergers["err"].write_line(f"ktrainer run: {text}")
 
     def _forward(self, number: int) -> None:
@@ -285,12 +336,17 @@ class RankGroup:
             return
         self.end.stopped_by = number
         self._end_by(self._grace)
-        ranks = []
-        for pid in self._started.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                ranks.append(psutil.Process(pid))
-        process_tree.send(ranks, number)
-        if not ranks:
+        if self._relays is not None:
+            self._relays.signal(number)
+            reached = bool(self._started)
+        else:
+            ranks = []
+            for pid in self._started.values():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    ranks.append(psutil.Process(pid))
+            process_tree.send(ranks, number)
+            reached = bool(ranks)
+        if not reached:
             self._kill_at = 0.0
 
     @property

@@ -11,6 +11,7 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import json
 import os
 import sys
 import time
@@ -25,7 +26,17 @@ from ktrainer.config.command_line import launcher_words
 from ktrainer.distributed import launcher_events, restart_records
 from ktrainer.launch.group_state import STACK_SIGNAL
 from ktrainer.launch.orphan_prevention import end_with_parent
-from ktrainer.launch.rank_channel import Note, Options, encode, fault_path, pipe_path, read_options
+from ktrainer.launch.rank_channel import (
+    ENVIRONMENT,
+    ON_HOSTS,
+    Note,
+    Options,
+    encode,
+    fault_path,
+    host_folder,
+    pipe_path,
+    read_options,
+)
 from ktrainer.script import bootstrap, plain_script
 
 # Consequences of the loss of another rank; by name, so that nothing need be imported.
@@ -68,25 +79,26 @@ _REMEDIES = {
 
 def main(argv: list[str]) -> None:
     """Redirect output, then run the script as `__main__`."""
-    folder, script = argv
+    named, script = argv
     end_with_parent()
+    folder = _folder_of(named)
     rank, local_rank = _rank_of(os.environ)
-    options = read_options(Path(folder))
+    options = read_options(folder)
     os.environ["KTRAINER_LAUNCHED"] = "1"
     if options.cpus:
         os.sched_setaffinity(0, options.cpus[local_rank % len(options.cpus)])
-    _redirect(Path(folder), rank, options)
-    say = os.open(pipe_path(Path(folder), rank, "say"), os.O_WRONLY)
+    _redirect(folder, rank, options)
+    say = os.open(pipe_path(folder, rank, "say"), os.O_WRONLY)
     _send(say, Note("started", pid=os.getpid()))
     launcher_events.listener = partial(_send_event, say)
-    _handle_faults(fault_path(Path(folder), rank))
+    _handle_faults(fault_path(folder, rank))
     # Registered first, so called last: after the exit handlers of the script.
     atexit.register(_send, say, Note("ended", pid=os.getpid()))
     # Uncaught errors of this thread reach `_fail` below; other threads may call the hook.
     fail = partial(_fail, say, options.ranks)
     sys.excepthook = lambda kind, error, trace: fail(error, 1)
     try:
-        _run(script, rank, options, Path(folder), partial(_report_import, say))
+        _run(script, rank, options, folder, partial(_report_import, say))
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
@@ -98,6 +110,16 @@ def main(argv: list[str]) -> None:
         fail(error, _exit_code(error))
     if "KTRAINER_RANK" in os.environ or "KTRAINER_WORLD" in os.environ:
         _exit_now()
+
+
+def _folder_of(name: str) -> Path:
+    """The folder with this rank's pipes. That of a launch over several hosts holds the environment
+    too, which is set."""
+    if not name.startswith(ON_HOSTS):
+        return Path(name)
+    folder = host_folder(name.removeprefix(ON_HOSTS))
+    os.environ.update(json.loads((folder / ENVIRONMENT).read_text()))
+    return folder
 
 
 def _handle_faults(path: Path) -> None:

@@ -134,6 +134,8 @@ def no_warm_process(args: argparse.Namespace) -> str:
     """Why a launch has none; empty if it has one."""
     if args.workers is not None:
         return "parameter servers are started without mpirun"
+    if args.hosts or args.hostfile:
+        return "processes on several hosts have no such process"
     return "" if hasattr(os, "pidfd_open") else "it needs Linux 5.3"
 
 

@@ -17,7 +17,7 @@ from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas.replica_collectives import ReplicaCollectives
 from ktrainer.backends.tf_distribute.replicas.replica_loop import ReplicaLoop, StrategyLoop
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
-from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_loopback
+from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_interface
 from ktrainer.backends.tf_distribute.strategies import (
     communication_options,
     make_devices,
@@ -148,7 +148,7 @@ class TfDistribute(Backend):
         )
 
     def _on_loopback(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.cluster is None else kept_on_loopback(self.cluster)
+        return nullcontext() if self.cluster is None else kept_on_interface(self.cluster)
 
     def _agree(self, flag: bool) -> bool:
         return self.world.any(flag, "steps in one call")

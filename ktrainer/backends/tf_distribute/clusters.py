@@ -11,12 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.config.cluster_environment import ClusterSpec, slurm_cluster, tf_config
+from ktrainer.config.launch_environment import LOOPBACK, NETWORK, listening_address
 from ktrainer.distributed import World
 from ktrainer.errors import WorldError
 
 __all__ = ["ClusterSpec", "cluster_of", "resolver", "restore_environment"]
 
-LOOPBACK = "127.0.0.1"
 _made: ClusterSpec | None = None  # by this process, and left in TF_CONFIG
 
 
@@ -59,10 +59,16 @@ def resolver(cluster: ClusterSpec) -> Any:
 def _of_free_ports(world: World) -> ClusterSpec:
     with closing(_free_port()) as held:
         port = held.getsockname()[1]
-        # All on this host: no other host needs to reach the port.
-        host = LOOPBACK if world.local_size == world.size else socket.gethostname()
+        host = _own_address(world)
         addresses = world.allgather(f"{host}:{port}", "addresses of the cluster")
     return ClusterSpec({"worker": tuple(addresses)}, "worker", world.rank)
+
+
+def _own_address(world: World) -> str:
+    """The address of this process for the others; of the loopback interface if all are here."""
+    if world.local_size == world.size:
+        return LOOPBACK
+    return listening_address() if NETWORK in os.environ else socket.gethostname()
 
 
 def _free_port() -> socket.socket:

@@ -1,10 +1,12 @@
-"""Keep TensorFlow's server on the loopback interface, where no other host belongs to the cluster.
+"""Keep TensorFlow's server on one interface: loopback where no other host belongs to the cluster,
+else the one that a launch over several hosts has chosen.
 
 TensorFlow listens on all interfaces (`grpc_server_lib.cc` asks for "0.0.0.0").
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from ktrainer.config.cluster_environment import ClusterSpec
+from ktrainer.config.launch_environment import LOOPBACK, NETWORK, listening_address
 from ktrainer.distributed.loopback_sockets import narrow, on_all_interfaces
 
 _POLL = 0.01  # seconds
@@ -21,29 +24,30 @@ _AFTER = 1.0  # seconds after the start
 
 
 @contextmanager
-def kept_on_loopback(cluster: ClusterSpec) -> Iterator[None]:
-    """Context in which TensorFlow starts the server of this process, kept on loopback.
+def kept_on_interface(cluster: ClusterSpec) -> Iterator[None]:
+    """Context in which TensorFlow starts the server of this process, kept on one interface.
 
     Its socket is moved as soon as it exists: TensorFlow may wait for other processes then. If the
     system does not allow it, the socket stays as it is.
     """
-    if sys.platform != "linux" or not all_on_loopback(cluster):
+    if sys.platform != "linux" or not (all_on_loopback(cluster) or NETWORK in os.environ):
         yield
         return
+    address = LOOPBACK if all_on_loopback(cluster) else listening_address()
     port, started = int(cluster.address.rpartition(":")[2]), threading.Event()
 
     def watch() -> None:
         until = None
         while until is None or time.monotonic() < until:
             with suppress(OSError, psutil.Error):  # a connection that TensorFlow has not accepted
-                if narrow_port(port):
+                if narrow_port(port, address):
                     return
             if started.wait(_POLL) and until is None:
                 until = time.monotonic() + _AFTER
             if until is not None:
                 time.sleep(_POLL)
 
-    thread = threading.Thread(target=watch, name="kept on loopback", daemon=True)
+    thread = threading.Thread(target=watch, name="kept on interface", daemon=True)
     thread.start()
     try:
         yield
@@ -58,7 +62,7 @@ def all_on_loopback(cluster: ClusterSpec) -> bool:
     return all(host == "localhost" or host.startswith("127.") for host in hosts)
 
 
-def narrow_port(port: int) -> bool:
-    """Move listeners at `port` on all interfaces to loopback; return whether there were any."""
-    moved = [narrow(listener) for listener in on_all_interfaces() if listener.port == port]
+def narrow_port(port: int, address: str = LOOPBACK) -> bool:
+    """Move listeners at `port` on all interfaces to one; return whether there were any."""
+    moved = [narrow(listener, address) for listener in on_all_interfaces() if listener.port == port]
     return any(moved)

@@ -36,7 +36,7 @@ from ktrainer.backends.tf_distribute.parameter_server.liveness import (
     POLL_SECONDS,
     reachable,
 )
-from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_loopback
+from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_interface
 from ktrainer.distributed.cluster_world import host_and_port
 from ktrainer.distributed.stack_dump import enable_stack_dumps
 from ktrainer.errors import DeadlineExceeded, PeerLost
@@ -57,7 +57,7 @@ def serve(cluster: ClusterSpec, start_timeout: float) -> NoReturn:
         DeadlineExceeded: it did not listen, or did not answer, in time.
         PeerLost: it has ended.
     """
-    with kept_on_loopback(cluster):
+    with kept_on_interface(cluster):
         server = tf.distribute.Server(
             resolver(cluster).cluster_spec(),
             job_name=cluster.job,

