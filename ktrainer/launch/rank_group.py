@@ -44,6 +44,7 @@ FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
 JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
+_LOST_DAEMON = "A daemon failed to report back"  # what mpirun prints about a lost host
 _CHUNK = 1 << 16
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
@@ -136,9 +137,7 @@ class RankGroup:
                 process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
             self._finish(folder)
-            asked = self.end.stopped_by is not None or self.end.interrupted is not None
-            if self._relays is not None and not asked and (self.end.code or self.end.failures):
-                self.end.lost = self._relays.lost()
+            self._find_lost_hosts()
         return self.end
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -166,6 +165,15 @@ class RankGroup:
         while relays.is_alive():
             self._read(HASTE_SECONDS)
         relays.join()
+
+    def _find_lost_hosts(self) -> None:
+        """Find the hosts that cannot be reached any more, if a rank did not come to its end."""
+        asked = self.end.stopped_by is not None or self.end.interrupted is not None
+        if self._relays is None or asked or len(self.end.ended) == self._ranks:
+            return
+        self.end.lost = self._relays.lost()
+        if self.end.lost or _LOST_DAEMON in self.end.mpirun_output:
+            self.end.code = self.end.code or 1  # mpirun calls that a success
 
     def _open_pipes(self, folder: Path) -> None:
         for rank in range(self._ranks):
