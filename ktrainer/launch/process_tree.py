@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterable
@@ -50,6 +51,15 @@ def end_all(spare: int | None = None, seconds: float = 3.0, keep: int | None = N
     while (left := descendants(keep)) and time.monotonic() < deadline:
         send(left, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def reap_adopted(keep: int | None = None) -> None:
+    """Collect ended processes that were adopted, once all children of this one but `keep` have been
+    waited for."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid != keep and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> None:

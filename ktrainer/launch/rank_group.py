@@ -136,6 +136,7 @@ class RankGroup:
                     self._end_on_hosts()
                 process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
+                process_tree.reap_adopted(kept)
             self._finish(folder)
             self._find_lost_hosts()
         return self.end
