@@ -28,12 +28,14 @@ class ConnectedHosts:
         mpi_settings: environment of the ranks, which keeps MPI on the hosts' network.
         address: of this host in that network; None if it is none of the hosts.
         relays: carry the ranks' output.
+        shared: a folder that all hosts share.
     """
 
     mpirun_arguments: list[str]
     mpi_settings: dict[str, str]
     address: str | None
     relays: HostRelays
+    shared: Path
 
 
 def requested_hosts(args: argparse.Namespace) -> list[Host]:
@@ -92,6 +94,7 @@ def connect(
         settings,
         address_in(network),
         HostRelays(hosts, agent, here, bind=args.bind),
+        folder,
     )
 
 

@@ -119,9 +119,16 @@ def _add_restart_options(parser: argparse.ArgumentParser) -> None:
         "--backoff",
         type=positive(float),
         metavar="S",
-        default=1.0,
+        default=0.25,
         help="seconds before the first restart; twice as long before each further one, up to "
-        "60 (default: 1)",
+        "60 (default: 0.25)",
+    )
+    parser.add_argument(
+        "--warm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --max-restarts: keep a process that has imported TensorFlow, of which restarted "
+        "processes are forks (default: yes; it takes the memory of one more process)",
     )
 
 

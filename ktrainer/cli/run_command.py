@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from ktrainer.cli.launch_config import checked_config, naming_the_separator, spl
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
 from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, SetupError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
 from ktrainer.launch.host_relay import HostRelays
@@ -34,6 +34,7 @@ from ktrainer.launch.rank_channel import Options
 from ktrainer.launch.rank_group import RankGroup
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.launch.restarts import Restarts
+from ktrainer.launch.warm_process import WarmProcess, no_warm_process
 from ktrainer.runtime.tensorflow_logging import environment
 
 OUTPUT_CLOSED = 141  # a shell's exit code for a program that writes to a closed pipe
@@ -63,6 +64,7 @@ class _Launch:
         heal: the keys of `world` that make them heal; empty: they do not.
         listen: the address that mpirun listens on; None: all.
         relays: to the hosts of the ranks; None: all are on this one.
+        shared: a folder that all hosts share; None: it is one host.
     """
 
     command: list[str]
@@ -72,6 +74,21 @@ class _Launch:
     heal: dict[str, Any]
     listen: str | None
     relays: HostRelays | None = None
+    shared: str | None = None
+
+    def without(self, lost: Mapping[int, str], args: argparse.Namespace) -> _Launch:
+        """The same launch on the hosts that are left, `args.ranks` with fewer ranks.
+
+        Args:
+            lost: rank -> its host.
+        """
+        assert self.relays is not None
+        hosts = [host for host in self.relays.hosts if host.name not in lost.values()]
+        if not hosts:
+            raise SetupError("no host is left")
+        args.ranks = sum(host.slots for host in hosts)
+        made = _prepare(args, hosts)
+        return replace(made, options=replace(made.options, seed=self.options.seed))
 
     @property
     def spare(self) -> int:
@@ -105,8 +122,12 @@ def run(args: argparse.Namespace) -> int:
     launch = _prepare(args, hosts)
     out, err = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
-    with private_folder() as records, recorded_signals() as signals:
-        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records))
+    with (
+        private_folder(launch.shared) as records,
+        recorded_signals() as signals,
+        _warm_process(args, launch, Path(records)) as warm,
+    ):
+        restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records), warm)
         while True:
             group = RankGroup(
                 args.ranks,
@@ -117,17 +138,35 @@ def run(args: argparse.Namespace) -> int:
                 signals=signals,
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
                 spare=launch.spare,
+                warm=warm if isinstance(warm, WarmProcess) else None,
                 relays=launch.relays,
             )
             env = {**launch.environment, **restarts.environment}
             try:
-                end = group.run(launch.command, env, launch.options, listen=launch.listen)
+                command = restarts.command(launch.command)
+                end = group.run(command, env, launch.options, listen=launch.listen)
             except BrokenPipeError:
                 _discard_output()
                 return OUTPUT_CLOSED
             wait = partial(restarts.wait, signals, until)
             if not restarts_follow(end, args, restarts, wait, bool(launch.heal)):
                 return conclude(end, args, bool(launch.heal))
+            if end.lost:
+                launch = launch.without(end.lost, args)
+
+
+@contextlib.contextmanager
+def _warm_process(
+    args: argparse.Namespace, launch: _Launch, folder: Path
+) -> Iterator[WarmProcess | str | None]:
+    """A process of which restarted ranks are forks, or why there is none; None: none is wanted."""
+    if not args.max_restarts or not args.warm:
+        yield None
+    elif why := no_warm_process(args):
+        yield why
+    else:
+        with contextlib.closing(WarmProcess(folder, launch.environment)) as warm:
+            yield warm
 
 
 def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
@@ -147,10 +186,12 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     env = rank_environment(environment(), threads, network, config, several)
     env |= to_environment(heal, args.grace)
     env |= heal_option.mpi_settings(heal, args.network == "loopback")
-    more, listen, relays = [], LOOPBACK if network == "loopback" else None, None
+    more, listen = list[str](), LOOPBACK if network == "loopback" else None
+    relays, shared = None, None
     if hosts:
         connected = launch_hosts.connect(args, hosts, config)
         more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
+        shared = str(connected.shared)
         env |= connected.mpi_settings
     slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
     # Threads beyond the cores of a slice were asked for, so they may use other cores too.
@@ -163,6 +204,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
         heal,
         listen,
         relays,
+        shared,
     )
 
 

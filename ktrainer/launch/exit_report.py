@@ -12,6 +12,7 @@ from ktrainer.launch.failure_report import (
     SIGNAL_BASE,
     Failure,
     first_failure,
+    host_failure,
     late_failure,
     missed_failure,
     others,
@@ -46,7 +47,11 @@ def restarts_follow(
         return False
     _print_failure(end, failure, args.ranks)
     number = f"{restarts.count + 1} of {restarts.limit}"
-    _print(f"starting again in {restarts.seconds:g} s, restart {number}")
+    cold = restarts.why_cold()
+    again = f"; TensorFlow is imported again, since {cold}" if cold else ""
+    _print(f"starting again in {restarts.seconds:g} s, restart {number}{again}")
+    if end.lost:
+        _print("the hosts that are left continue")
     end.stopped_by = wait()
     end.failures, end.saved = {}, restarts.has_saved  # already printed
     return end.stopped_by is None
@@ -81,6 +86,8 @@ def _failure(end: GroupEnd, heals: bool) -> Failure | None:
     """The failure; None for a group that heals if a rank reached the end and none is missed."""
     if end.late and all(note.follows for note in end.failures.values()):
         return late_failure(end.late, end.absent, end.faults)
+    if end.lost and all(note.follows for note in end.failures.values()):
+        return host_failure(end.lost, end.code)
     if heals and end.missed is not None:
         return missed_failure(end.failures, end.missed, end.faults)
     if heals and end.ended and not end.failures:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ktrainer.errors import name_ranks
 from ktrainer.launch.rank_channel import Note
 
 # mpirun names the process whose end it noticed first.
@@ -95,6 +96,20 @@ def missed_failure(notes: Mapping[int, Note], missed: int, faults: Mapping[int, 
         "where the others cannot continue without it"
     )
     return Failure(missed, 1, headline, faults.get(missed, ""))
+
+
+def host_failure(lost: Mapping[int, str], code: int) -> Failure:
+    """The failure of a group whose hosts were lost.
+
+    Args:
+        lost: rank -> its host.
+        code: mpirun's exit code.
+    """
+    names = sorted(set(lost.values()))
+    listed = " and ".join(names)
+    hosts = f"host {listed} was" if len(names) == 1 else f"hosts {listed} were"
+    why = "the remote agent runs no command there any more, or no packet arrives"
+    return Failure(None, code or 1, f"{hosts} lost, with {name_ranks(sorted(lost))}: {why}")
 
 
 def late_failure(why: str, absent: Sequence[int], faults: Mapping[int, str]) -> Failure:

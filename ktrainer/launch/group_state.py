@@ -30,6 +30,7 @@ class GroupEnd:
         silent: ranks that started and ended without a report, in that order.
         missed: the first of them that the others of a group that heals cannot continue without.
         late: why ranks that waited for others to start were ended; empty: they were not.
+        lost: rank -> its host, for ranks on hosts that could not be reached afterwards.
         absent: the ranks that they waited for.
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
@@ -45,6 +46,7 @@ class GroupEnd:
     silent: list[int] = field(default_factory=list)
     missed: int | None = None
     late: str = ""
+    lost: dict[int, str] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None

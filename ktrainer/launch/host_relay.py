@@ -31,7 +31,7 @@ from typing import IO, Any
 import psutil
 
 from ktrainer.errors import SetupError
-from ktrainer.launch.hosts import Host, python_command
+from ktrainer.launch.hosts import Host, lost_hosts, python_command
 from ktrainer.launch.mpirun_command import available_cpus, cpu_slices
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import (
@@ -127,6 +127,12 @@ class HostRelays:
                     f"host {host.name}: ktrainer did not start there within {READY_SECONDS:g} s; "
                     "see what the remote agent printed above"
                 )
+
+    def lost(self) -> dict[int, str]:
+        """Rank -> its host, for hosts that cannot be reached any more; see `lost_hosts`."""
+        others = [host.name for host in self.hosts if host.name not in self._here]
+        names = lost_hosts(others, self._agent)
+        return {rank: name for rank, name in self.host_of.items() if name in names}
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ranks, wherever they run; None: to all."""

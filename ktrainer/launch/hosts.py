@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktrainer.errors import ConfigError, SetupError
 
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
+LOST_SECONDS = 4.0
+_DISCARD = 9  # a port on which no one listens
 PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -138,6 +143,37 @@ def resolve(hosts: Sequence[Host]) -> dict[str, str]:
                 f"({error.strerror}); correct it, or add it to DNS or /etc/hosts on every host"
             ) from None
     return {name: str(address) for name, address in found.items()}
+
+
+def lost_hosts(names: Sequence[str], rsh: Sequence[str]) -> list[str]:
+    """Those of the hosts that cannot be reached: the remote agent cannot run a command there, or
+    packets do not arrive. Takes up to `LOST_SECONDS`."""
+    if not names:
+        return []
+    with ThreadPoolExecutor(len(names)) as pool:
+        reached = list(pool.map(lambda name: _answers(name) and _runs(name, rsh), names))
+    return [name for name, here in zip(names, reached, strict=True) if not here]
+
+
+def _runs(name: str, rsh: Sequence[str]) -> bool:
+    nowhere = subprocess.DEVNULL
+    words = [*rsh, name, "true"]
+    try:
+        done = subprocess.run(
+            words, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=LOST_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _answers(name: str) -> bool:
+    """Return whether packets arrive: a connection is accepted or refused, or a firewall says no."""
+    try:
+        socket.create_connection((name, _DISCARD), LOST_SECONDS / 2).close()
+    except OSError as error:
+        return error.errno in (errno.ECONNREFUSED, errno.EACCES, errno.EPERM)
+    return True
 
 
 def python_command(module: str, *words: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterable
@@ -10,9 +11,10 @@ from collections.abc import Iterable
 import psutil
 
 
-def descendants() -> list[psutil.Process]:
-    """All live processes under this one, adopted ones included."""
-    return [p for p in psutil.Process().children(recursive=True) if is_alive(p)]
+def descendants(but: int | None = None) -> list[psutil.Process]:
+    """All live processes under this one, adopted ones included, but for the process `but`."""
+    every = psutil.Process().children(recursive=True)
+    return [p for p in every if p.pid != but and is_alive(p)]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -30,14 +32,15 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def end_all(spare: int | None = None, seconds: float = 3.0) -> None:
+def end_all(spare: int | None = None, seconds: float = 3.0, keep: int | None = None) -> None:
     """End every descendant: those under `spare` at once, then `spare` itself, then the rest.
 
     Args:
         spare: process id of mpirun, which gets `seconds` to notice and to remove its own files
             and shared memory before it is killed too.
+        keep: process id of one that goes on; not so those under it.
     """
-    every = descendants()
+    every = descendants(keep)
     send((p for p in every if p.pid != spare), signal.SIGKILL)
     top = [p for p in every if p.pid == spare]
     _wait(top, seconds)
@@ -45,9 +48,18 @@ def end_all(spare: int | None = None, seconds: float = 3.0) -> None:
     _wait(top, seconds)
     deadline = time.monotonic() + seconds
     # A process may have forked meanwhile.
-    while (left := descendants()) and time.monotonic() < deadline:
+    while (left := descendants(keep)) and time.monotonic() < deadline:
         send(left, signal.SIGKILL)
         time.sleep(0.02)
+
+
+def reap_adopted(keep: int | None = None) -> None:
+    """Collect ended processes that were adopted, once all children of this one but `keep` have been
+    waited for."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid != keep and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> None:

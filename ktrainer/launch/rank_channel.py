@@ -59,7 +59,8 @@ class Note:
         time: seconds since the epoch, on that rank.
         code: exit code of a failure or interruption.
         kind: the exception's class, `"package.module.Name"`.
-        text: the traceback, as Python prints it.
+        text: the traceback, as Python prints it; of an import of TensorFlow, the environment
+            variables that the script has changed before.
         follows: the failure is a consequence of the loss of another rank.
         final: another try would fail in the same way, or the script chose its exit code.
         number: the phase of the script that begins; see `HealingPhases`.
@@ -67,7 +68,9 @@ class Note:
         seconds: the time it needs to end when asked to, or waits for all ranks to start.
     """
 
-    event: Literal["started", "failed", "interrupted", "ended", "phase", "grace", "startup"]
+    event: Literal[
+        "started", "failed", "interrupted", "ended", "phase", "grace", "startup", "imports"
+    ]
     pid: int = 0
     time: float = 0.0
     code: int = 0

@@ -36,6 +36,7 @@ from ktrainer.launch.rank_channel import (
     prepare,
 )
 from ktrainer.launch.rank_output import LineMerger
+from ktrainer.launch.warm_process import WarmProcess
 
 POLL_SECONDS = 0.1
 HASTE_SECONDS = 0.01
@@ -43,6 +44,7 @@ FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
 JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
+_LOST_DAEMON = "A daemon failed to report back"  # what mpirun prints about a lost host
 _CHUNK = 1 << 16
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
@@ -58,6 +60,7 @@ class RankGroup:
         signals: those that this process has received, to be forwarded; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later; with any, ranks may be lost.
+        warm: a process for later groups, which is to import TensorFlow after this one has.
         relays: to the ranks' hosts; None: all are on this one.
     """
 
@@ -72,6 +75,7 @@ class RankGroup:
         signals: list[int],
         timeout: float | None = None,
         spare: int = 0,
+        warm: WarmProcess | None = None,
         relays: HostRelays | None = None,
     ) -> None:
         self._relays = relays
@@ -81,6 +85,7 @@ class RankGroup:
         self._first = ranks
         self._phases = HealingPhases(ranks) if spare else None
         self._startup = StartupWatch(ranks)
+        self._warm = warm
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._mpirun_output = b""
@@ -126,11 +131,14 @@ class RankGroup:
             try:
                 self._watch()
             finally:
+                kept = self._warm.pid if self._warm is not None else None
                 if self._relays is not None:
                     self._end_on_hosts()
-                process_tree.end_all(spare=self._process.pid)
+                process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
+                process_tree.reap_adopted(kept)
             self._finish(folder)
+            self._find_lost_hosts()
         return self.end
 
     def _start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -159,6 +167,15 @@ class RankGroup:
             self._read(HASTE_SECONDS)
         relays.join()
 
+    def _find_lost_hosts(self) -> None:
+        """Find the hosts that cannot be reached any more, if a rank did not come to its end."""
+        asked = self.end.stopped_by is not None or self.end.interrupted is not None
+        if self._relays is None or asked or len(self.end.ended) == self._ranks:
+            return
+        self.end.lost = self._relays.lost()
+        if self.end.lost or _LOST_DAEMON in self.end.mpirun_output:
+            self.end.code = self.end.code or 1  # mpirun calls that a success
+
     def _open_pipes(self, folder: Path) -> None:
         for rank in range(self._ranks):
             for pipe in PIPES:
@@ -178,6 +195,8 @@ class RankGroup:
                 return
             if self._signals:
                 self._forward(self._signals.pop(0))
+            if self._warm is not None:
+                self._warm.start_when_due()
             self._find_lost()
             self._end_joining(now)
             if self._is_late():
@@ -279,6 +298,9 @@ class RankGroup:
                 self._graces[rank] = note.seconds
             elif note.event == "startup":
                 self._startup.record(rank, note.seconds)
+            elif note.event == "imports":
+                if self._warm is not None:
+                    self._warm.record_import(note.text)
             elif note.event == "phase":
                 if self._phases is not None:
                     self._phases.record(note)

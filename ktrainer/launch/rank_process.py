@@ -16,14 +16,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ktrainer.config.command_line import launcher_words
-from ktrainer.distributed import launcher_events
+from ktrainer.distributed import launcher_events, restart_records
 from ktrainer.launch.group_state import STACK_SIGNAL
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import (
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
     fail = partial(_fail, say, options.ranks)
     sys.excepthook = lambda kind, error, trace: fail(error, 1)
     try:
-        _run(script, rank, options, folder)
+        _run(script, rank, options, folder, partial(_report_import, say))
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
@@ -163,8 +163,15 @@ def _redirect(folder: Path, rank: int, options: Options) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _run(script: str, rank: int, options: Options, folder: Path) -> None:
-    """Execute a file as `python script arguments...` does; a plain one through a Trainer."""
+def _run(
+    script: str, rank: int, options: Options, folder: Path, report: Callable[[list[str]], None]
+) -> None:
+    """Execute a file as `python script arguments...` does; a plain one through a Trainer.
+
+    Args:
+        report: is given, as TensorFlow is imported, the environment variables that the script has
+            changed.
+    """
     launcher_words[:] = options.words
     source, seed = Path(script).read_bytes(), options.seed
     verifies = _VERIFY in os.environ
@@ -179,6 +186,8 @@ def _run(script: str, rank: int, options: Options, folder: Path) -> None:
         bootstrap.watch(rank, options.ranks)
         if verifies:
             seed_everything()
+    if restart_records.RECORDS in os.environ:
+        bootstrap.before_import(report)
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins
@@ -223,6 +232,10 @@ def _send(say: int, note: Note) -> None:
         data = encode(note)
         while data:
             data = data[os.write(say, data) :]
+
+
+def _report_import(say: int, changed: list[str]) -> None:
+    _send(say, Note("imports", pid=os.getpid(), time=time.time(), text=", ".join(changed)))
 
 
 def _send_event(say: int, event: str, **fields: Any) -> None:

@@ -11,6 +11,7 @@ It is not restarted after
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ktrainer.distributed import restart_records
 from ktrainer.launch.failure_report import Failure
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.rank_channel import Note
+from ktrainer.launch.warm_process import WarmProcess
 
 MOST_SECONDS = 60.0  # between a failure and the next start
 SOON_SECONDS = 60.0  # a group that ran longer did not fail soon
@@ -33,6 +35,8 @@ class Restarts:
         backoff: seconds before the first; twice as long before each one that follows within a
             minute, up to a minute.
         records: the folder of `restart_records`, which exists as long as the launch.
+        warm: the process of which the next ranks are forks, the reason why there is none, or None:
+            none is wanted.
         count: restarts so far.
         soon: how many of the last ones followed one another soon.
     """
@@ -40,6 +44,7 @@ class Restarts:
     limit: int
     backoff: float
     records: Path
+    warm: WarmProcess | str | None = None
     count: int = 0
     soon: int = 0
     _started: float = field(default_factory=time.monotonic, repr=False)
@@ -60,6 +65,19 @@ class Restarts:
     def seconds(self) -> float:
         """Seconds to wait before the next start."""
         return float(min(MOST_SECONDS, self.backoff * 2**self.soon))
+
+    def command(self, command: Sequence[str]) -> Sequence[str]:
+        """The `command` of mpirun, with forks of the warm process as ranks where that works."""
+        self.why_cold()
+        return self.warm.command(command) if isinstance(self.warm, WarmProcess) else command
+
+    def why_cold(self) -> str:
+        """The reason why ranks of the next start must import TensorFlow; empty: they need not, or
+        no other way is wanted."""
+        if isinstance(self.warm, WarmProcess):
+            self.warm.check()
+            return self.warm.why_not
+        return self.warm or ""
 
     def why_not(self, end: GroupEnd, failure: Failure) -> str | None:
         """The reason not to start the group again; None to start it. Empty: print nothing.

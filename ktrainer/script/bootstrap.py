@@ -60,6 +60,21 @@ def watch(rank: int, ranks: int) -> None:
         _AfterImport("keras", partial(_watch_fit, ranks))
 
 
+def before_import(report: Callable[[list[str]], None]) -> None:
+    """Call `report` once when TensorFlow or Keras is about to be imported, with the names of the
+    environment variables that have changed since now; not if one of them is imported."""
+    given, modules = dict(os.environ), ("tensorflow", "keras")
+
+    @functools.cache
+    def act() -> None:
+        names = given.keys() | os.environ.keys()
+        report(sorted(name for name in names if given.get(name) != os.environ.get(name)))
+
+    if not any(module in sys.modules for module in modules):
+        for module in modules:
+            _AfterImport(module, lambda: None, before=act)
+
+
 def _watch_fit(ranks: int) -> None:
     import keras
 

@@ -1,0 +1,256 @@
+"""A process that has imported TensorFlow, of which the ranks of a restart are forks.
+
+The launcher starts it while the first ranks train. It makes no TensorFlow context and does not
+start MPI, so it has one thread, and a fork of it is an interpreter that only has its imports behind
+it: mpirun's environment, files, working folder and umask come from `warm_stub`, the program that
+mpirun starts.
+
+    launcher ─┬─ mpirun ─── stub ┄┄┐ unix socket
+              └─ warm process ─────┴─ rank
+
+Each ends with the other: a rank's status is that of its stub; a rank whose stub was killed is
+killed, as are all ranks with the warm process, and that with the launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktrainer.launch import orphan_prevention, rank_process, warm_stub
+
+_IMPORTS = ("tensorflow", "keras", "numpy", "ktrainer.trainer")
+_PYTHON = ("python", "-m")  # comes before the module in a rank's command
+_LATER_SECONDS = 5.0  # from the first rank's import to that of the warm process
+_BACKLOG = 1024
+_REQUEST_SECONDS = 5.0
+_END_SECONDS = 5.0
+
+
+class WarmProcess:
+    """The warm process of a launch, on the launcher's side.
+
+    Args:
+        folder: for its socket; exists as long as the launch.
+        environment: of the ranks; imports read it.
+
+    Attributes:
+        why_not: why ranks cannot be forks of it; empty: they can.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self._path, self._environment = folder / "warm", dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        self._due: float | None = None
+        self.why_not = "they ended before there was a process to fork"
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None before it is started."""
+        return self._process.pid if self._process is not None else None
+
+    def record_import(self, changed: str) -> None:
+        """Record that a rank begins to import TensorFlow.
+
+        Args:
+            changed: the environment variables that its script has changed before.
+        """
+        if changed:
+            self.why_not = f"the script sets {changed} before it imports TensorFlow"
+            self._due = math.inf
+            self.close()
+        elif self._due is None:
+            self._due = time.monotonic() + _LATER_SECONDS
+
+    def start_when_due(self) -> None:
+        """Start it once the ranks, which share the processors, are likely to have imported."""
+        if self._due is None or time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        try:
+            self._start()
+            self.why_not = ""
+        except OSError as error:
+            self.why_not = str(error)
+
+    def _start(self) -> None:
+        # Ranks that ask for a fork while it imports wait for that.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._path))
+            listener.listen(_BACKLOG)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(listener.fileno())],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+                preexec_fn=orphan_prevention.end_with_parent,
+            )
+
+    def check(self) -> None:
+        """Note why it cannot be used, if it has ended."""
+        if self._process is not None and not self.why_not and self._process.poll() is not None:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").split("\n")
+            said = next((line for line in reversed(lines) if line.strip()), "no output")
+            code = self._process.returncode
+            self.why_not = f"the process to fork ended with exit code {code}: {said}"
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """The `command` of mpirun, with programs that stand for ranks if they can be forks."""
+        if self.why_not:
+            return list(command)
+        at = command.index(rank_process.__name__) - len(_PYTHON)
+        stub = [sys.executable, "-I", "-S", warm_stub.__file__, str(self._path)]
+        return [*command[:at], *stub, *command[at:]]
+
+    def close(self) -> None:
+        """End it, and its ranks."""
+        self._output.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(_END_SECONDS)
+
+
+def no_warm_process(args: argparse.Namespace) -> str:
+    """Why a launch has none; empty if it has one."""
+    if args.workers is not None:
+        return "parameter servers are started without mpirun"
+    if args.hosts or args.hostfile:
+        return "processes on several hosts have no such process"
+    return "" if hasattr(os, "pidfd_open") else "it needs Linux 5.3"
+
+
+class _Ranks:
+    """The forks of this process, and the connections to their stubs."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._of_peer: dict[int, tuple[int, socket.socket]] = {}  # pid and connection, by file
+        self._of_end: dict[int, tuple[int, socket.socket]] = {}  # the same, by the pidfd
+
+    def serve(self) -> tuple[list[int], Any]:
+        """Fork whenever asked; returns in each fork, with the rank's files and request."""
+        while True:
+            heard = self._listener.fileno()
+            for file in select.select([heard, *self._of_peer, *self._of_end], [], [])[0]:
+                if file == heard:
+                    found = self._begin()
+                    if found is not None:
+                        return found
+                elif file in self._of_end:
+                    self._report(file)
+                elif file in self._of_peer:  # its stub was ended
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._of_peer.pop(file)[0], signal.SIGKILL)
+
+    def _begin(self) -> tuple[list[int], Any] | None:
+        peer, _ = self._listener.accept()
+        peer.settimeout(_REQUEST_SECONDS)
+        try:
+            files, request = _receive_request(peer)
+        except (OSError, ValueError):
+            peer.close()
+            return None
+        peer.settimeout(None)
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            self._close_all(peer)
+            return files, request
+        for file in files:
+            os.close(file)
+        with contextlib.suppress(OSError):  # as in the fork, whichever comes first
+            os.setpgid(pid, pid)
+        with contextlib.suppress(OSError):
+            peer.sendall(warm_stub.LENGTH.pack(pid))
+        self._of_peer[peer.fileno()] = self._of_end[os.pidfd_open(pid)] = (pid, peer)
+        return None
+
+    def _report(self, end: int) -> None:
+        pid, peer = self._of_end.pop(end)
+        os.close(end)
+        self._of_peer.pop(peer.fileno(), None)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            peer.sendall(warm_stub.LENGTH.pack(status))
+        peer.close()
+
+    def _close_all(self, peer: socket.socket) -> None:
+        self._listener.close()
+        peer.close()
+        for end, (_, other) in self._of_end.items():
+            os.close(end)
+            other.close()
+
+
+def _receive_request(peer: socket.socket) -> tuple[list[int], Any]:
+    head, files, _, _ = socket.recv_fds(peer, warm_stub.LENGTH.size, warm_stub.FILES)
+    try:
+        if len(head) < warm_stub.LENGTH.size or len(files) < warm_stub.FILES:
+            raise ValueError("not a request of a stub")
+        left, data = warm_stub.LENGTH.unpack(head)[0], b""
+        while len(data) < left:
+            more = peer.recv(left - len(data))
+            if not more:
+                raise ConnectionError("the stub was ended")
+            data += more
+        return files, json.loads(data)
+    except (OSError, ValueError):
+        for file in files:
+            os.close(file)
+        raise
+
+
+def _become(files: Sequence[int], request: Any) -> list[str]:
+    """Take over what mpirun gave the stub; returns the arguments of `rank_process`."""
+    environment, folder, umask, command = request
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.umask(umask)
+    sys.orig_argv[:] = command  # by which `--replace` starts more ranks
+    module = command.index(rank_process.__name__)
+    sys.path[0] = folder  # as `python -m`
+    # Its state was drawn in the warm process; that of `random` is drawn again by a fork itself.
+    sys.modules["numpy"].random.seed()
+    words: list[str] = command[module + 1 :]
+    return words
+
+
+def main() -> None:
+    """Import what takes time; then fork whenever asked, and be a rank in each fork."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    if "mpi4py.MPI" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
+        sys.exit("imports have started MPI or a thread, which a fork must not have")
+    gc.collect()
+    gc.freeze()  # collections in forks need not look through what was imported
+    files, request = _Ranks(listener).serve()
+    rank_process.main(_become(files, request))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Restarted ranks are forks of a process that has imported TensorFlow, and behave as others do."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.launch.conftest import launch, script
+
+__all__ = ["launch", "script"]
+
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+Script = Callable[[str], Path]
+
+# Ranks compare themselves before and after a restart, which rank 1 causes.
+_SCRIPT = """
+import os, signal, sys, time
+import psutil
+import keras, numpy as np
+from ktrainer import Trainer  # so that nothing is routed through one, nor seeded
+from mpi4py import MPI
+
+def warm():
+    mpirun = next(p for p in psutil.Process().parents() if p.name().startswith(("mpirun", "prte")))
+    return [p for p in mpirun.parent().children() if "ktrainer.launch.warm_process" in p.cmdline()]
+
+comm, again = MPI.COMM_WORLD, os.environ["KTRAINER_RESTART"] == "1"
+umask = os.umask(0o22)
+os.umask(umask)
+same = {
+    "rank": (comm.rank, os.environ["OMPI_COMM_WORLD_RANK"], comm.allreduce(1)),
+    "place": (os.getcwd(), sys.argv, sys.path, umask, sys.orig_argv[1:3], __name__, __file__),
+    "env": sorted(name for name in os.environ if name.startswith(("TF_", "KERAS", "PYTHON"))),
+    "signals": [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())],
+    "files": [os.fstat(0).st_rdev, os.isatty(1)],
+}
+model = keras.Sequential([keras.layers.Dense(2, kernel_initializer="ones")])
+model.compile("sgd", "mse")
+same["loss"] = float(model.train_on_batch(np.ones((4, 3)), np.ones((4, 2))))
+drawn = comm.allgather(float(np.random.random()))
+parent = " ".join(psutil.Process().parent().cmdline())
+found = {"same": same, "drawn": len(set(drawn)), "warm": "warm_process" in parent}
+print("found", found, flush=True)
+if not again:
+    while not warm():
+        time.sleep(0.1)
+    comm.Barrier()
+    print("warm", warm()[0].pid, flush=True)
+    comm.Barrier()
+if comm.rank == 1:
+    if not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    END
+comm.Barrier()
+"""
+_ENDS = {
+    "raises": ("raise ValueError('planned')", 1, "ValueError: planned"),
+    "exits": ("os._exit(7)", 7, "rank 1 ended with exit code 7"),
+    "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "signal 11 (SIGSEGV"),
+    "orphaned": ("os.kill(os.getppid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL"),
+}
+
+
+@pytest.mark.quick("raises")
+@pytest.mark.parametrize("end", _ENDS)
+def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: str) -> None:
+    """Its rank, files, folder, path, signals and numbers; how it ends is how the launch ends."""
+    statement, code, last = _ENDS[end]
+    text = _SCRIPT.replace("END", statement)
+    done = launch("-n", 2, "--max-restarts", 3, "--no-check", script(text), "word")
+    assert done.returncode == code, done.stderr
+    assert "starting again in 0.25 s, restart 1 of 3\n" in done.stderr
+    assert last in done.stderr
+    lines = done.stdout.splitlines()
+    for rank in range(2):
+        mark = f"[{rank}] found "
+        before, after = (ast.literal_eval(x[len(mark) :]) for x in lines if x.startswith(mark))
+        assert after == {"same": before["same"], "drawn": 2, "warm": True}
+        assert not before["warm"]
+    warm = {int(line.split()[-1]) for line in lines if " warm " in line}
+    assert len(warm) == 1
+    assert not any(psutil.pid_exists(pid) for pid in warm)
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "said"),
+    [
+        ("", (), "; TensorFlow is imported again, since they ended before there was a process"),
+        ("os.environ['TF_A'] = os.environ['TF_B'] = '0'", (), "since the script sets TF_A, TF_B"),
+        ("os.environ['TF_A'] = '0'", ("--no-warm",), "restart 1 of 3\n"),
+    ],
+    ids=["soon", "variables", "unwanted"],
+)
+def test_the_reason_why_there_are_no_forks_is_said(
+    launch: Launch, script: Script, tmp_path: Path, before: str, options: Any, said: str
+) -> None:
+    """A variable that the script sets for TensorFlow's import would not be read."""
+    kill = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    (tmp_path / "tensorflow.py").write_text(kill)
+    text = f"import os\n{before}\nimport tensorflow\n"
+    words = ("--max-restarts", 3, "--backoff", 0.1, "--no-check", *options)
+    done = launch(*words, script(text))
+    assert done.returncode == 137
+    assert "starting again in 0.1 s, restart 1 of 3" in done.stderr
+    assert said in done.stderr
+    assert os.fspath(tmp_path) not in done.stderr
