@@ -5,6 +5,7 @@ The variables below must be set before TensorFlow is first imported.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 from ktrainer.launch.orphan_prevention import adopt_orphans
 from tests.dist.harness import Pool, Ranks, keras_state, leaks
 from tests.dist.harness.group import ROOT, one_thread
+from tests.dist.harness.hosts import Hosts, why_no_hosts
 
 os.environ.update(one_thread())
 adopt_orphans()
@@ -98,6 +100,21 @@ def ranks(pool: Pool) -> Iterator[Callable[..., Ranks]]:
     """`ranks(3)` is a group of three real MPI processes: `ranks(3).run(function, *args)`."""
     yield pool.ranks
     pool.pause()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[[int], Hosts]]:
+    """`hosts(2)` is two hosts of their own network; skips where there can be none."""
+    if (reason := why_no_hosts()) is not None:
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int) -> Hosts:
+            made = Hosts(count)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,86 @@
+"""The hosts that tests make: names, links that are cut or slow, agents, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.dist.harness.hosts import INTERFACE, Hosts, why_no_hosts
+
+_SEND = "import socket; s = socket.create_connection(({!r}, 9999), 2); s.sendall(bytes({}))"
+_SERVE = """
+import socket
+with socket.create_server(("", 9999)) as server:
+    print("ready", flush=True)
+    while True:
+        peer, _ = server.accept()
+        while peer.recv(1 << 20):
+            pass
+"""
+
+
+def test_hosts_have_names_addresses_and_an_agent(hosts: Callable[[int], Hosts]) -> None:
+    made = hosts(2)
+    command = "hostname; echo $SECRET; pwd; ps -e | wc -l"
+    secret_env = {"SECRET": "hidden"}
+    done = made.run(0, made.agent, "-o", "A=b", made.names[1], command, env=secret_env)
+    name, secret, folder, processes = done.stdout.splitlines()
+    assert (name, secret, folder) == (made.names[1], "", "/root")
+    assert int(processes) < 8, "the agent's processes have numbers of their own"
+    failed = made.run(0, made.agent, "nowhere", "true")
+    assert (failed.returncode, failed.stderr) == (255, "agent: unknown host nowhere\n")
+    made.prelude(1, "export ANSWER=42")
+    assert made.run(0, made.agent, made.names[1], "echo $ANSWER").stdout == "42\n"
+
+
+def test_links_are_cut_mended_and_slow(hosts: Callable[[int], Hosts]) -> None:
+    made = hosts(2)
+    server = made.start(1, "python3", "-c", _SERVE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+
+    def send(count: int) -> subprocess.CompletedProcess[str]:
+        return made.run(0, "python3", "-c", _SEND.format(made.names[1], count))
+
+    before = made.sent(0), made.received(1)
+    assert send(1 << 20).returncode == 0
+    assert 1 << 20 < made.sent(0) - before[0] < 1.2 * (1 << 20)
+    assert 1 << 20 < made.received(1) - before[1] < 1.2 * (1 << 20)
+    made.cut(1)
+    assert "timed out" in send(1).stderr
+    made.mend(1)
+    assert send(1).returncode == 0
+    made.slow(0, rate="8mbit")
+    start = time.monotonic()
+    assert send(1 << 20).returncode == 0
+    made.run(0, "python3", "-c", _SEND.format(made.names[1], 1))  # behind it in the queue
+    assert time.monotonic() - start > 0.6
+    made.slow(0)
+
+
+def test_a_killed_host_ends_what_the_agent_started(hosts: Callable[[int], Hosts]) -> None:
+    made = hosts(2)
+    agent = made.start(0, made.agent, made.names[1], "sleep 60")
+    deadline = time.monotonic() + 5
+    while len(made.pids(1)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    made.kill(1)
+    assert agent.wait(5) != 0
+    assert made.pids(1) == []
+
+
+def test_nothing_is_left_of_hosts_whose_processes_still_run() -> None:
+    if (reason := why_no_hosts()) is not None:
+        pytest.skip(reason)
+    made = Hosts(1)
+    process = made.start(0, "sleep", "60")
+    assert INTERFACE in made.run(0, "ip", "link").stdout
+    made.close()
+    assert process.returncode == -9
+    assert made.names[0] not in os.listdir("/var/run/netns")
+    assert not Path("/etc/netns", made.names[0]).exists()
