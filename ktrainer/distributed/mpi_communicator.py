@@ -215,8 +215,11 @@ class MpiGroup(MpiComm):
 
     def duplicate(self) -> MPI.Intracomm:
         copy = super().duplicate()
-        self._world.watch(copy)
+        self.watch(copy)
         return copy
+
+    def watch(self, comm: MPI.Intracomm) -> None:
+        self._world.watch(comm)
 
     @property
     def interrupted_by(self) -> BaseException | None:  # type: ignore[override]
