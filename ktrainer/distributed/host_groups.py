@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.mpi_communicator import MpiComm
 
 
@@ -82,7 +81,7 @@ def open_host_groups(world: MpiComm) -> HostGroups | None:
         comms = world.comm.Split(leader, rank), world.comm.Split(among_leaders, rank)
         return cast(tuple[MPI.Intracomm, MPI.Intracomm], comms)
 
-    local, leaders = call_with_deadline(world, split, "open groups of hosts")
+    local, leaders = world.call(split, "open groups of hosts")
     for comm in (local, leaders):
         if comm != MPI.COMM_NULL:
             world.watch(comm)

@@ -123,6 +123,47 @@ def test_16_bits_between_hosts_are_summed_in_float32(
             assert [x.tobytes() for x in sums] == [x.tobytes() for x in truth], layout
 
 
+def _in_a_group(layout: str) -> tuple[bool, float, str]:
+    """As the replicas of a pipeline's partition are summed: those of ranks 1 to 3."""
+    from ktrainer.distributed.mpi_gradients import MpiGradients
+
+    with on_hosts(layout) as world:
+        world.step = 3
+        group = world.group([1, 2, 3] if world.rank else [0], "the copies of partition 0")
+        sums = MpiGradients(group)
+        hierarchical, array = sums.hosts is not None, np.full(3, float(world.rank))
+        sums.reduce_in_place([array], 1.0)
+        sums.close()
+        world.deadline = 1.0
+        said = ""
+        if world.rank == 1:
+            with pytest.raises(DeadlineExceeded) as caught:
+                MpiGradients(group)
+            said = str(caught.value)
+        world.deadline = 20.0
+        return hierarchical, float(array[0]), said
+
+
+@pytest.mark.exhaustive
+def test_a_group_of_ranks_has_hosts_of_its_own(ranks: Callable[..., Any]) -> None:
+    found = ranks(4, "late").run(_in_a_group, "xaab")
+    assert [each[:2] for each in found] == [(False, 0.0)] + 3 * [(True, 6.0)]
+    assert "rank 1 waited 1 s at step 3" in found[1][2]
+
+
+def _own_loop(layout: str) -> float:
+    from tests.dataparallel.helpers import started
+
+    with on_hosts(layout), started() as hvd:
+        total = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), op=hvd.ReduceOp["SUM"])
+        return float(total[0])
+
+
+@pytest.mark.exhaustive
+def test_a_loop_of_ones_own_sums_over_hosts(ranks: Callable[..., Any]) -> None:
+    assert ranks(3).run(_own_loop, "aab") == [6.0] * 3
+
+
 def _late(layout: str) -> str:
     from ktrainer.distributed.mpi_gradients import MpiGradients
 
