@@ -80,7 +80,12 @@ class DataParallel(Backend):
         if self.plan.engine == "horovod":
             from ktrainer.distributed.horovod_gradients import HorovodGradients
 
-            return HorovodGradients(self.world, backend.compression, backend.sparse_as_dense)
+            return HorovodGradients(
+                self.world,
+                backend.compression,
+                backend.sparse_as_dense,
+                hierarchical=bool(backend.hierarchical),
+            )
         if self.world.name != "mpi":
             raise ConfigError(
                 f"the processes were started by {self.world.name}, not by MPI; start them with "
@@ -95,4 +100,5 @@ class DataParallel(Backend):
             backend.bucket_mb,
             backend.compression,
             backend.sparse_as_dense,
+            backend.hierarchical is not False,
         )

@@ -14,6 +14,10 @@ from ktrainer.errors import KtrainerError, nearest
 COMMANDS = {
     "run": ("ktrainer.cli.run_command", "run a Keras script, in one process or in several"),
     "launch": ("ktrainer.cli.run_command", "another name for run"),
+    "submit": (
+        "ktrainer.cli.submit_command",
+        "write and explain the file that starts a run on a cluster: Slurm, Kubernetes, SkyPilot",
+    ),
     "plan": ("ktrainer.cli.plan_command", "show what a run would do, or why it cannot"),
     "verify": (
         "ktrainer.cli.verify_command",

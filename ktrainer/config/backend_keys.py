@@ -42,7 +42,12 @@ class DataParallelConfig(BackendConfig):
         engine: all-reduce of gradients. mpi: fused buckets through MPI, needs nothing compiled.
             horovod: Horovod's all-reduce, NCCL on GPUs. auto: horovod where there is a GPU and
             Horovod has NCCL, else mpi.
-        compression: none, or fp16: gradients are sent in half precision (fewer bytes, rounded).
+        compression: none, or fp16 or bf16: gradients are sent in 16 bits (fewer bytes, rounded);
+            bf16, for the mpi engine only, keeps the range of float32. Where sums are hierarchical
+            that is between hosts only, and within a host nothing is rounded.
+        hierarchical: sum gradients within each host first and send one sum per host between hosts.
+            null: yes, if some of several hosts have several processes, with the mpi engine. false:
+            never. true: ask Horovod for it too, which only does so with NCCL.
         op: average: the gradient of the mean loss. sum: that of the sum over processes.
         bucket_mb: size of a fused bucket in MiB, for the mpi engine.
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
@@ -55,7 +60,8 @@ class DataParallelConfig(BackendConfig):
 
     name: str = "data_parallel"
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    compression: Literal["none", "fp16"] = "none"
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    hierarchical: bool | None = None
     op: Literal["average", "sum"] = "average"
     bucket_mb: float = number(25.0, above=0)
     sparse_as_dense: bool = False
@@ -99,7 +105,8 @@ class PipelineConfig(BackendConfig):
             for about a third more time.
         engine: all-reduce of gradients between replicas: mpi, horovod or auto, as for
             data_parallel. Messages between stages always go through MPI.
-        compression: none, or fp16: gradients between replicas are sent in half precision.
+        compression: of gradients between replicas: none, fp16 or bf16, as for data_parallel.
+        hierarchical: of sums over replicas on several hosts, as for data_parallel.
     """
 
     name: str = "pipeline"
@@ -117,7 +124,8 @@ class PipelineConfig(BackendConfig):
     placement: Literal["cluster", "spread"] = "cluster"
     recompute: bool = False
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    compression: Literal["none", "fp16"] = "none"
+    compression: Literal["none", "fp16", "bf16"] = "none"
+    hierarchical: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, call_of, rows_spec, specs_of
 from ktrainer.dataparallel.channel import Channel
+from ktrainer.distributed.host_groups import HostGroups
 from ktrainer.distributed.mpi_gradients import MpiGradients
 
 _NO_WEIGHT = np.array(0.0)
@@ -53,6 +54,12 @@ class ChannelSums(MpiGradients):
         """The communicator of sums: that of the ranks now, in functions compiled before too."""
         self.world.check_usable()
         return self._opened._comm
+
+    @property
+    def hosts(self) -> HostGroups | None:
+        """Groups of the ranks now, by host."""
+        self.world.check_usable()
+        return self._opened._hosts
 
     @property
     def size(self) -> int:

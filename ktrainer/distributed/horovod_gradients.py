@@ -17,7 +17,11 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, weighted
 from ktrainer.distributed.deadlines import WaitWatchdog
-from ktrainer.distributed.horovod_world import initialised_horovod, process_set_of
+from ktrainer.distributed.horovod_world import (
+    ask_for_hierarchical_sums,
+    initialised_horovod,
+    process_set_of,
+)
 from ktrainer.distributed.world import World
 from ktrainer.errors import PeerLost, WorldError
 
@@ -33,6 +37,7 @@ class HorovodGradients(GradientCollectives):
         ranks: sum over these ranks of `world` only; default: all.
         all_groups: with `ranks`, the groups of all ranks, in the same order on every rank. Every
             rank must make one for its group at the same time.
+        hierarchical: ask for NCCL within each host first, if Horovod has not started yet.
     """
 
     name = "horovod"
@@ -45,7 +50,10 @@ class HorovodGradients(GradientCollectives):
         sparse_as_dense: bool = False,
         ranks: Sequence[int] | None = None,
         all_groups: Sequence[Sequence[int]] = (),
+        hierarchical: bool = False,
     ) -> None:
+        if hierarchical:
+            ask_for_hierarchical_sums()
         self._set = None if ranks is None else process_set_of(world, ranks, all_groups)
         self._hvd = initialised_horovod(world.deadline)
         self._set = self._set or self._hvd.global_process_set

@@ -9,17 +9,19 @@ from __future__ import annotations
 import ctypes
 import sys
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed import mpi_chunks
+from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.world import ReduceOp, World, for_reduction
 from ktrainer.errors import name_ranks
 
+T = TypeVar("T")
 _OPS = {"sum": MPI.SUM, "average": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 
 # What MPI may still use: requests that were not waited for to their end, and their memory.
@@ -154,6 +156,14 @@ class MpiComm(World):
         self.wait(request, "open a communicator", copy)  # MPI fills in its handle at the end
         return copy
 
+    def call(self, call: Callable[[], T], what: str) -> T:
+        """The result of a blocking call of MPI, which has the deadline of waits.
+
+        Raises:
+            DeadlineExceeded: naming rank, step and `what`.
+        """
+        return call_with_deadline(self, call, what)
+
     def watch(self, comm: MPI.Intracomm) -> None:
         """Register `comm` to be revoked too when a rank of this world is lost."""
 
@@ -215,8 +225,14 @@ class MpiGroup(MpiComm):
 
     def duplicate(self) -> MPI.Intracomm:
         copy = super().duplicate()
-        self._world.watch(copy)
+        self.watch(copy)
         return copy
+
+    def call(self, call: Callable[[], T], what: str) -> T:
+        return self._world.call(call, f"{what} among {self._among}")
+
+    def watch(self, comm: MPI.Intracomm) -> None:
+        self._world.watch(comm)
 
     @property
     def interrupted_by(self) -> BaseException | None:  # type: ignore[override]

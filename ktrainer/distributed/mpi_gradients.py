@@ -8,6 +8,9 @@ bucket is summed.
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32: each rank sums one segment of the bucket and sends the sum to the
 others (a reduce-scatter followed by an all-gather).
+
+With ranks on several hosts, dense gradients are summed within each host first, in which 16 bits are
+widened; see `ktrainer.distributed.host_groups`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from mpi4py import MPI
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
+from ktrainer.distributed.host_groups import HostGroups, open_host_groups, sum_in_segments
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 
@@ -40,6 +44,7 @@ class MpiGradients(GradientCollectives):
         compression: `"none"`, or `"fp16"` or `"bf16"` for 16-bit floats on the wire.
         sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
             their rows are gathered from all ranks.
+        hierarchical: sum within each host first, where that saves traffic between hosts.
     """
 
     name = "mpi"
@@ -51,8 +56,10 @@ class MpiGradients(GradientCollectives):
         bucket_mb: float = 25.0,
         compression: str = "none",
         sparse_as_dense: bool = False,
+        hierarchical: bool = True,
     ) -> None:
         self.world = world
+        self._hierarchical = hierarchical
         self.open()
         if isinstance(world, ElasticWorld):
             self.atomic = True
@@ -65,9 +72,10 @@ class MpiGradients(GradientCollectives):
         self._wire, self._bucket_bytes = _WIRES[compression], int(bucket_mb * 2**20)
 
     def open(self) -> None:
-        """Duplicate the world's communicator; again when its ranks have changed."""
+        """Open communicators of the world's ranks; again when these have changed."""
         self._comm = self.world.duplicate()
         self.size = self._comm.size
+        self._hosts = open_host_groups(self.world) if self._hierarchical else None
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -78,6 +86,16 @@ class MpiGradients(GradientCollectives):
         """
         self.world.check_usable()
         return self._comm
+
+    @property
+    def hosts(self) -> HostGroups | None:
+        """Groups of the ranks by host, if sums are hierarchical.
+
+        Raises:
+            WorldError: a wait of the world has been interrupted.
+        """
+        self.world.check_usable()
+        return self._hosts
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
@@ -123,14 +141,19 @@ class MpiGradients(GradientCollectives):
             elif weight != 1:
                 np.multiply(array, array.dtype.type(weight), out=array)
         halve = partial(self._halves_in_place, np.array(weight))
-        self._timed(reduce_in_pieces)(
-            whole, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
-        )
+        if (hosts := self.hosts) is not None:
+            self._timed(reduce_in_pieces)(whole, lambda array: hosts.sum(array, array))
+        else:
+            self._timed(reduce_in_pieces)(
+                whole, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
+            )
         self._timed(reduce_in_pieces)(halves, halve)
 
     def close(self) -> None:
         if isinstance(self.world, ElasticWorld) and self.open in self.world.on_change:
             self.world.on_change.remove(self.open)
+        if self._hosts is not None:
+            self._hosts.close()
         self.world.free(self._comm)
 
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
@@ -219,8 +242,11 @@ class MpiGradients(GradientCollectives):
                 target.fill(0)
             else:
                 np.multiply(part.reshape(-1), scale, out=target)
-        request = self.comm.Iallreduce(packed, total)
-        self.world.wait(request, "all-reduce of gradients", packed, total)
+        if (hosts := self.hosts) is not None:
+            hosts.sum(packed, total)
+        else:
+            request = self.comm.Iallreduce(packed, total)
+            self.world.wait(request, "all-reduce of gradients", packed, total)
         return [
             total[start : start + part.size].reshape(part.shape)
             for start, part in zip(starts, parts, strict=False)
@@ -230,28 +256,15 @@ class MpiGradients(GradientCollectives):
         self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
     ) -> list[np.ndarray]:
         sizes = [part.size for part in parts]
-        segment = -(-sum(sizes) // self.size)
-        packed = np.zeros(segment * self.size, wire)
+        packed = np.zeros(sum(sizes), np.float32)
         if weight != 0:
             scaled = [p.reshape(-1).astype(np.float32) * np.float32(weight) for p in parts]
-            with np.errstate(over="ignore"):  # an overflow is an inf, which loss scaling sees
-                packed[: sum(sizes)] = np.concatenate(scaled).astype(wire)
-        mine = np.empty((self.size, segment), wire)
-        self.world.wait(
-            self.comm.Ialltoall(packed.view(np.uint8), mine.view(np.uint8)),
-            "reduce-scatter of 16-bit gradients",
-            packed,
-            mine,
-        )
-        with np.errstate(over="ignore", invalid="ignore"):
-            summed = mine.astype(np.float32).sum(axis=0).astype(wire)
-        total = np.empty_like(packed)
-        self.world.wait(
-            self.comm.Iallgather(summed.view(np.uint8), total.view(np.uint8)),
-            "all-gather of 16-bit gradients",
-            summed,
-            total,
-        )
+            np.concatenate(scaled, out=packed)
+        if (hosts := self.hosts) is not None:
+            total = np.empty(packed.size, wire)
+            hosts.sum(packed, total, "16-bit gradients")
+        else:
+            total = sum_in_segments(self.world, self.comm, packed, wire, "16-bit gradients")
         ends = np.cumsum(sizes)
         return [
             total[end - part.size : end].astype(part.dtype).reshape(part.shape)

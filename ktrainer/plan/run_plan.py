@@ -80,6 +80,7 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
     partitions = pipeline.partitions if pipeline else 1
     replicas, batch = facts.size // partitions, config.data.batch_size
     engine = _engine(config, facts, replicas)
+    _check_engine(config, facts, engine)
     if config.data.batch == "per_worker":
         rank_batches = (batch,) * replicas
     else:
@@ -189,6 +190,26 @@ def _engine(config: Config, facts: Hardware, replicas: int) -> str | None:
             value="horovod",
         )
     return backend.engine
+
+
+def _check_engine(config: Config, facts: Hardware, engine: str | None) -> None:
+    """Refuse what Horovod lacks: it would be left out without a word."""
+    backend = config.backend
+    if engine != "horovod" or not isinstance(backend, PipelineConfig | DataParallelConfig):
+        return
+    if backend.compression == "bf16":
+        raise ConfigError(
+            "Horovod sends float32 or float16: set backend.compression=fp16 or backend.engine=mpi.",
+            path="backend.compression",
+            value="bf16",
+        )
+    if backend.hierarchical and not (facts.horovod_nccl and facts.world == "mpi"):
+        raise ConfigError(
+            "Horovod sums hierarchically on GPUs only, where it has NCCL and MPI: leave "
+            "backend.hierarchical at null, or set backend.engine=mpi, which does on CPUs too.",
+            path="backend.hierarchical",
+            value=True,
+        )
 
 
 def _fair_threads(facts: Hardware) -> int:

@@ -192,3 +192,17 @@ def test_facts_of_this_machine():
 def test_all_ranks_get_the_same_facts():
     one = Hardware.detect(Ranks(("elsewhere", {0, 1}, set(), False, False)))
     assert (one.size, one.horovod, one.horovod_nccl, one.own_gpu) == (2, False, False, False)
+
+
+@pytest.mark.parametrize("words", [PARALLEL, PIPELINE], ids=["data_parallel", "pipeline"])
+def test_what_horovod_lacks_is_refused(words):
+    facts = {"gpus": 4, "local_size": 4, "horovod": True, "horovod_nccl": True}
+    with pytest.raises(ConfigError, match=r"compression=fp16 or backend\.engine=mpi"):
+        plan([*words, "backend.compression=bf16"], size=4, **facts)
+    assert plan([*words, "backend.compression=bf16"], size=4).engine == "mpi"
+    hierarchical = [*words, "backend.hierarchical=true"]
+    assert plan(hierarchical, size=4, world="mpi", **facts).engine == "horovod"
+    assert plan(hierarchical, size=4).engine == "mpi"
+    facts = {"horovod": True, "world": "mpi"}
+    with pytest.raises(ConfigError, match="where it has NCCL and MPI"):
+        plan([*hierarchical, "backend.engine=horovod"], size=4, **facts)

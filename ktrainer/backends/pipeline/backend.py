@@ -165,7 +165,12 @@ class Pipeline(Backend):
                 compression,
                 ranks=layout.copy_ranks(layout.partition_of(self.world.rank)),
                 all_groups=[layout.copy_ranks(p) for p in range(layout.partitions)],
+                hierarchical=bool(self._keys.hierarchical),
             )
         from ktrainer.distributed.mpi_gradients import MpiGradients
 
-        return MpiGradients(cast("MpiComm", self.groups[1]), compression=compression)
+        return MpiGradients(
+            cast("MpiComm", self.groups[1]),
+            compression=compression,
+            hierarchical=self._keys.hierarchical is not False,
+        )

@@ -1,0 +1,121 @@
+"""Hierarchical all-reduce, for ranks on several hosts of which some have several ranks.
+
+The ranks of a host add up their arrays through shared memory; the first of them, the leader, adds
+the sums of all hosts with the other leaders; the ranks of the host get the result from it:
+
+    host a   rank 0 <- rank 1      rank 0 <-> rank 2      rank 0 -> rank 1
+    host b   rank 2 <- rank 3      (16 bits if asked)     rank 2 -> rank 3
+
+Each host sends and receives 2 * (hosts - 1) / hosts times the array, however many ranks it has.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from ktrainer.distributed.mpi_communicator import MpiComm
+
+
+class HostGroups:
+    """The ranks of this host, and the leaders of all hosts.
+
+    Args:
+        world: waits, with its deadline.
+        local: the ranks of this host.
+        leaders: the first rank of each host; `COMM_NULL` on the other ranks.
+    """
+
+    def __init__(
+        self, world: MpiComm, local: MPI.Intracomm, leaders: MPI.Intracomm | MPI.Comm
+    ) -> None:
+        self._world, self._local = world, local
+        self._leaders = cast(MPI.Intracomm, leaders)
+
+    def sum(self, array: np.ndarray, total: np.ndarray, what: str = "gradients") -> None:
+        """Sum `array` over all ranks into `total`.
+
+        Args:
+            array: one-dimensional, of a type that MPI can add; its contents are lost.
+            total: as long; of the type in which sums go between hosts. 16-bit floats are added up
+                in float32. May be `array`.
+            what: what is summed, for messages.
+        """
+        local, wait = self._local, self._world.wait
+        if local.size > 1:
+            send: Any = MPI.IN_PLACE if local.rank == 0 else array
+            request = local.Ireduce(send, array if local.rank == 0 else None, MPI.SUM, 0)
+            wait(request, f"reduce of {what} within a host", array)
+        if local.rank == 0:
+            between = f"{what} between hosts"
+            total[:] = sum_in_segments(self._world, self._leaders, array, total.dtype, between)
+        if local.size > 1:
+            wait(local.Ibcast(_sendable(total), 0), f"broadcast of {what} within a host", total)
+
+    def close(self) -> None:
+        """Free the communicators. All ranks call it together."""
+        self._world.free(self._local)
+        self._world.free(self._leaders)
+
+
+def open_host_groups(world: MpiComm) -> HostGroups | None:
+    """Groups of the ranks of `world` by host; None if all are on one host, or each on another, and
+    nothing is to be gained. All ranks call it together.
+
+    Raises:
+        DeadlineExceeded: a rank does not open them in time.
+    """
+    if world.size < 3:
+        return None
+    hosts = world.allgather(host_name(), "host of each rank")
+    leader_of = [hosts.index(host) for host in hosts]
+    if len(set(leader_of)) in (1, world.size):
+        return None
+    leader, rank = leader_of[world.rank], world.rank
+
+    def split() -> tuple[MPI.Intracomm, MPI.Intracomm]:
+        among_leaders = 0 if rank == leader else MPI.UNDEFINED
+        comms = world.comm.Split(leader, rank), world.comm.Split(among_leaders, rank)
+        return cast(tuple[MPI.Intracomm, MPI.Intracomm], comms)
+
+    local, leaders = world.call(split, "open groups of hosts")
+    for comm in (local, leaders):
+        if comm != MPI.COMM_NULL:
+            world.watch(comm)
+    return HostGroups(world, local, leaders)
+
+
+def host_name() -> str:
+    """The name by which ranks of one host are known to be so."""
+    return platform.node()
+
+
+def sum_in_segments(
+    world: MpiComm, comm: MPI.Intracomm, array: np.ndarray, dtype: np.dtype, what: str
+) -> np.ndarray:
+    """The sum over ranks of a flat `array`, sent as `dtype`, with equal bits on all ranks.
+
+    Each rank sums one segment and sends the sum to the others (a reduce-scatter followed by an
+    all-gather); 16-bit floats are added up in float32. An overflow is an inf.
+    """
+    segment = -(-array.size // comm.size)
+    packed = np.zeros(segment * comm.size, dtype)
+    pieces, total = np.empty((comm.size, segment), dtype), np.empty_like(packed)
+    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    with np.errstate(over="ignore"):
+        packed[: array.size] = array.astype(dtype, copy=False)
+    request = comm.Ialltoall(_sendable(packed), _sendable(pieces))
+    world.wait(request, f"reduce-scatter of {what}", packed, pieces)
+    with np.errstate(over="ignore", invalid="ignore"):
+        summed = pieces.astype(wide, copy=False).sum(axis=0).astype(dtype, copy=False)
+    request = comm.Iallgather(_sendable(summed), _sendable(total))
+    world.wait(request, f"all-gather of {what}", summed, total)
+    return total[: array.size]
+
+
+def _sendable(array: np.ndarray) -> np.ndarray:
+    """The same memory, of a type that MPI knows: it has none for 16-bit floats."""
+    return array.view(np.uint16) if array.itemsize == 2 else array
