@@ -1,0 +1,63 @@
+"""A tf.data service as a process, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+
+class Service:
+    """A running `ktrainer data-service`."""
+
+    def __init__(self, path: Path, words: tuple[str, ...]) -> None:
+        self.path = path
+        command = [sys.executable, "-m", "ktrainer.cli.main", "data-service"]
+        self.process = subprocess.Popen(
+            [*command, "--config", str(path), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        self.output = ""
+
+    def wait(self) -> None:
+        end = time.monotonic() + 60
+        while not self.path.exists():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+    def servers(self, role: str) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [p for p in children if role in p.cmdline()]
+
+    def kill(self, role: str) -> None:
+        os.kill(self.servers(role)[0].pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        self.output = self.process.communicate(timeout=30)[0]
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def service(folder: Path, *words: str) -> Iterator[Service]:
+    """`ktrainer data-service --config folder/service.json words...`, once it is ready."""
+    started = Service(folder / "service.json", words)
+    try:
+        started.wait()
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.end()
+        else:
+            started.output = started.process.communicate()[0]
