@@ -82,12 +82,9 @@ def run(args: argparse.Namespace) -> int:
         SetupError: a process did not start.
     """
     each = check_workers(args.workers, args.dispatchers)
-    path = Path(args.config).resolve()
-    if not path.parent.is_dir():
-        raise ConfigError(f"--config: there is no folder {path.parent}; make it, or give another")
+    path = listed_path(args)
     if args.work_dir and args.dispatcher_side == "training":
         raise ConfigError("--work-dir is for dispatchers that run here: leave it out")
-    path.unlink(missing_ok=True)  # of a service that was killed
     config = TfDataServiceConfig(
         args.dispatchers,
         each,
@@ -95,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
         token=secrets.token_hex(4),
         timeout=args.deadline,
     )
-    threads = args.threads or max(1, (os.cpu_count() or 1) // args.workers)
     count = args.workers + (args.dispatchers if args.dispatcher_side == "compute" else 0)
     out, err = (
         LineMerger(stream.buffer, count, prefix=args.prefix) for stream in (sys.stdout, sys.stderr)
@@ -106,8 +102,27 @@ def run(args: argparse.Namespace) -> int:
             path,
             args.address,
             Path(args.work_dir).resolve() if args.work_dir else None,
-            {**rank_environment(environment(), threads, "loopback", None)},
+            environment_of(args, args.workers),
             out,
             err,
             signals,
         ).run()
+
+
+def listed_path(args: argparse.Namespace) -> Path:
+    """The file to write, without that of a service that was killed.
+
+    Raises:
+        ConfigError: there is no folder for it.
+    """
+    path = Path(args.config).resolve()
+    if not path.parent.is_dir():
+        raise ConfigError(f"--config: there is no folder {path.parent}; make it, or give another")
+    path.unlink(missing_ok=True)
+    return path
+
+
+def environment_of(args: argparse.Namespace, workers: int) -> dict[str, str]:
+    """The environment of dispatchers and workers."""
+    threads = args.threads or max(1, (os.cpu_count() or 1) // workers)
+    return rank_environment(environment(), threads, "loopback", None)

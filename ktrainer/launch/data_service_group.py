@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,6 +67,7 @@ class DataServiceGroup:
         env: environment of the processes.
         out, err: where their lines go.
         signals: those that this process has received; grows while it waits.
+        start_workers: starts the workers elsewhere, once the dispatchers listen; None: here.
     """
 
     config: TfDataServiceConfig
@@ -77,6 +78,7 @@ class DataServiceGroup:
     out: LineMerger
     err: LineMerger
     signals: list[int]
+    start_workers: Callable[[TfDataServiceConfig], None] | None = None
     _servers: list[_Server] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)  # dispatchers of the training side
 
@@ -98,7 +100,7 @@ class DataServiceGroup:
     def _start_all(self) -> None:
         if self.config.dispatcher_side == "training":
             return
-        ports = _free_ports(self.config.dispatchers)
+        ports = free_ports(self.config.dispatchers)
         for i, port in enumerate(ports):
             folder = ""
             if self.work_dir is not None:
@@ -106,14 +108,17 @@ class DataServiceGroup:
                 folder = str(self.work_dir / f"dispatcher-{i}")
             self._add(f"dispatcher {i}", port, [folder], i)
         addresses = tuple(f"{self.address}:{port}" for port in ports)
-        for i, address in enumerate(addresses):
-            self._add_workers(i, address)
-        self._wait_until_all_listen()
         self.config = replace(self.config, addresses=addresses)
+        if self.start_workers is None:
+            for i, address in enumerate(addresses):
+                self._add_workers(i, address)
+        self._wait_until_all_listen()
+        if self.start_workers is not None:
+            self.start_workers(self.config)
 
     def _add_workers(self, dispatcher: int, address: str) -> None:
         each = self.config.workers_per_dispatcher
-        for i, port in enumerate(_free_ports(each), dispatcher * each):
+        for i, port in enumerate(free_ports(each), dispatcher * each):
             self._add(f"worker {i}", port, [self.address, address], dispatcher)
 
     def _add(self, name: str, port: int, words: list[str], dispatcher: int) -> None:
@@ -267,7 +272,7 @@ def _listens(address: str, port: int) -> bool:
     return True
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free on all interfaces, where TensorFlow's servers listen."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -17,17 +17,34 @@ import psutil
 class Service:
     """A running `ktrainer data-service`."""
 
-    def __init__(self, path: Path, words: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, command: list[str]) -> None:
         self.path = path
-        command = [sys.executable, "-m", "ktrainer.cli.main", "data-service"]
         self.process = subprocess.Popen(
-            [*command, "--config", str(path), *words],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+            env={
+                **os.environ,
+                "TF_CPP_MIN_LOG_LEVEL": "3",
+                "PYSPARK_PYTHON": sys.executable,
+                "SPARK_LOCAL_IP": "127.0.0.1",
+            },
         )
         self.output = ""
+
+    @classmethod
+    @contextlib.contextmanager
+    def submitted(cls, path: Path, command: list[str]) -> Iterator[Service]:
+        """The service that a command starts, ended with it."""
+        started = cls(path, command)
+        try:
+            yield started
+        finally:
+            if started.process.poll() is None:
+                started.end()
+            else:
+                started.output = started.process.communicate()[0]
 
     def wait(self) -> None:
         end = time.monotonic() + 60
@@ -52,12 +69,8 @@ class Service:
 @contextlib.contextmanager
 def service(folder: Path, *words: str) -> Iterator[Service]:
     """`ktrainer data-service --config folder/service.json words...`, once it is ready."""
-    started = Service(folder / "service.json", words)
-    try:
+    path = folder / "service.json"
+    command = [sys.executable, "-m", "ktrainer.cli.main", "data-service", "--config", str(path)]
+    with Service.submitted(path, [*command, *words]) as started:
         started.wait()
         yield started
-    finally:
-        if started.process.poll() is None:
-            started.end()
-        else:
-            started.output = started.process.communicate()[0]

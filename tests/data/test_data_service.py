@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import chain
@@ -17,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import distributed
+from ktrainer.cli import spark_data_service
 from ktrainer.config import DataConfig, DataServiceConfig, load_config
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size, check_workers
 from ktrainer.data import data_service, make_feed, send_to_data_service
@@ -73,10 +76,10 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
 
 def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[list[float]]]:
     """This rank's rows of each step of each epoch."""
-    feed = make_feed(shuffled(), world=distributed.current(), config=config, training=True)
+    feed = make_feed(shuffled(), world=distributed.current_world(), config=config, training=True)
     with closing(feed):
         return [
-            [np.asarray(step.batch[0])[: step.rows].tolist() for step in feed.read(epoch, skip)]
+            [np.asarray(step.batch[0])[: step.examples].tolist() for step in feed.read(epoch, skip)]
             for epoch in range(epochs)
         ]
 
@@ -98,7 +101,11 @@ def joined(parts: list[list[list[list[float]]]]) -> list[list[list[float]]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_in_turns_train_on_the_batches_of_one_process(one, ranks: Group, size):
     config = DataConfig(service=DataServiceConfig(str(one.path)))
-    assert joined(ranks(size).run(feed_of, config)) == batches_without()
+    expected = batches_without()
+    assert joined(ranks(size).run(feed_of, config)) == expected
+    # Two equal runs, and a resume in mid-epoch.
+    assert joined(ranks(size).run(feed_of, config)) == expected
+    assert joined(ranks(size).run(feed_of, config, 1, skip=3)) == [expected[0][3:]]
 
 
 def test_a_pipeline_that_calls_python_is_refused(one):
@@ -257,3 +264,25 @@ list(pieces)
         assert started.process.wait(20) == 128 + 9
     assert "WorldError: the dispatcher of the tf.data service at" in ended.stderr
     assert "dispatcher 0 was ended by signal 9" in started.output
+
+
+@pytest.mark.exhaustive
+def test_workers_are_tasks_of_a_spark_job(tmp_path):
+    pytest.importorskip("pyspark", reason="PySpark is not installed: pip install 'ktrainer[spark]'")
+    if shutil.which("java") is None:
+        pytest.skip("there is no Java runtime: apt-get install default-jre-headless")
+    script = Path(spark_data_service.__file__)
+    words = ["--config", str(tmp_path / "service.json"), "--threads", "1"]
+    submit = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]"]
+    with Service.submitted(tmp_path / "service.json", [*submit, str(script), *words]) as started:
+        started.wait()
+        found = TfDataServiceConfig.read(started.path)
+        assert (found.dispatchers, found.workers_per_dispatcher) == (1, 2)
+        sent = send_to_data_service(tf.data.Dataset.range(100), found, 0, 1)
+        assert sorted(int(x) for x in sent) == list(range(100))
+        started.process.terminate()
+        started.process.wait(30)
+        end = time.monotonic() + 15
+        while started.path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+    assert not started.path.exists()
