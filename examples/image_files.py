@@ -5,8 +5,8 @@
     python examples/image_files.py data.service.config=service.json
 
 Both train on the same batches. Prints the training examples a second. The files, MNIST as PNG, are
-written to the folder `--images DIR` (default: mnist_png) when it is not there; `--count N` says how
-many. `--data-dir` is that of MNIST's own files.
+written to the folder `--images DIR` (default: images, in the run folder) when it is not there;
+`--count N` says how many. `--data-dir` is that of MNIST's own files.
 """
 
 import argparse
@@ -92,19 +92,22 @@ class Rate(Callback):
 def main() -> None:
     data, words = data_folder()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--images", type=Path, default=Path("mnist_png"))
+    parser.add_argument("--images", type=Path)
     parser.add_argument("--count", type=int, default=4096)
     own, argv = parser.parse_known_args(words)
     rate = Rate()
     trainer = Trainer.from_cli(argv=argv, defaults=DEFAULTS, callbacks=[rate])
-    if trainer.world.is_root and not own.images.is_dir():
-        write_images(own.images, data, own.count)
+    # Absolute: the workers of a service have a current folder of their own.
+    folder = (own.images or Path(trainer.run_dir) / "images").resolve()
+    if trainer.world.is_root and not folder.is_dir():
+        write_images(folder, data, own.count)
     trainer.world.barrier("images are written")
-    history = trainer.fit(build_model, training_data(own.images))
+    history = trainer.fit(build_model, training_data(folder))
     if trainer.world.is_root:
         print(f"loss {history.history['loss'][-1]:.6f}")
         if len(rate.ends) > 1:
-            print(f"{rate.examples_per_second(own.count):.0f} examples a second")
+            count = sum(1 for _ in folder.glob("*/*.png"))
+            print(f"{rate.examples_per_second(count):.0f} examples a second")
 
 
 if __name__ == "__main__":

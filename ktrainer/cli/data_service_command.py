@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--deadline",
         type=positive(float),
         metavar="S",
-        default=60.0,
-        help="seconds in which all processes must listen (default: 60)",
+        default=120.0,
+        help="seconds in which all processes must listen (default: 120)",
     )
     parser.add_argument(
         "--prefix",

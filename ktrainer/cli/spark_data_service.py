@@ -95,7 +95,7 @@ def _run_tasks(context: Any, plan: list[tuple[str, dict[str, str]]], signals: li
 
 
 def _work(plan: Iterator[tuple[str, dict[str, str]]]) -> Iterator[int]:
-    """One worker, in a task on any host."""
+    """One worker, in a task on any host; its end is an error."""
     import socket
 
     ((dispatcher, env),) = plan
@@ -109,7 +109,6 @@ def _work(plan: Iterator[tuple[str, dict[str, str]]]) -> Iterator[int]:
         words, env={**os.environ, **env}, preexec_fn=orphan_prevention.end_with_parent
     )
     raise RuntimeError(f"the worker at {own}:{number} ended with code {worker.wait()}")
-    yield 0
 
 
 def _follow_parent(signals: list[int]) -> None:

@@ -47,9 +47,9 @@ class Service:
                 started.output = started.process.communicate()[0]
 
     def wait(self) -> None:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150
         while not self.path.exists():
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.process.poll() is None, "it has ended"
             assert time.monotonic() < end
             time.sleep(0.1)
 

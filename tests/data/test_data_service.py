@@ -286,3 +286,29 @@ def test_workers_are_tasks_of_a_spark_job(tmp_path):
         while started.path.exists() and time.monotonic() < end:
             time.sleep(0.1)
     assert not started.path.exists()
+
+
+@pytest.mark.exhaustive
+def test_dispatchers_in_the_training_processes(tmp_path):
+    words = ("-n", "1", "--dispatcher-side", "training", "--threads", "1")
+    training = """
+import sys
+import tensorflow as tf
+from ktrainer.data import TfDataServiceConfig, data_service
+
+config = TfDataServiceConfig.read(sys.argv[1])
+for times in (2, 3):  # the workers follow a second dispatcher too
+    with data_service(config, 0) as address:
+        data = tf.data.Dataset.range(50).map(lambda x: x * times)
+        distribute = tf.data.experimental.service.distribute("distributed_epoch", address)
+        print(sum(int(x) for x in data.apply(distribute)))
+"""
+    with service(tmp_path, *words) as started:
+        ended = subprocess.run(
+            [sys.executable, "-c", training, str(started.path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert ended.stdout.split() == ["2450", "3675"], ended.stderr
