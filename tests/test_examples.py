@@ -31,6 +31,7 @@ SAYS = {
     "digits": r"validation accuracy 0\.\d+; the model is in .*digits\.keras",
     "mnist_cnn": r"validation: \{'loss': \d.*'accuracy': 0\.\d+",
     "shakespeare": r"--- a sample\nROMEO:[\s\S]{100,}---",
+    "image_files": r"loss \d\.\d+\n$",
     "custom_callback": r"lowest loss [\d.]+ at step \d+, in 1 epochs",
     "vae": r"val_kl [\d.]+[\s\S]*(\n.{28}){14}\n$",
     "gan": r"g_loss [\d.]+[\s\S]*(\n.{28}){14}\n$",

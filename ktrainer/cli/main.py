@@ -23,6 +23,10 @@ COMMANDS = {
         "ktrainer.cli.verify_command",
         "check that a script trains the same as in one process",
     ),
+    "data-service": (
+        "ktrainer.cli.data_service_command",
+        "compute input pipelines for training jobs, with tf.data service",
+    ),
     "config": (
         "ktrainer.cli.config_command",
         "print the resolved configuration, or describe its keys",

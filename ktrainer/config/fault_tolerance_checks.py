@@ -27,6 +27,13 @@ def check_healing(config: Config) -> None:
             path="world.max_size",
             value=world.max_size,
         )
+    if config.data.service.config is not None:
+        raise ConfigError(
+            "contradicts data.service.config: the service deals its batches to a fixed number of "
+            "ranks. Set world.heal=false, and restart after failures with --max-restarts.",
+            path="world.heal",
+            value=True,
+        )
     _check_backend(config)
     if isinstance(config.backend, PipelineConfig):
         _check_pipeline(config)

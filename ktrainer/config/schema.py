@@ -120,6 +120,25 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True)
+class DataServiceConfig:
+    """Computing the training data of tf.data pipelines in other processes, by tf.data service.
+
+    Attributes:
+        config: file that `ktrainer data-service --config FILE` writes. null: this process computes
+            its data itself.
+        round_robin: true: batches come in the order of the pipeline, with the numbers of a run
+            without the service; a dispatcher then has one worker. false: ranks take what is ready
+            first, from any number of workers: each example once an epoch, in an order, and with
+            batches, that differ from run to run.
+        deadline: seconds to wait for the file, and for a dispatcher that does not answer.
+    """
+
+    config: str | None = None
+    round_robin: bool = True
+    deadline: float = number(60.0, above=0)
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """How the data is cut into batches, and the batches over ranks.
 
@@ -140,6 +159,7 @@ class DataConfig:
         drop_remainder: for arrays, drop the last batch of an epoch when it is smaller than the
             others, in training only.
         prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
+        service: computing the training data in other processes, by tf.data service.
     """
 
     batch: Literal["global", "per_worker"] = "global"
@@ -148,6 +168,7 @@ class DataConfig:
     shard: Literal["batch", "element", "file"] = "batch"
     drop_remainder: bool = False
     prefetch: int = number(2, at_least=0)
+    service: DataServiceConfig = field(default_factory=DataServiceConfig)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ per_replica_feed.py    - that differ from replica to replica
 batch_source.py        the interface of sources; python_source.py: of those made by Python
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
+tf_data_service.py, service_source.py   pipelines that a tf.data service computes
 prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
 data_arguments.py      what `Model.fit` accepts as data
 data_agreement.py, data_digests.py   whether ranks have the same data
@@ -18,20 +19,25 @@ resume_position.py     where a resumed run continues
 
 from __future__ import annotations
 
+from ktrainer.config.data_service_file import TfDataServiceConfig
 from ktrainer.data.feed import Feed, require_end
 from ktrainer.data.feed_factory import make_feed
 from ktrainer.data.local_batch import LocalBatch, bounds
 from ktrainer.data.resume_position import data_fingerprint, restore_position
 from ktrainer.data.shuffling import ShuffleOrder, order_of
+from ktrainer.data.tf_data_service import data_service, send_to_data_service
 
 __all__ = [
     "Feed",
     "LocalBatch",
     "ShuffleOrder",
+    "TfDataServiceConfig",
     "bounds",
     "data_fingerprint",
+    "data_service",
     "make_feed",
     "order_of",
     "require_end",
     "restore_position",
+    "send_to_data_service",
 ]

@@ -49,9 +49,12 @@ def shard_dataset(
         dataset = _auto_shard(dataset, world, _Policy.FILE if by == "file" else _Policy.HINT)
     else:
         dataset = dataset.shard(world.replicas, world.replica)
-    if rebatch and world.replicas > 1:
-        return dataset.flat_map(lambda *parts: _parts(parts, dataset, world.replicas))
-    return dataset
+    return split_batches(dataset, world.replicas) if rebatch and world.replicas > 1 else dataset
+
+
+def split_batches(dataset: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+    """Each batch as so many smaller ones, none empty, with the same rows in the same order."""
+    return dataset.flat_map(lambda *batch: _parts(batch, dataset, parts))
 
 
 def hinted(dataset: tf.data.Dataset) -> bool:

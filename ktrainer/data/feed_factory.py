@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
+from ktrainer.config.data_service_file import TfDataServiceConfig
 from ktrainer.data.array_feed import ArrayFeed
 from ktrainer.data.batch_source import Source
 from ktrainer.data.data_agreement import call_on_all_ranks
@@ -19,7 +20,9 @@ from ktrainer.data.generator_source import GeneratorSource, LoaderSource
 from ktrainer.data.per_replica_feed import PerReplicaFeed
 from ktrainer.data.pydataset_source import PyDatasetSource
 from ktrainer.data.replicated_feed import ReplicatedFeed
+from ktrainer.data.service_source import ServiceSource
 from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.data.tf_data_service import require_sendable
 from ktrainer.distributed.world import World
 from ktrainer.errors import ConfigError, DataError
 
@@ -121,6 +124,14 @@ class _Settings(NamedTuple):
         """True if there are several replicas, which train on different rows."""
         return self.world.replicas > 1
 
+    @property
+    def service(self) -> TfDataServiceConfig | None:
+        """The tf.data service that computes training data, if one does: waits for its file."""
+        service = self.config.service
+        if service.config is None or not self.training:
+            return None
+        return TfDataServiceConfig.read(service.config, True, service.deadline)
+
     def feed_maker(
         self, source: Source, per_replica: bool, facts: dict[str, str] | None = None
     ) -> Callable[[], Feed]:
@@ -145,6 +156,13 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
         data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
     if isinstance(data, tf.data.Dataset):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
+    if settings.training and settings.config.service.config is not None:
+        raise ConfigError(
+            f"a tf.data service computes tf.data pipelines, not {kind}: pass a tf.data.Dataset, or "
+            "set data.service.config=null",
+            path="data.service.config",
+            value=settings.config.service.config,
+        )
     if kind == "arrays":
         feed = _from_arrays(data, settings)
         return _Ready(kind, lambda: feed)
@@ -175,14 +193,47 @@ def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[],
     if sharded or cut:
         rebatch = config.batch == "global"
         dataset = shard_dataset(dataset, world=world, by=config.shard, rebatch=rebatch)
-    source = DatasetSource(
-        dataset,
-        world=world,
-        sliced=not per_replica,
-        class_weight=settings.class_weight,
-        prefetch=config.prefetch,
-    )
-    return settings.feed_maker(source, per_replica, facts)
+    shares: dict[str, Any] = {
+        "world": world,
+        "sliced": not per_replica,
+        "class_weight": settings.class_weight,
+        "prefetch": config.prefetch,
+    }
+    if (service := settings.service) is not None:
+        return _from_service(dataset, settings, shares, service)
+    return settings.feed_maker(DatasetSource(dataset, **shares), per_replica, facts)
+
+
+def _from_service(
+    dataset: tf.data.Dataset,
+    settings: _Settings,
+    shares: dict[str, Any],
+    service: TfDataServiceConfig,
+) -> Callable[[], Feed]:
+    """The feed of a pipeline that a tf.data service computes; its making agrees on the jobs."""
+    round_robin = settings.config.service.round_robin
+    require_sendable(dataset)
+    if settings.config.shard != "batch" and service.dispatchers < settings.world.size:
+        raise ConfigError(
+            "gives each rank a pipeline of its own, but the tf.data service has one dispatcher, "
+            "which computes one pipeline for all: set data.shard=batch, or start it with "
+            f"--dispatchers {settings.world.size}",
+            path="data.shard",
+            value=settings.config.shard,
+        )
+    uneven = settings.several and (not shares["sliced"] or not round_robin)
+
+    def make() -> Feed:
+        source = ServiceSource(
+            dataset,
+            service=service,
+            round_robin=round_robin,
+            deadline=settings.config.service.deadline,
+            **shares,
+        )
+        return settings.feed_maker(source, uneven)()
+
+    return make
 
 
 _SOURCES: dict[str, Callable[..., Source]] = {

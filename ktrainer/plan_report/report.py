@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktrainer.backends.pipeline.schedules.actions import Schedule
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
-from ktrainer.config import Config, PipelineConfig
+from ktrainer.config import Config, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.plan.run_plan import Plan, make_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, plan_request, pretend
@@ -245,7 +246,7 @@ def _inputs(context: RunContext, data: Any) -> tuple[Any, int | None]:
     feed = make_feed(
         data,
         world=context.world,
-        config=data_config(context.config),
+        config=replace(data_config(context.config), service=DataServiceConfig()),
         training=True,
         order=ShuffleOrder(),
         check=False,

@@ -1,0 +1,345 @@
+"""A tf.data pipeline that the workers of a tf.data service compute, as a source.
+
+How ranks share one service, by `data.service.round_robin` and the number of dispatchers:
+
+| | one dispatcher | one for each rank |
+|---|---|---|
+| true | slices of the same global batches, read in turns | each has its own pipeline |
+| false | whoever asks first gets the next slice | refused |
+
+With `true` a dispatcher has one worker, the order is that of the pipeline, and each element carries
+its number: a worker that was started again begins the epoch again, and what is known is dropped.
+With `false` workers share the elements (TensorFlow's dynamic sharding).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
+from ktrainer.data.dataset_iterator import elements
+from ktrainer.data.dataset_shards import split_batches
+from ktrainer.data.dataset_source import DatasetSource, shuffles
+from ktrainer.data.tf_data_service import distribute, is_reachable, require_sendable
+from ktrainer.distributed.world import World
+from ktrainer.errors import CheckpointError, ConfigError, DataError, WorldError
+
+_STARTS = 20  # of a worker within one pass
+_POLL = 1.0  # seconds between two looks at a service that sends nothing
+
+
+class Share(NamedTuple):
+    """What this rank reads of the service.
+
+    Attributes:
+        address: its dispatcher.
+        job: names the jobs that ranks share; other ranks of one replica have jobs of their own.
+        consumer: its number among those that take turns; None: it has a dispatcher of its own, or
+            reads first come first served.
+    """
+
+    address: str
+    job: str
+    consumer: tuple[int, int] | None
+
+
+class ServiceSource(DatasetSource):
+    """The batches of a `tf.data.Dataset`, computed by a tf.data service.
+
+    Args:
+        dataset: of batches, as `DatasetSource` takes it.
+        service: the service.
+        round_robin: in the order of the pipeline, instead of first come first served.
+        deadline: seconds without an element from a service that does not answer.
+        others: as for `DatasetSource`.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        *,
+        service: TfDataServiceConfig,
+        round_robin: bool,
+        deadline: float,
+        world: World,
+        sliced: bool,
+        class_weight: Mapping[int, float] | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if not round_robin and sliced and world.replicas > 1:
+            dataset, sliced = split_batches(dataset, world.replicas), False
+        self._round_robin, self._deadline, self._service = round_robin, deadline, service
+        super().__init__(
+            dataset, world=world, sliced=sliced, class_weight=class_weight, prefetch=prefetch
+        )
+        require_sendable(self._dataset)
+        self._share = _share(service, world, round_robin)
+        self._turns = self._share.consumer is not None
+        if self._turns and self.num_batches is None:
+            raise DataError(
+                "data.service: ranks that take turns must know the number of batches, which this "
+                "tf.data pipeline does not. End it with .apply(tf.data.experimental."
+                "assert_cardinality(batches)), without .repeat(), or set "
+                "data.service.round_robin=false"
+            )
+        if self.endless:
+            raise DataError(
+                "data.service sends the pipeline of one epoch: leave .repeat() out, and set "
+                "trainer.epochs"
+            )
+        if not round_robin and world.size > 1:
+            self.num_batches, self.openings = None, 1
+        if self._turns and not sliced and self.num_batches is not None:
+            replica, replicas = world.replica, world.replicas
+            self.num_batches = len(range(replica, self.num_batches, replicas))
+        self._passes = 0
+        self._reader: _Reader | None = None
+
+    def state(self) -> bytes | None:
+        return None  # the position is the number of batches
+
+    def _open_at_epoch(self, epoch: int, skip: int) -> None:
+        if skip and not self._round_robin:
+            raise CheckpointError(
+                f"epoch {epoch + 1} cannot continue after batch {skip}: first come first served "
+                "leaves no record of which examples were read. Resume from a checkpoint at the end "
+                "of an epoch (checkpoint.every=1ep), or set data.service.round_robin=true"
+            )
+        self._close_reader()
+        self._passes += 1
+        first, step = self._share.consumer or (0, 1)
+        lost = self._read_config().lost_workers
+        dataset = self._sent(epoch, skip)
+        self._reader = _Reader(dataset, self._share.address, self._deadline, self._service.path)
+        if self._round_robin:
+            left = None if self.num_batches is None else self.num_batches - skip
+            self._values = _in_order(self._reader, first, step, left)
+        else:
+            self._values = self._each_once(self._reader, lost)
+        self._iterator = self._reader
+
+    def _open_up_to(self, openings: int) -> None:
+        """Nothing draws from the shuffles of this process."""
+
+    def _sent(self, epoch: int, skip: int) -> tf.data.Dataset:
+        """The pipeline of an epoch, on the service's side up to `distribute`."""
+        dataset = self._dataset
+        if epoch and self._round_robin and shuffles(dataset):
+            dataset = _after_openings(dataset, self.openings * epoch)
+        if self._turns and not self._cut:
+            skip *= self._share.consumer[1]  # type: ignore[index]
+        dataset = dataset.skip(skip) if skip else dataset
+        share, job = self._share, f"{self._share.job}-{self._passes}"
+        if self._turns and self._cut:
+            replicas = self._replicas
+            dataset = dataset.flat_map(
+                lambda *parts: tf.data.Dataset.range(replicas).map(
+                    lambda replica: self._slice_of(replica, *parts)
+                )
+            )
+        elif self._cut:
+            dataset = dataset.map(self._slice)
+        if not self._round_robin:
+            mode = tf.data.experimental.service.ShardingPolicy.DYNAMIC
+            return distribute(dataset, share.address, mode, job=job)
+        dataset = dataset.enumerate()
+        dataset = dataset.repeat() if self._turns else dataset
+        off = tf.data.experimental.service.ShardingPolicy.OFF
+        return distribute(dataset, share.address, off, job=job, consumer=share.consumer)
+
+    def _slice_of(self, replica: tf.Tensor, *parts: Any) -> Any:
+        own, self._replica = self._replica, replica
+        try:
+            return self._slice(*parts)
+        finally:
+            self._replica = own
+
+    def _each_once(self, reader: _Reader, lost: int) -> Iterator[Any]:
+        """The elements that this rank gets; TensorFlow leaves out those of a failed worker."""
+        while (element := reader.next()) is not None:
+            yield element
+        if self._read_config().lost_workers != lost:
+            raise WorldError(
+                "a worker of the tf.data service failed in this epoch, and the examples that it "
+                "held were not trained on: first come first served cannot tell which. Resume from "
+                "the checkpoint of the epoch before, or use data.service.round_robin=true, which "
+                "loses none"
+            )
+
+    def _read_config(self) -> TfDataServiceConfig:
+        return TfDataServiceConfig.read(self._service.path)
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = self._iterator = None
+            self._values = iter(())
+
+    def close(self) -> None:
+        self._close_reader()
+        super().close()
+
+
+def _share(service: TfDataServiceConfig, world: World, round_robin: bool) -> Share:
+    """This rank's part.
+
+    Raises:
+        ConfigError: numbers of ranks, dispatchers and workers that do not fit together.
+    """
+    check_size(service, world.size)
+    if service.dispatcher_side != "compute":
+        raise ConfigError(
+            "data.service needs dispatchers on the compute side: start `ktrainer data-service` "
+            "without --dispatcher-side training, which is for scripts that call "
+            "ktrainer.data.data_service",
+            path="data.service.config",
+        )
+    workers, several = service.workers_per_dispatcher, service.dispatchers > 1
+    if round_robin and workers > 1:
+        total = workers * service.dispatchers
+        raise ConfigError(
+            f"true needs one worker for each dispatcher, but {total} workers / "
+            f"{service.dispatchers} dispatchers = {workers}: the order in which several workers "
+            "finish is not that of the pipeline. Start the service with "
+            f"-n {world.size} --dispatchers {world.size}, or with -n 1, or set "
+            "data.service.round_robin=false, which reads each example once an epoch in an order "
+            "that differs from run to run",
+            path="data.service.round_robin",
+            value=True,
+        )
+    if not round_robin and (several or world.replicas < world.size):
+        reason = (
+            f"has {service.dispatchers} dispatchers: restart it with --dispatchers 1"
+            if several
+            else "serves ranks that hold one replica together, which must read the same batches"
+        )
+        raise ConfigError(
+            "false shares the elements of one dispatcher among all ranks, but the service "
+            f"{reason}, or set data.service.round_robin=true",
+            path="data.service.round_robin",
+            value=False,
+        )
+    turns = round_robin and not several and world.replicas > 1
+    copy = world.rank if several else [*_replicas(world)[: world.rank]].count(world.replica)
+    consumer = (world.replica, world.replicas) if turns else None
+    token = world.broadcast(
+        f"{service.token}-{time.time_ns():x}", 0, "name the jobs of the service"
+    )
+    return Share(service.addresses[world.rank if several else 0], f"{token}-{copy}", consumer)
+
+
+def _replicas(world: World) -> list[int]:
+    return world.allgather(world.replica, "share the tf.data service")
+
+
+def _after_openings(dataset: tf.data.Dataset, openings: int) -> tf.data.Dataset:
+    """`dataset` as its iterator after `openings` others: each draws a seed from its shuffles."""
+
+    def opened(number: tf.Tensor) -> tf.data.Dataset:
+        last = number == openings
+        # A shuffle draws its seed when its first element is asked for.
+        count = tf.where(last, tf.constant(-1, tf.int64), tf.constant(1, tf.int64))
+        return dataset.take(count).filter(lambda *parts: last)
+
+    return tf.data.Dataset.range(openings + 1).flat_map(opened)
+
+
+def _in_order(reader: _Reader, first: int, step: int, left: int | None) -> Iterator[Any]:
+    """The elements `first`, `first + step`, ... without their numbers.
+
+    Args:
+        left: how many; None: until the end.
+    """
+    wanted, previous, starts = first, -1, 0
+    while left is None or wanted < first + step * left:
+        element = reader.next()
+        if element is None:
+            if left is not None:
+                raise WorldError(f"the tf.data service ended its job before batch {wanted // step}")
+            return
+        number, value = int(element[0]), element[1]
+        starts += number <= previous
+        previous = number
+        if number > wanted or starts > _STARTS:
+            what = f"sent element {number} instead of {wanted}"
+            what = what if number > wanted else f"began the epoch {starts} times"
+            raise WorldError(
+                f"the tf.data service {what}: its workers fail, or the pipeline has fewer batches "
+                "than its cardinality says. Read the output of `ktrainer data-service`"
+            )
+        if number == wanted:
+            wanted += step
+            yield value
+
+
+class _Reader:
+    """Elements of a job, taken in a thread, so that a service that is gone ends in an error.
+
+    Args:
+        dataset: of the service.
+        address: of its dispatcher.
+        deadline: seconds without an element before the service is given up, if it does not answer.
+        path: its file, which it removes when it ends.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, address: str, deadline: float, path: str) -> None:
+        self._address, self._deadline, self._path = address, deadline, path
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, args=(dataset,), name="ktrainer-feed-service", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, dataset: tf.data.Dataset) -> None:
+        try:
+            _, values = elements(dataset)
+            self._answers.put(None)
+            while self._asked.get():
+                self._answers.put((next(values, None), None))
+        except Exception as error:
+            self._answers.put((None, error))
+
+    def next(self) -> Any:
+        """The next element; None at the end.
+
+        Raises:
+            WorldError: the service has ended, or does not answer within the deadline.
+        """
+        self._asked.put(True)
+        silent = 0.0
+        while True:
+            try:
+                answer = self._answers.get(timeout=_POLL)
+            except queue.Empty:
+                silent = 0.0 if is_reachable(self._address, _POLL) else silent + _POLL
+                if silent >= self._deadline:
+                    raise self._gone(f"has not answered for {self._deadline:g} s") from None
+                continue
+            if answer is None:  # opened
+                continue
+            element, error = answer
+            if error is None:
+                return element
+            if isinstance(error, (tf.errors.UnavailableError, tf.errors.CancelledError)):
+                raise self._gone("closed the connection") from error
+            raise error
+
+    def _gone(self, what: str) -> WorldError:
+        return WorldError(
+            f"the dispatcher of the tf.data service at {self._address} {what}. See the output of "
+            f"`ktrainer data-service --config {self._path}`; start it again and resume. With "
+            "--work-dir DIR its dispatchers are started again by themselves, and readers wait up "
+            "to data.service.deadline seconds for them"
+        )
+
+    def close(self) -> None:
+        """Stop the thread; one that waits for a lost service is left to itself."""
+        self._asked.put(False)
+        self._thread.join(_POLL)

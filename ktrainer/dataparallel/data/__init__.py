@@ -1,0 +1,1 @@
+"""The names of `horovod.tensorflow.data`: `ktrainer.dataparallel.data.compute_service`."""

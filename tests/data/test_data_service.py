@@ -1,0 +1,314 @@
+"""The tf.data service: the batches of a run without it, also through failures of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import distributed
+from ktrainer.cli import spark_data_service
+from ktrainer.config import DataConfig, DataServiceConfig, load_config
+from ktrainer.config.data_service_file import TfDataServiceConfig, check_size, check_workers
+from ktrainer.data import data_service, make_feed, send_to_data_service
+from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.service_source import ServiceSource
+from ktrainer.distributed import SingleWorld
+from ktrainer.errors import ConfigError, DataError, DeadlineExceeded, SetupError, WorldError
+from tests.data.services import Service, service
+from tests.dist.harness import Ranks
+
+Group = Callable[..., Ranks]
+ROWS = 53
+
+
+def shuffled() -> tf.data.Dataset:
+    """Seven batches, the last of which is smaller, in another order in each epoch."""
+    tf.random.set_seed(3)
+    x = np.arange(ROWS, dtype=np.float64)
+    return tf.data.Dataset.from_tensor_slices((x, -x)).shuffle(20, seed=5).batch(8)
+
+
+def wide(batches: int) -> tf.data.Dataset:
+    """Batches that are too large for all of them to be sent ahead."""
+    return tf.data.Dataset.range(4 * batches).map(lambda i: tf.fill([3000], i)).batch(4)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(tmp_path_factory.mktemp("service"), "-n", "1", "--threads", "1") as started:
+        yield started
+
+
+def source(path: Path, dataset: tf.data.Dataset, **changes: Any) -> ServiceSource:
+    settings: dict[str, Any] = {"round_robin": True, "deadline": 5.0, "sliced": True}
+    found = TfDataServiceConfig.read(path)
+    return ServiceSource(dataset, service=found, world=SingleWorld(), **{**settings, **changes})
+
+
+def numbers(pieces: Iterator[Any]) -> list[list[float]]:
+    return [np.ravel(tf.nest.flatten(piece.batch)[0])[::1].tolist() for piece in pieces]
+
+
+def firsts(pieces: Iterator[Any]) -> list[int]:
+    return [int(piece.batch[0, 0]) for piece in pieces]
+
+
+def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
+    local = DatasetSource(shuffled(), world=SingleWorld(), sliced=True)
+    with closing(source(one.path, shuffled())) as remote:
+        for epoch in range(3):
+            assert numbers(remote.open(epoch, 0)) == numbers(local.open(epoch, 0))
+        assert numbers(remote.open(3, 3)) == numbers(local.open(3, 3))
+
+
+def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[list[float]]]:
+    """This rank's rows of each step of each epoch."""
+    feed = make_feed(shuffled(), world=distributed.current_world(), config=config, training=True)
+    with closing(feed):
+        return [
+            [np.asarray(step.batch[0])[: step.examples].tolist() for step in feed.read(epoch, skip)]
+            for epoch in range(epochs)
+        ]
+
+
+def batches_without(epochs: int = 2) -> list[list[list[float]]]:
+    feed = make_feed(shuffled(), world=SingleWorld(), config=DataConfig(), training=True)
+    with closing(feed):
+        return [[list(map(float, s.batch[0])) for s in feed.read(e)] for e in range(epochs)]
+
+
+def joined(parts: list[list[list[list[float]]]]) -> list[list[list[float]]]:
+    """The ranks' rows of each step, in the order of ranks."""
+    return [
+        [[*chain(*step)] for step in zip(*epoch, strict=True)] for epoch in zip(*parts, strict=True)
+    ]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_in_turns_train_on_the_batches_of_one_process(one, ranks: Group, size):
+    config = DataConfig(service=DataServiceConfig(str(one.path)))
+    expected = batches_without()
+    assert joined(ranks(size).run(feed_of, config)) == expected
+    # Two equal runs, and a resume in mid-epoch.
+    assert joined(ranks(size).run(feed_of, config)) == expected
+    assert joined(ranks(size).run(feed_of, config, 1, skip=3)) == [expected[0][3:]]
+
+
+def test_a_pipeline_that_calls_python_is_refused(one):
+    def rows() -> Iterator[int]:
+        yield from range(3)
+
+    made = tf.data.Dataset.from_generator(rows, output_signature=tf.TensorSpec([], tf.int64))
+    mapped = tf.data.Dataset.range(3).map(lambda i: tf.py_function(int, [i], tf.int64))
+    found = TfDataServiceConfig.read(one.path)
+    for dataset in (made, mapped):
+        with pytest.raises(DataError, match="exist in this process only"):
+            send_to_data_service(dataset, found, 0, 1)
+    config = DataConfig(service=DataServiceConfig(str(one.path)))
+    with pytest.raises(DataError, match="exist in this process only"):
+        make_feed(made.batch(2), world=SingleWorld(), config=config, training=True)
+    with pytest.raises(ConfigError, match=r"not arrays: pass a tf\.data\.Dataset"):
+        make_feed(np.zeros((4, 1)), world=SingleWorld(), config=config, training=True)
+
+
+def test_scripts_send_datasets(one):
+    found = TfDataServiceConfig.read(one.path)
+    sent = send_to_data_service(tf.data.Dataset.range(10).map(lambda x: 2 * x), found, 0, 1)
+    assert sorted(int(x) for x in sent) == list(range(0, 20, 2))
+    with pytest.raises(DataError, match=r"send dataset\.repeat\(\)"):
+        send_to_data_service(sent, found, 0, 1, reuse_dataset=True, round_robin=True)
+    with pytest.raises(ConfigError, match="add reuse_dataset=True"):
+        send_to_data_service(sent, found, 0, 1, round_robin=True)
+    with data_service(found, 0) as address:
+        assert address == f"grpc://{found.addresses[0]}"
+
+
+def test_horovods_names(one):
+    from ktrainer.dataparallel.data.compute_service import TfDataServiceConfig as Theirs
+
+    found = Theirs.read(one.path, wait_for_file_creation=True)
+    sent = tf.data.Dataset.range(6).send_to_data_service(found, 0, 1)
+    assert sorted(int(x) for x in sent) == list(range(6))
+
+
+def test_a_worker_that_fails_in_mid_epoch_loses_nothing(one):
+    with closing(source(one.path, wide(300))) as remote:
+        pieces = remote.open(0, 0)
+        before = firsts(next(pieces) for _ in range(40))
+        one.kill("worker")
+        assert before + firsts(pieces) == list(range(0, 1200, 4))
+
+
+def test_numbers_that_do_not_fit(tmp_path):
+    with pytest.raises(ConfigError, match=r"5 / 2 = 2\.5 workers each.*-n 4 or -n 6"):
+        check_workers(5, 2)
+    with pytest.raises(ConfigError, match="3 training processes and 2 dispatchers"):
+        check_size(TfDataServiceConfig(2, 1), 3)
+    path = tmp_path / "service.json"
+    TfDataServiceConfig(1, 4, addresses=("127.0.0.1:1",)).write(path)
+    with pytest.raises(ConfigError, match=r"4 workers / 1 dispatchers = 4"):
+        source(path, shuffled())
+    TfDataServiceConfig(1, 1, "training").write(path)
+    with pytest.raises(ConfigError, match="without --dispatcher-side training"):
+        source(path, shuffled())
+
+
+def test_the_file_is_waited_for(tmp_path):
+    path = tmp_path / "service.json"
+    with pytest.raises(SetupError, match="Start one with `ktrainer data-service"):
+        TfDataServiceConfig.read(path)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for the file"):
+        TfDataServiceConfig.read(path, wait_for_file_creation=True, timeout=0.2)
+    path.write_text("[]")
+    with pytest.raises(SetupError, match="is not a file that"):
+        TfDataServiceConfig.read(path)
+    written = TfDataServiceConfig(2, 3, addresses=("a:1", "b:2"), token="t", timeout=5.0)
+    written.write(path)
+    assert (
+        TfDataServiceConfig.read(path).to_dict()
+        == written.to_dict()
+        == json.loads(path.read_text())
+    )
+
+
+def test_healing_is_refused():
+    words = {"backend": {"name": "data_parallel", "engine": "mpi"}, "world": {"heal": True}}
+    with pytest.raises(ConfigError, match=r"contradicts data\.service\.config"):
+        load_config({**words, "data": {"service": {"config": "service.json"}}})
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "ktrainer.cli.main", "data-service", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_refuses_what_cannot_work(tmp_path):
+    told = command("-n", "3", "--dispatchers", "2", "--config", str(tmp_path / "a.json"))
+    assert (told.returncode, "3 / 2 = 1.5" in told.stderr) == (2, True)
+    told = command("--config", str(tmp_path / "none" / "a.json"))
+    assert (told.returncode, "there is no folder" in told.stderr) == (2, True)
+
+
+@pytest.mark.exhaustive
+def test_a_dispatcher_for_each_rank(tmp_path, ranks: Group):
+    with service(tmp_path, "-n", "2", "--dispatchers", "2", "--threads", "1") as started:
+        config = DataConfig(service=DataServiceConfig(str(started.path)))
+        assert joined(ranks(2).run(feed_of, config)) == batches_without()
+        own = DataConfig(shard="element", service=DataServiceConfig(str(started.path)))
+        parts = ranks(2).run(feed_of, own)
+        assert sorted(chain(*chain(*(part[1] for part in parts)))) == list(range(ROWS))
+    assert started.process.returncode == 0
+    assert not started.path.exists()
+
+
+@pytest.mark.exhaustive
+def test_first_come_first_served_reads_each_example_once(tmp_path, ranks: Group):
+    with service(tmp_path, "-n", "2", "--threads", "1") as started:
+        config = DataConfig(service=DataServiceConfig(str(started.path), round_robin=False))
+        parts = ranks(2).run(feed_of, config)
+        for epoch in range(2):
+            assert sorted(chain(*chain(*(part[epoch] for part in parts)))) == list(range(ROWS))
+        with closing(source(started.path, wide(400), round_robin=False)) as remote:
+            pieces = remote.open(0, 0)
+            next(pieces)
+            started.kill("worker")
+            with pytest.raises(WorldError, match="not trained on"):
+                list(pieces)
+
+
+@pytest.mark.exhaustive
+def test_the_dispatchers_end_is_an_error_and_with_a_journal_none(tmp_path):
+    journal = tmp_path / "journal"
+    with (
+        service(tmp_path, "--work-dir", str(journal), "--threads", "1") as started,
+        closing(source(started.path, wide(300), deadline=60.0)) as remote,
+    ):
+        pieces = remote.open(0, 0)
+        before = firsts(next(pieces) for _ in range(40))
+        started.kill("dispatcher")
+        assert before + firsts(pieces) == list(range(0, 1200, 4))
+    ending = """
+import sys
+from tests.data.test_data_service import *
+remote = source(sys.argv[1], wide(3000))
+pieces = remote.open(0, 0)
+next(pieces)
+import psutil
+psutil.Process(int(sys.argv[2])).kill()
+list(pieces)
+"""
+    with service(tmp_path, "--threads", "1") as started:
+        dispatcher = started.servers("dispatcher")[0].pid
+        ended = subprocess.run(
+            [sys.executable, "-c", ending, str(started.path), str(dispatcher)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert started.process.wait(20) == 128 + 9
+    assert "WorldError: the dispatcher of the tf.data service at" in ended.stderr
+    assert "dispatcher 0 was ended by signal 9" in started.output
+
+
+@pytest.mark.exhaustive
+def test_workers_are_tasks_of_a_spark_job(tmp_path):
+    pytest.importorskip("pyspark", reason="PySpark is not installed: pip install 'ktrainer[spark]'")
+    if shutil.which("java") is None:
+        pytest.skip("there is no Java runtime: apt-get install default-jre-headless")
+    script = Path(spark_data_service.__file__)
+    words = ["--config", str(tmp_path / "service.json"), "--threads", "1"]
+    submit = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]"]
+    with Service.submitted(tmp_path / "service.json", [*submit, str(script), *words]) as started:
+        started.wait()
+        found = TfDataServiceConfig.read(started.path)
+        assert (found.dispatchers, found.workers_per_dispatcher) == (1, 2)
+        sent = send_to_data_service(tf.data.Dataset.range(100), found, 0, 1)
+        assert sorted(int(x) for x in sent) == list(range(100))
+        started.process.terminate()
+        started.process.wait(30)
+        end = time.monotonic() + 15
+        while started.path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+    assert not started.path.exists()
+
+
+@pytest.mark.exhaustive
+def test_dispatchers_in_the_training_processes(tmp_path):
+    words = ("-n", "1", "--dispatcher-side", "training", "--threads", "1")
+    training = """
+import sys
+import tensorflow as tf
+from ktrainer.data import TfDataServiceConfig, data_service
+
+config = TfDataServiceConfig.read(sys.argv[1])
+for times in (2, 3):  # the workers follow a second dispatcher too
+    with data_service(config, 0) as address:
+        data = tf.data.Dataset.range(50).map(lambda x: x * times)
+        distribute = tf.data.experimental.service.distribute("distributed_epoch", address)
+        print(sum(int(x) for x in data.apply(distribute)))
+"""
+    with service(tmp_path, *words) as started:
+        ended = subprocess.run(
+            [sys.executable, "-c", training, str(started.path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert ended.stdout.split() == ["2450", "3675"], ended.stderr
