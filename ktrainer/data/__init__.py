@@ -2,7 +2,8 @@
 
 feed_factory.py        `make_feed`: chooses a feed for the data and the configuration
 feed.py                the interface of all feeds; local_batch.py: what they give
-array_feed.py          arrays in memory
+indexed_feed.py        rows by index; array_rows.py, example_rows.py: of arrays; of other data
+examples.py            random-access data sets: torch, Hugging Face, Grain, ArrayRecord
 source_feed.py         batches of a source:
 replicated_feed.py     - that every rank runs in full, each taking its slice
 per_replica_feed.py    - that differ from replica to replica
@@ -18,6 +19,7 @@ resume_position.py     where a resumed run continues
 
 from __future__ import annotations
 
+from ktrainer.data.examples import Examples
 from ktrainer.data.feed import Feed, require_end
 from ktrainer.data.feed_factory import make_feed
 from ktrainer.data.local_batch import LocalBatch, bounds
@@ -25,6 +27,7 @@ from ktrainer.data.resume_position import data_fingerprint, restore_position
 from ktrainer.data.shuffling import ShuffleOrder, order_of
 
 __all__ = [
+    "Examples",
     "Feed",
     "LocalBatch",
     "ShuffleOrder",

@@ -138,6 +138,11 @@ class Feed(ABC):
         """
         return None
 
+    @property
+    def state_is_common(self) -> bool:
+        """Whether `state` is the same on all ranks, and fits any number of them."""
+        return False
+
     def state(self, inside_epoch: bool) -> bytes | None:
         """The resume position of this rank, if it is more than the number of batches taken: with
         the contents of a tf.data pipeline's shuffle buffers.

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-from ktrainer.data.array_feed import ArrayFeed
+from ktrainer.data.array_rows import ArrayRows
 from ktrainer.data.batch_source import Source
 from ktrainer.data.data_agreement import call_on_all_ranks
 from ktrainer.data.data_arguments import kind_of, unpack_arrays
 from ktrainer.data.dataset_shards import first_batch_facts, hinted, shard_dataset
 from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.example_rows import ExampleRows
 from ktrainer.data.feed import Feed
 from ktrainer.data.generator_source import GeneratorSource, LoaderSource
+from ktrainer.data.indexed_feed import IndexedFeed
 from ktrainer.data.per_replica_feed import PerReplicaFeed
 from ktrainer.data.pydataset_source import PyDatasetSource
 from ktrainer.data.replicated_feed import ReplicatedFeed
@@ -44,7 +46,7 @@ def make_feed(
 
     | data | `data.batch: global` | `data.batch: per_worker` |
     |---|---|---|
-    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a replica |
+    | arrays, random access | a step is `batch_size` rows | `batch_size` rows a replica |
     | tf.data, PyDataset, generator | every rank runs it, takes its slice | the replica's own |
 
     A rank is a replica, unless several hold one copy of the model together (`World.replica`): those
@@ -52,23 +54,25 @@ def make_feed(
 
     `data.shard: element | file` shards a tf.data pipeline instead: see
     `ktrainer.data.dataset_shards`.
-    Only arrays are shuffled here, and only for training; without, the slices of a batch in the
-    order of ranks are the batch.
+    Arrays and random-access data are the same on every rank, which reads its own rows only.
+    They, and the batches of a PyDataset, are shuffled here, for training; without, the slices of a
+    batch in the order of ranks are the batch.
 
     Args:
         data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
             array or a nested structure of them (a list is several inputs);
-            keras.utils.PyDataset; a torch DataLoader; a generator, another iterable, or a
-            function that returns one (or a Dataset).
+            keras.utils.PyDataset; a torch DataLoader; random-access data, see
+            `ktrainer.data.Examples`; a generator, another iterable, or a function that returns one
+            (or a Dataset).
         world: all ranks.
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams continue from epoch to epoch, honour
             `data.drop_remainder`.
-        order: of arrays and PyDatasets, for training.
+        order: of arrays, random-access data and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
         batches_per_epoch: after so many the next epoch continues; instead of `limit`.
-        batch_size: instead of `config.batch_size`; arrays only.
+        batch_size: instead of `config.batch_size`; arrays and random-access data only.
         check: compare what ranks see in every epoch, where they must see the same.
 
     Raises:
@@ -145,8 +149,8 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
         data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
     if isinstance(data, tf.data.Dataset):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
-    if kind == "arrays":
-        feed = _from_arrays(data, settings)
+    if kind in ("arrays", "random access"):
+        feed = _from_rows(data, kind, settings)
         return _Ready(kind, lambda: feed)
     return _Ready(kind, _from_python(data, settings))
 
@@ -221,14 +225,16 @@ def _shuffled(feed: Feed, order: ShuffleOrder) -> Feed:
     return feed
 
 
-def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
+def _from_rows(data: Any, kind: str, settings: _Settings) -> IndexedFeed:
     config, training = settings.config, settings.training
     batch_size = settings.batch_size or config.batch_size
     if batch_size < 1:
         raise DataError(f"a batch needs at least one row, not {batch_size}")
     per_worker = config.batch == "per_worker"
-    return ArrayFeed(
-        unpack_arrays(data, settings.class_weight),
+    weights = settings.class_weight
+    rows = ArrayRows(unpack_arrays(data, weights)) if kind == "arrays" else None
+    return IndexedFeed(
+        rows or ExampleRows(data, weights),
         world=settings.world,
         global_batch=batch_size * (settings.world.replicas if per_worker else 1),
         shuffle=config.shuffle if training else False,
