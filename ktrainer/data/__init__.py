@@ -10,6 +10,7 @@ per_replica_feed.py    - that differ from replica to replica
 batch_source.py        the interface of sources; python_source.py: of those made by Python
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
+stage_times.py         the slowest stage of the input
 prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
 data_arguments.py      what `Model.fit` accepts as data
 data_agreement.py, data_digests.py   whether ranks have the same data
@@ -19,6 +20,7 @@ resume_position.py     where a resumed run continues
 
 from __future__ import annotations
 
+from ktrainer.data.dataset_shards import Files, rank_files
 from ktrainer.data.examples import Examples
 from ktrainer.data.feed import Feed, require_end
 from ktrainer.data.feed_factory import make_feed
@@ -29,12 +31,14 @@ from ktrainer.data.shuffling import ShuffleOrder, order_of
 __all__ = [
     "Examples",
     "Feed",
+    "Files",
     "LocalBatch",
     "ShuffleOrder",
     "bounds",
     "data_fingerprint",
     "make_feed",
     "order_of",
+    "rank_files",
     "require_end",
     "restore_position",
 ]

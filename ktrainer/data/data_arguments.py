@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
 
+from ktrainer.data.dataset_shards import Files
 from ktrainer.data.examples import is_random_access
 from ktrainer.errors import DataError
 
@@ -17,7 +18,7 @@ from ktrainer.errors import DataError
 def kind_of(data: Any) -> str:
     """`arrays`, `tf.data.Dataset`, `PyDataset`, `torch DataLoader`, `random access`, or
     `generator`."""
-    if isinstance(data, tf.data.Dataset):
+    if isinstance(data, (tf.data.Dataset, Files)):
         return "tf.data.Dataset"
     if isinstance(data, keras.utils.PyDataset):
         return "PyDataset"

@@ -18,6 +18,7 @@ from ktrainer.data.examples import Examples
 from ktrainer.data.indexed_feed import Rows
 from ktrainer.data.local_batch import leaf_names
 from ktrainer.data.shuffling import ShuffleOrder
+from ktrainer.data.stage_times import StageTimes
 from ktrainer.errors import DataError
 
 _UNLIKE = (
@@ -44,6 +45,9 @@ class ExampleRows(Rows):
         self._source = _in_numpy(self._examples.source)
         self._class_weight = class_weight
         self._pool: ThreadPoolExecutor | None = None
+        self._times, named = StageTimes(), self._examples.transform
+        kind = type(self._examples.source).__name__
+        self._name = f"{kind}[index]" + (f" and {_name(named)}" if named is not None else "")
         self.draws, self.count = self._examples.random, len(self._source)
         if not self.count:
             raise DataError("the data set has no examples; there is nothing to train on")
@@ -52,10 +56,19 @@ class ExampleRows(Rows):
 
     def take(self, where: slice | np.ndarray, order: ShuffleOrder, epoch: int) -> Any:
         rows = range(where.start, where.stop) if isinstance(where, slice) else where.tolist()
-        examples = [
-            self._example(row, item, order, epoch)
-            for row, item in zip(rows, self._items(rows, order, epoch), strict=True)
+        with self._times.timed(self._name):
+            examples = self._read(rows, order, epoch)
+        self._times.batches += 1
+        with self._times.timed("stacking examples"):
+            return self._stacked(examples, rows)
+
+    def _read(self, rows: Any, order: ShuffleOrder, epoch: int) -> list[Any]:
+        items = self._items(rows, order, epoch)
+        return [
+            self._example(row, item, order, epoch) for row, item in zip(rows, items, strict=True)
         ]
+
+    def _stacked(self, examples: list[Any], rows: Any) -> Any:
         try:
             batch = tf.nest.map_structure(lambda *leaves: _stack(leaves), *examples)
         except (TypeError, ValueError) as error:
@@ -63,6 +76,9 @@ class ExampleRows(Rows):
         if self._class_weight is not None:
             batch = _with_weights(batch, self._class_weight)
         return batch if self.spec is None else self._like_first(batch, rows)
+
+    def slow_stage(self) -> str | None:
+        return self._times.slowest()
 
     def is_slow(self, rows: int) -> bool:
         return True
@@ -124,6 +140,10 @@ class ExampleRows(Rows):
             f"examples {list(rows)[:8]} are {describe(spec_of(batch))}, but the first is "
             f"{describe(self.spec)}. {_UNLIKE}"
         )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _in_numpy(source: Any) -> Any:

@@ -159,6 +159,10 @@ class Feed(ABC):
     def resume_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need only `skip`
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
 
+    def slow_stage(self) -> str | None:
+        """The stage of this rank's input that takes most, and how long; None if it is unknown."""
+        return None
+
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
         """Keep the user's code from running in other threads inside the block; yields the reason

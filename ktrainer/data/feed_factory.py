@@ -12,7 +12,7 @@ from ktrainer.data.array_rows import ArrayRows
 from ktrainer.data.batch_source import Source
 from ktrainer.data.data_agreement import call_on_all_ranks
 from ktrainer.data.data_arguments import kind_of, unpack_arrays
-from ktrainer.data.dataset_shards import first_batch_facts, hinted, shard_dataset
+from ktrainer.data.dataset_shards import Files, first_batch_facts, hinted, shard_dataset
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.example_rows import ExampleRows
 from ktrainer.data.feed import Feed
@@ -62,8 +62,8 @@ def make_feed(
         data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
             array or a nested structure of them (a list is several inputs);
             keras.utils.PyDataset; a torch DataLoader; random-access data, see
-            `ktrainer.data.Examples`; a generator, another iterable, or a function that returns one
-            (or a Dataset).
+            `ktrainer.data.Examples`; `ktrainer.data.Files`; a generator, another iterable, or a
+            function that returns one (or a Dataset).
         world: all ranks.
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams continue from epoch to epoch, honour
@@ -146,8 +146,9 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
     make = _called(data, kind)
     if make is not None:
         made = make()
-        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
-    if isinstance(data, tf.data.Dataset):
+        name = getattr(data, "__qualname__", type(data).__name__)
+        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made, name)
+    if isinstance(data, (tf.data.Dataset, Files)):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
     if kind in ("arrays", "random access"):
         feed = _from_rows(data, kind, settings)
@@ -162,14 +163,27 @@ def _called(data: Any, kind: str) -> Callable[[], Any] | None:
     return data if callable(data) else lambda: iter(data)  # an iterable is as good as a function
 
 
-def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
-    """`make`, with the result that exists already at the first call."""
+def _with_first(make: Callable[[], Any], made: Any, name: str) -> Callable[[], Any]:
+    """`make` under the name of the user's data, with the result that exists already at the first
+    call."""
     results = itertools.chain([made], iter(make, object()))
-    return lambda: next(results)
+
+    def again() -> Any:
+        return next(results)
+
+    again.__qualname__ = name
+    return again
 
 
-def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[], Feed]:
+def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callable[[], Feed]:
     config, world = settings.config, settings.world
+    by: str | None = config.shard
+    if not isinstance(data, Files):
+        dataset = data
+    elif config.shard == "file":
+        by, dataset = None, data.dataset(world.replica, world.replicas)
+    else:
+        dataset = data.dataset()
     cut = config.shard == "element" and hinted(dataset)  # runs only once it is cut, even for one
     sharded = settings.several and config.shard != "batch"
     per_replica = sharded or (settings.several and config.batch == "per_worker")
@@ -178,7 +192,7 @@ def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[],
         facts = first_batch_facts(dataset)
     if sharded or cut:
         rebatch = config.batch == "global"
-        dataset = shard_dataset(dataset, world=world, by=config.shard, rebatch=rebatch)
+        dataset = shard_dataset(dataset, world=world, by=by, rebatch=rebatch)
     source = DatasetSource(
         dataset,
         world=world,

@@ -29,6 +29,7 @@ class GeneratorSource(PythonSource):
 
     def __init__(self, data: Any, **options: Any) -> None:
         super().__init__(**options)
+        self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make = data
@@ -78,6 +79,7 @@ class LoaderSource(GeneratorSource):
                 "(x, y, sample_weight)"
             )
         PythonSource.__init__(self, **options)
+        self._function = "the torch DataLoader"
         self.endless, self.reopens, self._begun = False, True, None
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)

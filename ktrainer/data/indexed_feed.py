@@ -42,6 +42,10 @@ class Rows(ABC):
     def fingerprint(self) -> dict[str, str]:
         """Properties of the rows that must be the same on every rank, by name."""
 
+    def slow_stage(self) -> str | None:
+        """The stage that takes most: see `Feed.slow_stage`."""
+        return None
+
     def close(self) -> None:  # noqa: B027 - arrays hold nothing that needs closing
         """Stop background work. May be called twice."""
 
@@ -120,6 +124,9 @@ class IndexedFeed(Feed):
             where = slice(first + start, first + stop)
             batch = take(where if order is None else order[where], drawn, epoch)
             yield LocalBatch(batch, examples, total)
+
+    def slow_stage(self) -> str | None:
+        return self._source.slow_stage()
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:

@@ -36,7 +36,7 @@ class PyDatasetSource(PythonSource):
 
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
         super().__init__(**options)
-        self.dataset = dataset
+        self.dataset, self._function = dataset, f"{type(dataset).__name__}.__getitem__"
         self.num_batches = dataset.num_batches
         self.endless = self.infinite = self.indexed = self.num_batches is None
         if self.num_batches == 0:
