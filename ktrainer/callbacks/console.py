@@ -33,6 +33,7 @@ from ktrainer.callbacks.throughput import Meter, Throughput
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration
 
+SHOWN_WAIT = 0.1  # share of the time from which on a wait for data is shown
 REFRESH_SECONDS = 0.1  # redrawing more often slows the steps, and is too fast to read
 
 
@@ -48,18 +49,20 @@ class _Progress(Reporter):
         self.meter = Meter()
         self.throughput: Throughput | None = None
         self._epochs: dict[int, dict[str, float]] = {}
+        self._hinted: str | None = None
         self._began_at = self._epoch_began = time.perf_counter()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._epochs = {}
         self._began_at = time.perf_counter()
-        self.meter.reset(self.progress)
+        self._hinted = None
+        self.meter.reset(self.progress, self.waited)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self._epoch_began = time.perf_counter()
-        self.meter.reset(self.progress)
+        self.meter.reset(self.progress, self.waited)
 
     @property
     def epochs(self) -> int | None:
@@ -88,6 +91,26 @@ class _Progress(Reporter):
         speed = rate_text(self.meter.of_epoch(self.progress, seconds))
         return f"{self.position(epoch)}  {metrics_text(logs)}  [{span_text(seconds)}, {speed}]"
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for data so far."""
+        return self.train_state.timers.get("data", 0.0)
+
+    def wait_text(self) -> str:
+        """`  data wait 3.1 ms/step (24%)`, of this rank, where that is worth showing."""
+        wait = self.meter.data_wait
+        if wait is None or wait[1] < SHOWN_WAIT:
+            return ""
+        return f"  data wait {wait[0] * 1e3:.3g} ms/step ({wait[1]:.0%})"
+
+    def new_hint(self) -> str | None:
+        """The hint at slow input, the first time that there is one."""
+        hint = None if self.throughput is None else self.throughput.hint
+        if hint == self._hinted:
+            return None
+        self._hinted = hint
+        return hint
+
     def final_report(self) -> str:
         """The text at the end of training."""
         seconds = time.perf_counter() - self._began_at
@@ -106,13 +129,13 @@ class PlainProgress(_Progress):
         self._print(headline(self.model, self.world, self.trainer, self.train_state.differences))
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
-        self.meter.update(self.progress)
+        self.meter.update(self.progress, self.waited)
         steps = f"/{self.steps_per_epoch}" if self.steps_per_epoch else ""
         eta = self.eta()
         left = f"  eta {span_text(eta)}" if eta is not None else ""
         self._print(
             f"{self.position()}  step {self.progress.batch}{steps}  {metrics_text(logs)}  "
-            f"{rate_text(self.meter.rates)}{left}"
+            f"{rate_text(self.meter.rates)}{left}{self.wait_text()}"
         )
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
@@ -123,6 +146,8 @@ class PlainProgress(_Progress):
         values = as_floats(logs)
         self._epochs[epoch] = values
         self._print(self.epoch_line(epoch, values))
+        if (hint := self.new_hint()) is not None:
+            self._print(hint)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print(self.final_report())
@@ -167,7 +192,7 @@ class RichProgress(_Progress):
         if self._live is not None and time.perf_counter() - self._drawn > REFRESH_SECONDS:
             if self.trainer is None:
                 self._metrics = as_floats(logs)
-            self.meter.update(self.progress)
+            self.meter.update(self.progress, self.waited)
             self._draw()
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
@@ -199,6 +224,8 @@ class RichProgress(_Progress):
         self._epochs[epoch] = values
         if self._live is not None:
             self._say(self.epoch_line(epoch, values))
+            if (hint := self.new_hint()) is not None:
+                self._say(hint)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._live is None:
@@ -248,7 +275,7 @@ class RichProgress(_Progress):
         for _ in parts:
             row.add_column(no_wrap=True)
         row.add_row(*parts)
-        below = metrics_text(self._metrics)
+        below = metrics_text(self._metrics) + self.wait_text()
         if self._validating is not None:
             below = f"validating: batch {self._validating}  {below}"
         return Group(row, Text(f"  {below}", no_wrap=True, overflow="ellipsis"))

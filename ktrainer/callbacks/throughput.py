@@ -41,38 +41,52 @@ class EpochSpeed:
     communication_wait: list[float]
 
 
+HINT_SECONDS = 1.0  # shorter waits in an epoch are not worth a hint
+
 Rates = tuple[float | None, ...]  # steps and examples per second
 
 
 class Meter:
-    """Steps and examples per second, over the last few seconds."""
+    """Steps and examples per second, and the wait for data, over the last few seconds."""
 
     WINDOW = 5.0  # seconds
 
     def __init__(self) -> None:
-        self._marks: list[tuple[float, int, int]] = []
+        self._marks: list[tuple[float, int, int, float]] = []
         self._last: Rates = (None, None)  # shown while there is nothing newer
         self._epoch: tuple[int, int] = (0, 0)
 
-    def reset(self, progress: Progress) -> None:
-        """Restart the window, to leave validation and compilation out of the rates."""
+    def reset(self, progress: Progress, waited: float = 0.0) -> None:
+        """Restart the window, to leave validation and compilation out of the rates.
+
+        Args:
+            waited: seconds that this rank has waited for data so far.
+        """
         self._last = self.rates
         self._epoch = (progress.step, progress.examples)
-        self._marks = [(time.perf_counter(), progress.step, progress.examples)]
+        self._marks = [(time.perf_counter(), progress.step, progress.examples, waited)]
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: Progress, waited: float = 0.0) -> None:
         """Read the clock after a step."""
         now = time.perf_counter()
-        self._marks.append((now, progress.step, progress.examples))
+        self._marks.append((now, progress.step, progress.examples, waited))
         while len(self._marks) > 2 and now - self._marks[1][0] > self.WINDOW:
             self._marks.pop(0)
+
+    @property
+    def data_wait(self) -> tuple[float, float] | None:
+        """Seconds that a step waits for data, and the share of the time; None when unknown."""
+        if len(self._marks) < 2:
+            return None
+        (t0, s0, _, w0), (t1, s1, _, w1) = self._marks[0], self._marks[-1]
+        return (w1 - w0) / max(1, s1 - s0), (w1 - w0) / max(t1 - t0, 1e-9)
 
     @property
     def rates(self) -> Rates:
         """(steps, examples) per second; None when unknown."""
         if len(self._marks) < 2:
             return self._last
-        (t0, s0, e0), (t1, s1, e1) = self._marks[0], self._marks[-1]
+        (t0, s0, e0, _), (t1, s1, e1, _) = self._marks[0], self._marks[-1]
         seconds = max(t1 - t0, 1e-9)
         return (s1 - s0) / seconds, ((e1 - e0) / seconds if e1 > e0 else None)
 
@@ -98,6 +112,8 @@ class Throughput(Callback):
 
     Attributes:
         epochs: an `EpochSpeed` per epoch, the same on every rank.
+        hint: the slow stage of the input, where a rank waits for data for at least 1 second in an
+            epoch and for more than `logging.data_wait` of it; of the first such epoch.
     """
 
     def __init__(self, write: bool = True, world: World | None = None) -> None:
@@ -105,12 +121,14 @@ class Throughput(Callback):
         self.write = write
         self._own_world = world
         self.epochs: list[EpochSpeed] = []
+        self.hint: str | None = None
         self._start = self._now()
         self._kept = False  # the file holds lines of this fit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self.epochs = []
+        self.hint = None
         self._kept = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -121,7 +139,8 @@ class Throughput(Callback):
         super().on_epoch_end(epoch, logs)
         end = self._now()
         spent = {key: end[key] - self._start.get(key, 0.0) for key in end}
-        every = self.world.allgather(spent, "throughput of an epoch")
+        every = self.world.allgather(spent | self._slow_stage(spent), "throughput of an epoch")
+        self.hint = self.hint or _hint(epoch, every)
         seconds = every[0]["seconds"]
         examples = int(every[0]["examples"]) if self.trainer is not None else None
         speed = EpochSpeed(
@@ -151,6 +170,14 @@ class Throughput(Callback):
         os.replace(temporary, path)
         self._kept = True
 
+    def _slow_stage(self, spent: dict[str, float]) -> dict[str, Any]:
+        """The slow stage of this rank's input, if steps wait for it."""
+        logging = getattr(getattr(self.trainer, "config", None), "logging", None)
+        most, wait = getattr(logging, "data_wait", None), spent.get("data", 0.0)
+        if most is None or self.hint or wait < max(HINT_SECONDS, most * spent["seconds"]):
+            return {}
+        return {"stage": self.train_state.feed.slow_stage() or "unknown"}
+
     def _path(self) -> Path | None:
         """The file, on the rank that writes."""
         wanted = self.write and self.run_dir is not None and self.world.is_root
@@ -165,6 +192,22 @@ class Throughput(Callback):
             "examples": progress.examples,
             **{key: timers[key] for key in ("data", "communication") if key in timers},
         }
+
+
+def _hint(epoch: int, every: list[dict[str, Any]]) -> str | None:
+    """The hint for the rank that waits most, of those that ask for one."""
+    waits = [(rank["data"], number) for number, rank in enumerate(every) if "stage" in rank]
+    if not waits:
+        return None
+    wait, number = max(waits)
+    where = f"rank {number}" if len(every) > 1 else "the steps"
+    verb = "waits" if len(every) > 1 else "wait"
+    return (
+        f"input is the bottleneck: in epoch {epoch + 1} {where} {verb} for data "
+        f"{wait / every[number]['seconds']:.0%} of the time; the slowest stage: "
+        f"{every[number]['stage']}. Make it faster or give it more threads or processes "
+        "(logging.data_wait=null: no hint)"
+    )
 
 
 def _epoch(line: str) -> float:

@@ -146,18 +146,18 @@ class DataConfig:
         batch: global: `batch_size` examples are one batch over all ranks, each rank trains on
             its slice, and the result does not depend on the number of processes. per_worker:
             every rank takes `batch_size` of its own, as under Horovod; see lr.scale.
-        batch_size: examples in a batch, for arrays. A tf.data.Dataset, PyDataset or generator
-            brings its own batches.
-        shuffle: shuffle arrays, and the batches of a PyDataset. If you choose a seed (`seed`, or
-            keras.utils.set_random_seed after the Trainer), the order is the one that Model.fit
-            draws with it, the same in every epoch. Otherwise (the default) each epoch is shuffled
-            differently, reproducibly. batch: for arrays, shuffle within each batch. Other data
-            keeps its own order.
+        batch_size: examples in a batch, for arrays and examples by index. A tf.data.Dataset,
+            PyDataset or generator brings its own batches.
+        shuffle: shuffle arrays, examples by index, and the batches of a PyDataset. If you choose a
+            seed (`seed`, or keras.utils.set_random_seed after the Trainer), the order is the one
+            that Model.fit draws with it, the same in every epoch. Otherwise (the default) each
+            epoch is shuffled differently, reproducibly. batch: for arrays and examples, shuffle
+            within each batch. Other data keeps its own order.
         shard: how ranks share the data. batch: all read the same batches and take their slice.
             element, file: each rank reads only its own elements or files, for input pipelines
-            too heavy to run in full on every rank.
-        drop_remainder: for arrays, drop the last batch of an epoch when it is smaller than the
-            others, in training only.
+            too heavy to run in full on every rank; every n-th, from its own rank on.
+        drop_remainder: for arrays and examples, drop the last batch of an epoch when it is smaller
+            than the others, in training only.
         prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
         service: computing the training data in other processes, by tf.data service.
     """
@@ -249,6 +249,8 @@ class LoggingConfig:
             "10s".
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
             else plain.
+        data_wait: share of an epoch's time; when steps of a rank wait longer for data, and for at
+            least 1 second, one line names the slowest stage of the input, once a fit. null: never.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
         batch_logs: logs of callbacks at the end of a batch. rank: those of the rank itself, at no
@@ -260,6 +262,7 @@ class LoggingConfig:
 
     every: str = duration("50ba")
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    data_wait: float | None = number(0.2, above=0)
     csv: bool = True
     tensorboard: bool = False
     batch_logs: Literal["rank", "all"] = "rank"

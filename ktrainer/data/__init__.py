@@ -2,7 +2,8 @@
 
 feed_factory.py        `make_feed`: chooses a feed for the data and the configuration
 feed.py                the interface of all feeds; local_batch.py: what they give
-array_feed.py          arrays in memory
+indexed_feed.py        rows by index; array_rows.py, example_rows.py: of arrays; of other data
+examples.py            random-access data sets: torch, Hugging Face, Grain, ArrayRecord
 source_feed.py         batches of a source:
 replicated_feed.py     - that every rank runs in full, each taking its slice
 per_replica_feed.py    - that differ from replica to replica
@@ -10,6 +11,7 @@ batch_source.py        the interface of sources; python_source.py: of those made
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
 tf_data_service.py, service_source.py   pipelines that a tf.data service computes
+stage_times.py         the slowest stage of the input
 prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
 data_arguments.py      what `Model.fit` accepts as data
 data_agreement.py, data_digests.py   whether ranks have the same data
@@ -20,6 +22,8 @@ resume_position.py     where a resumed run continues
 from __future__ import annotations
 
 from ktrainer.config.data_service_file import TfDataServiceConfig
+from ktrainer.data.dataset_shards import Files, rank_files
+from ktrainer.data.examples import Examples
 from ktrainer.data.feed import Feed, require_end
 from ktrainer.data.feed_factory import make_feed
 from ktrainer.data.local_batch import LocalBatch, bounds
@@ -28,7 +32,9 @@ from ktrainer.data.shuffling import ShuffleOrder, order_of
 from ktrainer.data.tf_data_service import data_service, send_to_data_service
 
 __all__ = [
+    "Examples",
     "Feed",
+    "Files",
     "LocalBatch",
     "ShuffleOrder",
     "TfDataServiceConfig",
@@ -37,6 +43,7 @@ __all__ = [
     "data_service",
     "make_feed",
     "order_of",
+    "rank_files",
     "require_end",
     "restore_position",
     "send_to_data_service",

@@ -75,6 +75,10 @@ class Source(ABC):
         """The order of batches, as it was drawn so far; None if they are not shuffled."""
         return None
 
+    def slow_stage(self) -> str | None:
+        """The stage that takes most: see `Feed.slow_stage`."""
+        return None
+
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
         """Keep the user's code from running in other threads: see `Feed.paused`."""

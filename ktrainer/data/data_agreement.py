@@ -12,7 +12,14 @@ from ktrainer.distributed.world import World
 from ktrainer.errors import DataError, DivergenceError, PeerLost
 
 HAS_BATCH, ENDED, FAILED = 1, 0, -1
-KINDS = ("arrays", "tf.data.Dataset", "PyDataset", "generator", "torch DataLoader")
+KINDS = (
+    "arrays",
+    "tf.data.Dataset",
+    "PyDataset",
+    "generator",
+    "torch DataLoader",
+    "random access",
+)
 
 T = TypeVar("T")
 

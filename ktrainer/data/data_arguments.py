@@ -10,17 +10,22 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters import array_slicing
 
+from ktrainer.data.dataset_shards import Files
+from ktrainer.data.examples import is_random_access
 from ktrainer.errors import DataError
 
 
 def kind_of(data: Any) -> str:
-    """`arrays`, `tf.data.Dataset`, `PyDataset`, `torch DataLoader`, or `generator`."""
-    if isinstance(data, tf.data.Dataset):
+    """`arrays`, `tf.data.Dataset`, `PyDataset`, `torch DataLoader`, `random access`, or
+    `generator`."""
+    if isinstance(data, (tf.data.Dataset, Files)):
         return "tf.data.Dataset"
     if isinstance(data, keras.utils.PyDataset):
         return "PyDataset"
     if is_torch_loader(data):
         return "torch DataLoader"
+    if is_random_access(data):
+        return "random access"
     if hasattr(data, "__next__") or callable(data):
         return "generator"
     arrays = isinstance(data, (tuple, list, dict)) or hasattr(data, "__array__")
@@ -37,6 +42,13 @@ def is_torch_loader(data: Any) -> bool:
     )
 
 
+def from_torch(leaf: Any) -> Any:
+    """A tensor of torch as a NumPy array; anything else as it is."""
+    if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):
+        return np.asarray(leaf.detach().cpu())
+    return leaf
+
+
 def require_no_targets(x: Any, y: Any, sample_weight: Any) -> None:
     """Refuse `y` or sample weights beside data that brings its own.
 
@@ -48,7 +60,7 @@ def require_no_targets(x: Any, y: Any, sample_weight: Any) -> None:
         return
     extra = "y" if y is not None else "sample_weight"
     raise DataError(
-        f"{extra} was given beside a {kind}, whose batches bring their own: let it yield "
+        f"{extra} was given beside data of the kind {kind}, which brings its own: let it yield "
         "(x, y) or (x, y, sample_weight), and leave the argument out"
     )
 

@@ -10,6 +10,9 @@
     at least one a rank, by TFRecordDataset, TextLineDataset, FixedLengthRecordDataset or
     `list_files`.
 
+    Of `ktrainer.data.Files` it reads `rank_files(files, r, n)`, whatever the function that reads
+    them does.
+
 With `data.batch: global` each of a rank's batches is then cut into `n` parts, one a step: a step
 still trains on the user's batch size in all, every row is seen once an epoch, but the rows of one
 step come from `n` of the user's batches. With `data.batch: per_worker` a step takes one whole batch
@@ -21,6 +24,9 @@ get the shard of their replica.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -33,19 +39,68 @@ from ktrainer.errors import DataError
 _Policy = tf.data.experimental.AutoShardPolicy
 
 
+@dataclass(frozen=True)
+class Files:
+    """A data set of files: TFRecords, text, Parquet, ...
+
+    With `data.shard: file` each rank reads its own files, else all of them.
+
+    Args:
+        files: their paths, in the same order on every rank; the order is kept.
+        read: from a list of paths to a `tf.data.Dataset` of batches.
+    """
+
+    files: Sequence[str | os.PathLike[str]]
+    read: Callable[[list[str]], tf.data.Dataset]
+
+    def dataset(self, replica: int = 0, replicas: int = 1) -> tf.data.Dataset:
+        """The pipeline of one of several replicas.
+
+        Raises:
+            DataError: there are no files, or fewer than replicas, or `read` returns no pipeline.
+        """
+        made = self.read(rank_files(self.files, replica, replicas))
+        if not isinstance(made, tf.data.Dataset):
+            raise DataError(
+                f"the function that reads Files must return a tf.data.Dataset of batches, not a "
+                f"{type(made).__name__}; tf.data.Dataset.from_generator makes one of Python code"
+            )
+        return made
+
+
+def rank_files(files: Sequence[str | os.PathLike[str]], rank: int, size: int) -> list[str]:
+    """The files that a rank reads: every `size`-th, from the `rank`-th on.
+
+    Raises:
+        DataError: there are fewer files than ranks, or none.
+    """
+    paths = [os.fspath(file) for file in files]
+    if len(paths) < size or not paths:
+        raise DataError(
+            f"{len(paths)} files cannot be shared by {size} ranks, as each reads at least one: "
+            f"{max(0, size - len(paths))} more are needed. Write more, smaller files; use at most "
+            f"{max(1, len(paths))} ranks; or set data.shard=element or data.shard=batch"
+            if paths
+            else "the list of files is empty; there is nothing to train on"
+        )
+    return paths[rank::size]
+
+
 def shard_dataset(
-    dataset: tf.data.Dataset, *, world: World, by: str, rebatch: bool
+    dataset: tf.data.Dataset, *, world: World, by: str | None, rebatch: bool
 ) -> tf.data.Dataset:
     """This rank's shard of a pipeline of batches.
 
     Args:
-        by: `"element"` or `"file"`.
+        by: `"element"` or `"file"`; None: it is one already.
         rebatch: cut each batch into as many parts as there are ranks.
 
     Raises:
         DataError: `file`, but the pipeline reads no files, or fewer than there are ranks.
     """
-    if by == "file" or hinted(dataset):
+    if by is None:
+        pass
+    elif by == "file" or hinted(dataset):
         dataset = _auto_shard(dataset, world, _Policy.FILE if by == "file" else _Policy.HINT)
     else:
         dataset = dataset.shard(world.replicas, world.replica)

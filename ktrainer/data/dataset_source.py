@@ -27,6 +27,7 @@ from ktrainer.data.local_batch import (
     not_examples,
     rows_in_graph,
 )
+from ktrainer.data.stage_times import slowest_in_pipeline
 from ktrainer.distributed.world import World
 from ktrainer.errors import CheckpointError, DataError
 
@@ -120,6 +121,11 @@ class DatasetSource(Source):
         # counts as opening, if two iterators an epoch leave room for it.
         return _DRAWS not in state and self._shuffles and self.openings == 1
 
+    def slow_stage(self) -> str | None:
+        if self._iterator is None:
+            return None
+        return slowest_in_pipeline(self._opened_pipeline, self._iterator)
+
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
         # TensorFlow's threads cannot be paused; without Python they share no state with this one.
@@ -130,7 +136,8 @@ class DatasetSource(Source):
         self._open_up_to(self.openings * epoch)
         self._opened_before = self._opened
         self._opened += 1
-        self._iterator, self._values = elements(self._pipeline(skip))
+        self._opened_pipeline = self._pipeline(skip)
+        self._iterator, self._values = elements(self._opened_pipeline)
         self._skipped = skip
 
     def _open_up_to(self, openings: int) -> None:

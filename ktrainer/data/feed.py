@@ -138,6 +138,11 @@ class Feed(ABC):
         """
         return None
 
+    @property
+    def state_is_common(self) -> bool:
+        """Whether `state` is the same on all ranks, and fits any number of them."""
+        return False
+
     def state(self, inside_epoch: bool) -> bytes | None:
         """The resume position of this rank, if it is more than the number of batches taken: with
         the contents of a tf.data pipeline's shuffle buffers.
@@ -153,6 +158,10 @@ class Feed(ABC):
 
     def resume_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need only `skip`
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
+
+    def slow_stage(self) -> str | None:
+        """The stage of this rank's input that takes most, and how long; None if it is unknown."""
+        return None
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig
-from ktrainer.data.array_feed import ArrayFeed
+from ktrainer.data.array_rows import ArrayRows
 from ktrainer.data.batch_source import Source
 from ktrainer.data.data_agreement import call_on_all_ranks
 from ktrainer.data.data_arguments import kind_of, unpack_arrays
-from ktrainer.data.dataset_shards import first_batch_facts, hinted, shard_dataset
+from ktrainer.data.dataset_shards import Files, first_batch_facts, hinted, shard_dataset
 from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.example_rows import ExampleRows
 from ktrainer.data.feed import Feed
 from ktrainer.data.generator_source import GeneratorSource, LoaderSource
+from ktrainer.data.indexed_feed import IndexedFeed
 from ktrainer.data.per_replica_feed import PerReplicaFeed
 from ktrainer.data.pydataset_source import PyDatasetSource
 from ktrainer.data.replicated_feed import ReplicatedFeed
@@ -47,7 +49,7 @@ def make_feed(
 
     | data | `data.batch: global` | `data.batch: per_worker` |
     |---|---|---|
-    | arrays, on every rank the same | a step is `batch_size` rows | `batch_size` rows a replica |
+    | arrays, random access | a step is `batch_size` rows | `batch_size` rows a replica |
     | tf.data, PyDataset, generator | every rank runs it, takes its slice | the replica's own |
 
     A rank is a replica, unless several hold one copy of the model together (`World.replica`): those
@@ -55,23 +57,25 @@ def make_feed(
 
     `data.shard: element | file` shards a tf.data pipeline instead: see
     `ktrainer.data.dataset_shards`.
-    Only arrays are shuffled here, and only for training; without, the slices of a batch in the
-    order of ranks are the batch.
+    Arrays and random-access data are the same on every rank, which reads its own rows only.
+    They, and the batches of a PyDataset, are shuffled here, for training; without, the slices of a
+    batch in the order of ranks are the batch.
 
     Args:
         data: tf.data.Dataset; arrays `x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an
             array or a nested structure of them (a list is several inputs);
-            keras.utils.PyDataset; a torch DataLoader; a generator, another iterable, or a
+            keras.utils.PyDataset; a torch DataLoader; random-access data, see
+            `ktrainer.data.Examples`; `ktrainer.data.Files`; a generator, another iterable, or a
             function that returns one (or a Dataset).
         world: all ranks.
         config: the `data` section of the configuration.
         training: shuffle arrays, let endless streams continue from epoch to epoch, honour
             `data.drop_remainder`.
-        order: of arrays and PyDatasets, for training.
+        order: of arrays, random-access data and PyDatasets, for training.
         class_weight: class -> weight; as in `Model.fit`.
         limit: global batches an epoch (int), or a fraction of them (float; known lengths only).
         batches_per_epoch: after so many the next epoch continues; instead of `limit`.
-        batch_size: instead of `config.batch_size`; arrays only.
+        batch_size: instead of `config.batch_size`; arrays and random-access data only.
         check: compare what ranks see in every epoch, where they must see the same.
 
     Raises:
@@ -153,8 +157,9 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
     make = _called(data, kind)
     if make is not None:
         made = make()
-        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made)
-    if isinstance(data, tf.data.Dataset):
+        name = getattr(data, "__qualname__", type(data).__name__)
+        data = made if isinstance(made, tf.data.Dataset) else _with_first(make, made, name)
+    if isinstance(data, (tf.data.Dataset, Files)):
         return _Ready("tf.data.Dataset", _from_dataset(data, settings))
     if settings.training and settings.config.service.config is not None:
         raise ConfigError(
@@ -163,8 +168,8 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
             path="data.service.config",
             value=settings.config.service.config,
         )
-    if kind == "arrays":
-        feed = _from_arrays(data, settings)
+    if kind in ("arrays", "random access"):
+        feed = _from_rows(data, kind, settings)
         return _Ready(kind, lambda: feed)
     return _Ready(kind, _from_python(data, settings))
 
@@ -176,14 +181,27 @@ def _called(data: Any, kind: str) -> Callable[[], Any] | None:
     return data if callable(data) else lambda: iter(data)  # an iterable is as good as a function
 
 
-def _with_first(make: Callable[[], Any], made: Any) -> Callable[[], Any]:
-    """`make`, with the result that exists already at the first call."""
+def _with_first(make: Callable[[], Any], made: Any, name: str) -> Callable[[], Any]:
+    """`make` under the name of the user's data, with the result that exists already at the first
+    call."""
     results = itertools.chain([made], iter(make, object()))
-    return lambda: next(results)
+
+    def again() -> Any:
+        return next(results)
+
+    again.__qualname__ = name
+    return again
 
 
-def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[], Feed]:
+def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callable[[], Feed]:
     config, world = settings.config, settings.world
+    by: str | None = config.shard
+    if not isinstance(data, Files):
+        dataset = data
+    elif config.shard == "file":
+        by, dataset = None, data.dataset(world.replica, world.replicas)
+    else:
+        dataset = data.dataset()
     cut = config.shard == "element" and hinted(dataset)  # runs only once it is cut, even for one
     sharded = settings.several and config.shard != "batch"
     per_replica = sharded or (settings.several and config.batch == "per_worker")
@@ -192,7 +210,7 @@ def _from_dataset(dataset: tf.data.Dataset, settings: _Settings) -> Callable[[],
         facts = first_batch_facts(dataset)
     if sharded or cut:
         rebatch = config.batch == "global"
-        dataset = shard_dataset(dataset, world=world, by=config.shard, rebatch=rebatch)
+        dataset = shard_dataset(dataset, world=world, by=by, rebatch=rebatch)
     shares: dict[str, Any] = {
         "world": world,
         "sliced": not per_replica,
@@ -272,14 +290,16 @@ def _shuffled(feed: Feed, order: ShuffleOrder) -> Feed:
     return feed
 
 
-def _from_arrays(data: Any, settings: _Settings) -> ArrayFeed:
+def _from_rows(data: Any, kind: str, settings: _Settings) -> IndexedFeed:
     config, training = settings.config, settings.training
     batch_size = settings.batch_size or config.batch_size
     if batch_size < 1:
         raise DataError(f"a batch needs at least one row, not {batch_size}")
     per_worker = config.batch == "per_worker"
-    return ArrayFeed(
-        unpack_arrays(data, settings.class_weight),
+    weights = settings.class_weight
+    rows = ArrayRows(unpack_arrays(data, weights)) if kind == "arrays" else None
+    return IndexedFeed(
+        rows or ExampleRows(data, weights),
         world=settings.world,
         global_batch=batch_size * (settings.world.replicas if per_worker else 1),
         shuffle=config.shuffle if training else False,

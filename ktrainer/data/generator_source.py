@@ -9,9 +9,9 @@ from contextlib import closing
 from typing import Any, cast
 
 import keras
-import numpy as np
 
 from ktrainer.data.batch_source import Piece
+from ktrainer.data.data_arguments import from_torch
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.errors import DataError
 
@@ -29,6 +29,7 @@ class GeneratorSource(PythonSource):
 
     def __init__(self, data: Any, **options: Any) -> None:
         super().__init__(**options)
+        self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make = data
@@ -78,13 +79,14 @@ class LoaderSource(GeneratorSource):
                 "(x, y, sample_weight)"
             )
         PythonSource.__init__(self, **options)
+        self._function = "the torch DataLoader"
         self.endless, self.reopens, self._begun = False, True, None
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
         self._learn(itertools.islice(data, SAMPLES))
 
     def _tuple(self, batch: Any) -> Any:
-        batch = keras.tree.map_structure(_from_torch, batch)
+        batch = keras.tree.map_structure(from_torch, batch)
         return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
@@ -94,13 +96,6 @@ class LoaderSource(GeneratorSource):
         self._opened += 1
         with closing(self._ahead(_chained([], iter(self._loader)), "torch")) as pieces:
             yield from itertools.islice(pieces, skip, None)
-
-
-def _from_torch(leaf: Any) -> Any:
-    """A tensor of torch as a NumPy array; anything else as it is."""
-    if hasattr(leaf, "detach") and hasattr(leaf, "cpu"):
-        return np.asarray(leaf.detach().cpu())
-    return leaf
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
+import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
@@ -20,6 +20,9 @@ from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.errors import DataError
 
 _dataset: Any = None  # of this worker process
+_VERSION = 3  # of the state of Python's `random`: 624 words, a position, and a number kept or not
+_RANDOM = struct.Struct("<625I?d")
+_CHUNK = 1024  # batches whose order is looked up together
 
 
 class PyDatasetSource(PythonSource):
@@ -33,7 +36,7 @@ class PyDatasetSource(PythonSource):
 
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
         super().__init__(**options)
-        self.dataset = dataset
+        self.dataset, self._function = dataset, f"{type(dataset).__name__}.__getitem__"
         self.num_batches = dataset.num_batches
         self.endless = self.infinite = self.indexed = self.num_batches is None
         if self.num_batches == 0:
@@ -64,23 +67,33 @@ class PyDatasetSource(PythonSource):
         be new, and some have used it since."""
         random.setstate(state)
         self._draws = epoch
-        self._indices(epoch)
+        self._as_keras(epoch, self.dataset.num_batches)
 
     def state(self) -> bytes | None:
         drawn = None if self._order is None else self._order.drawn
-        return None if drawn is None else json.dumps(drawn[1]).encode()
+        if drawn is None:  # the order is a function of the seed
+            return None
+        version, words, gauss = drawn[1]
+        assert version == _VERSION
+        return _RANDOM.pack(*words, gauss is not None, gauss or 0.0)
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
-        version, words, gauss = json.loads(state)
-        self._draw_again(epoch, (version, tuple(words), gauss))
+        *words, has_gauss, gauss = _RANDOM.unpack(state)
+        self._draw_again(epoch, (_VERSION, tuple(words), gauss if has_gauss else None))
         return self.open(epoch, skip)
 
-    def _indices(self, epoch: int) -> Sequence[int]:
-        """The batches to draw, in order."""
+    def _indices(self, epoch: int, skip: int) -> Iterator[int]:
+        """The batches to draw after the first `skip`, in order."""
         stop = self.dataset.num_batches
-        if self._order is None or not self._order.keras:
-            order = None if self._order is None else self._order.rows(epoch, stop, 1, False)
-            return range(stop) if order is None else order.tolist()
+        if self._order is None:
+            return iter(range(skip, stop))
+        if self._order.keras:
+            return iter(self._as_keras(epoch, stop)[skip:])
+        order = self._order.rows(epoch, stop, 1, False)
+        return (i for at in range(skip, stop, _CHUNK) for i in order[at : at + _CHUNK].tolist())
+
+    def _as_keras(self, epoch: int, stop: int) -> list[int]:
+        assert self._order is not None
         while self._draws <= epoch:  # those of skipped epochs too: the next ones follow them
             self._order = self._order._replace(drawn=(self._draws, random.getstate()))
             self._drawn = list(range(stop))
@@ -107,7 +120,7 @@ class PyDatasetSource(PythonSource):
         self._begin(epoch)
         try:
             endless = self.dataset.num_batches is None
-            indices = itertools.count(skip) if endless else iter(self._indices(epoch)[skip:])
+            indices = itertools.count(skip) if endless else self._indices(epoch, skip)
             with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
                 yield from pieces
         finally:

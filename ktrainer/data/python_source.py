@@ -21,6 +21,7 @@ from ktrainer.data.data_arguments import class_weights, lists_to_tuples
 from ktrainer.data.data_digests import batch_digest
 from ktrainer.data.local_batch import count_rows, take_slice
 from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.data.stage_times import StageTimes
 from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
 
@@ -51,6 +52,7 @@ class PythonSource(Source):
         self._cut = compared(world, sliced)
         self._class_weight, self._prefetch = class_weight, prefetch
         self._prefetcher: Prefetcher | None = None
+        self._times, self._function = StageTimes(), "the data"
         self._dtypes: list[Any] | None = None
 
     def _learn(self, batches: Iterable[Any]) -> None:
@@ -85,17 +87,21 @@ class PythonSource(Source):
 
     def _pieces(self, batches: Iterator[Any]) -> Iterator[Piece]:
         with closing(cast(Any, batches)):
-            for batch in batches:
-                whole = self._standard(batch)
-                rows = count_rows(whole)
-                if not rows:
-                    continue
-                if not self._cut:
-                    yield Piece(whole, rows)
-                    continue
-                digests = tuple(batch_digest(leaf) for leaf in tf.nest.flatten(whole))
-                mine = take_slice(whole, rows, self._replica, self._replicas)
-                yield Piece(mine, rows, digests)
+            for batch in self._times.items(batches, self._function):
+                with self._times.timed("slicing and comparing batches"):
+                    piece = self._piece(self._standard(batch))
+                if piece.rows:
+                    yield piece
+
+    def _piece(self, whole: Any) -> Piece:
+        rows = count_rows(whole)
+        if not (self._cut and rows):
+            return Piece(whole, rows)
+        digests = tuple(batch_digest(leaf) for leaf in tf.nest.flatten(whole))
+        return Piece(take_slice(whole, rows, self._replica, self._replicas), rows, digests)
+
+    def slow_stage(self) -> str | None:
+        return self._times.slowest()
 
     def _ahead(self, batches: Iterator[Any], name: str) -> Prefetcher:
         self.close()

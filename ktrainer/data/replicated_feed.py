@@ -107,6 +107,10 @@ class ReplicatedFeed(SourceFeed):
         width = 2 + len(leaf_names(self.spec))
         return exchange(self.world, (row + [0] * width)[:width], "agree on the next batch")
 
+    @property
+    def state_is_common(self) -> bool:
+        return self.source.order is not None
+
     def peek(self, rows: int) -> Any:
         piece = call_on_all_ranks(self.world, self._cursor.peek)
         return None if piece is None else piece.batch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ktrainer.data.array_feed import ArrayFeed
 from ktrainer.data.feed import Feed
+from ktrainer.data.indexed_feed import IndexedFeed
 from ktrainer.data.per_replica_feed import PerReplicaFeed
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.errors import CheckpointError
@@ -27,11 +27,11 @@ def data_fingerprint(feed: Feed, config: Config) -> dict[str, Any]:
         facts["steps_per_epoch"] = feed.batches_per_epoch
     if feed.first_epoch:
         facts["initial_epoch"] = feed.first_epoch
-    if feed.source_batches is not None and not isinstance(feed, ArrayFeed):
+    if feed.source_batches is not None and not isinstance(feed, IndexedFeed):
         facts[_BATCHES] = feed.source_batches
     if feed.shuffle_order is not None:
         facts |= {"seed": feed.shuffle_order.seed, "order of Model.fit": feed.shuffle_order.keras}
-    if isinstance(feed, ArrayFeed):
+    if isinstance(feed, IndexedFeed):
         facts |= {"rows": feed.rows, "examples in a batch": feed.global_batch}
         facts |= {"data.shuffle": feed.shuffle}
         return facts

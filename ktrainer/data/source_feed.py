@@ -50,6 +50,9 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
+    def slow_stage(self) -> str | None:
+        return self.source.slow_stage()
+
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
         with self.source.paused(timeout) as problem:

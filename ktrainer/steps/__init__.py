@@ -19,7 +19,7 @@ strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute str
 step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small parts
 
 The way of a batch under data_parallel: `training/loop.py` takes it from a feed
-(`data/array_feed.py`); `compiled_program.py` runs the traced `train_step`, in which
+(`data/indexed_feed.py`); `compiled_program.py` runs the traced `train_step`, in which
 `keras_patches.py` replaces the functions that divide losses and apply the optimizer;
 `step_context.py` has the denominators and reduces the gradients, by way of `reduce_gradients.py`,
 through `distributed/collectives.py`, which `distributed/mpi_gradients.py` implements.

@@ -157,10 +157,10 @@ class Run:
         """Open the data of the call, for the ranks of now.
 
         Args:
-            order: that was drawn before; None draws one where data are shuffled.
+            order: that was drawn before; None draws one.
         """
         config, world = self.context.config, self.context.world
-        if order is None and data_config(config).shuffle:
+        if order is None:
             order = order_of(world, config)
         self.state.feed = self._open_training_data(order)
         self.state.validation = None

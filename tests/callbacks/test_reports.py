@@ -209,7 +209,7 @@ def test_events_of_the_loop() -> None:
     callback.on_train_begin()
     said: list[str] = []
     callback._print = said.append  # type: ignore[method-assign]
-    callback.meter._marks[0] = (callback.meter._marks[0][0] - 1, 0, 0)
+    callback.meter._marks[0] = (callback.meter._marks[0][0] - 1, 0, 0, 0.0)
     emit([callback], "on_log", 2, {"loss": 0.5})
     emit([callback], "on_validation_end", 2, {"val_loss": 0.25})
     assert re.match(r"epoch 1/2  step 2/4  loss 0.5  2.0 steps/s  \d+ examples/s  eta 0\.", said[0])

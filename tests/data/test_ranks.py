@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.config import Config, DataConfig
-from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of
+from ktrainer.data import Feed, Files, ShuffleOrder, make_feed, order_of, rank_files
 from ktrainer.distributed import World
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import DataError, DivergenceError, PeerLost
@@ -69,6 +69,19 @@ def lines(here: World, folder: str) -> tf.data.Dataset:
     files = tf.data.Dataset.list_files(f"{folder}/*.txt", shuffle=False)
     numbers = tf.data.TextLineDataset(files).map(lambda s: tf.strings.to_number(s, tf.int64))
     return numbers.map(lambda y: (tf.zeros([3]), y)).batch(4)
+
+
+def files(here: World, folder: str) -> Files:
+    def read(paths: list[str]) -> tf.data.Dataset:
+        def numbers() -> Iterator[Any]:  # as of a format that TensorFlow does not know
+            for path in paths:
+                rows = [int(line) for line in Path(path).read_text().split()]
+                yield np.zeros((len(rows), 3), np.float32), np.array(rows)
+
+        spec = (tf.TensorSpec((None, 3)), tf.TensorSpec((None,), tf.int64))
+        return tf.data.Dataset.from_generator(numbers, output_signature=spec)
+
+    return Files(sorted(Path(folder).glob("*.txt")), read)
 
 
 def of_replica(here: World, counts: list[int]) -> tf.data.Dataset:
@@ -318,6 +331,25 @@ def test_all_ranks_refuse(ranks: Group, make: Any, layout: Layout, config: Any, 
         assert isinstance(outcome.error, kind), outcome
         assert says in str(outcome.error)
         assert layout is not ONE or "per_worker" not in str(outcome.error)
+
+
+def test_files_of_a_rank(ranks: Group, tmp_path: Path) -> None:
+    names = [f"{file}.txt" for file in range(5)]
+    for name in names:
+        (tmp_path / name).write_text("\n".join(str(int(name[0]) * 10 + row) for row in range(10)))
+    assert [rank_files(names, rank, 3) for rank in range(3)] == [names[r::3] for r in range(3)]
+    for layout, config in ((Layout(1, 3), {}), (TWO, OWN), (TWO, {"shard": "batch"})):
+        results = ranks(layout.size).run(
+            watch, files, layout, str(tmp_path), **({"shard": "file"} | config)
+        )
+        check(results, layout, list(range(50)))
+        if config == OWN:
+            mine = [flat(result["rows"][0]) for result in results]
+            assert [{row // 10 for row in own} for own in mine] == [{0, 2, 4}, {1, 3}]
+    with pytest.raises(DataError, match=r"5 files .* 8 ranks.*3 more are needed"):
+        rank_files(names, 0, 8)
+    with pytest.raises(DataError, match="the list of files is empty"):
+        rank_files([], 0, 1)
 
 
 def test_too_few_files(ranks: Group, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -13,11 +14,11 @@ import tensorflow as tf
 
 from ktrainer.checkpoint.contents.data_state import data_states, replicas_of, restore_data
 from ktrainer.config import Config
-from ktrainer.data import data_fingerprint, restore_position
+from ktrainer.data import ShuffleOrder, bounds, data_fingerprint, restore_position
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
 from ktrainer.state.progress import Progress
-from tests.data.feeds import feed, flat, numbered, rows
+from tests.data.feeds import Place, feed, flat, numbered, rows
 
 
 def shuffled(count: int = 40) -> tf.data.Dataset:
@@ -201,3 +202,24 @@ def test_a_drawn_order_is_taken_from_the_checkpoint() -> None:
         assert rows(second.epoch(1, skip=1)) == expected[1:]
         with pytest.raises(CheckpointError, match="seed: 5 then, 6 now"):
             restore_position(feed(make(), seed=6), Config(seed=6), state)
+
+
+def test_the_order_of_fit_continues_on_another_number_of_ranks() -> None:
+    """It depends on Python's `random`, whose state is kept once, for all ranks."""
+    order = ShuffleOrder(7, keras=True)
+    random.seed(7)
+    whole = feed(Seven(), order=order)
+    expected = [rows(whole.epoch(epoch)) for epoch in range(2)][1]
+    random.seed(7)
+    first = feed(Seven(), order=order)
+    list(first.epoch(0))
+    list(islice(first.epoch(1), 3))
+    progress, world = Progress(epoch=1, batch=3), SingleWorld()
+    arrays = data_states(first, progress, world)
+    assert sum(array.nbytes for array in arrays.values()) < 4000
+    for rank in range(3):
+        random.seed(99)
+        place, again = Place(rank, 3), feed(Seven(), rank, 3, order=order)
+        restore_data(again, arrays, {"data_replicas": [0]}, place)
+        mine = [batch[slice(*bounds(4, rank, 3))] for batch in expected[3:]]
+        assert rows(again.epoch(1, skip=3)) == mine

@@ -87,7 +87,7 @@ def capture(
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
-        "data_replicas": replicas_of(world) if places else [],
+        "data_replicas": replicas_of(world)[: len(places)] if places else [],
     }
     if local:
         state["local"] = local

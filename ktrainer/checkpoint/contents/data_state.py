@@ -1,8 +1,9 @@
 """Position in the data in mid-epoch: one state per rank, as `data/<rank>`.
 
-tf.data pipelines have a state, and PyDatasets whose batches Python's `random` orders; the position
-in arrays and other PyDatasets follows from the progress alone, and of Python's iterators the
-batches that were seen are read again and skipped.
+tf.data pipelines have a state. PyDatasets whose batches Python's `random` orders have one of 2.5 kB
+that is the same on all ranks, kept once, as `data/0`. The position in arrays, random-access data
+and other PyDatasets follows from the progress alone, and of Python's iterators the batches that
+were seen are read again and skipped.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ LEAST_BYTES = 16  # of one: it begins with a position, of two numbers
 class Data(Protocol):
     """The part of `ktrainer.data.Feed` that is saved and restored."""
 
+    @property
+    def state_is_common(self) -> bool: ...
+
     def state(self, inside_epoch: bool) -> bytes | None: ...
 
     def resume_from(self, state: bytes) -> None: ...
 
 
 def data_states(data: Data | None, progress: Progress, world: World) -> Arrays:
-    """The states of all ranks, on every rank; none if one of them has none, or if they are too
-    large. All ranks call it together."""
+    """The states of all ranks, or a common one, on every rank; none if one of them has none, or if
+    they are too large. All ranks call it together."""
     mine = data.state(progress.batch > 0) if data is not None else None
     sizes = world.allgather(None if mine is None else len(mine), "sizes of the data's states")
     if None in sizes:
@@ -45,6 +49,8 @@ def data_states(data: Data | None, progress: Progress, world: World) -> Arrays:
                 stacklevel=2,
             )
         return {}
+    if data is not None and data.state_is_common and mine is not None:
+        return {data_name(0): np.frombuffer(mine, np.uint8)}
     every = world.allgather(mine, "states of the data for a checkpoint")
     return {data_name(rank): np.frombuffer(s, np.uint8) for rank, s in enumerate(every)}
 
@@ -52,11 +58,14 @@ def data_states(data: Data | None, progress: Progress, world: World) -> Arrays:
 def restore_data(
     data: Data | None, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], world: World
 ) -> None:
-    """Restore each rank's position in the data. If the data was split otherwise, the batches that
-    were seen are read again and skipped. All ranks call it together."""
+    """Restore each rank's position in the data. If the data was split otherwise, and ranks had
+    states of their own, the batches that were seen are read again and skipped. All ranks call it
+    together."""
     if data is None or not state.get("data_replicas"):
         return
-    if state["data_replicas"] == replicas_of(world):
+    if data.state_is_common:
+        data.resume_from(arrays[data_name(0)].tobytes())
+    elif state["data_replicas"] == replicas_of(world):
         data.resume_from(arrays[data_name(world.rank)].tobytes())
 
 

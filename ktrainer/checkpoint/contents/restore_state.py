@@ -67,7 +67,7 @@ def needed_arrays(
     """The names of the arrays that this rank needs for `assign_state`."""
     names = {key for _, key in pairs}
     names |= {name for name in saved if name.startswith("metrics/")}
-    names |= {data_name(world.rank)} & set(saved)
+    names |= {data_name(world.rank), data_name(0)} & set(saved)  # its own, or a common one
     return names | set(callback_arrays(state.get("callbacks", []), weights_here(model)))
 
 

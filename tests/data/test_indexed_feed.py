@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from ktrainer.data import array_feed, bounds
+from ktrainer.data import array_rows, bounds, indexed_feed
 from ktrainer.errors import DataError
 from tests.data.feeds import feed, flat, numbered, rows
 
@@ -69,8 +69,8 @@ def test_padding_is_a_row_of_the_same_batch() -> None:
 
 def test_the_order_depends_on_seed_and_epoch_only() -> None:
     one, two = feed(numbered(50), seed=3), feed(numbered(50), 1, 2, seed=3)
-    assert isinstance(one, array_feed.ArrayFeed)
-    assert isinstance(two, array_feed.ArrayFeed)
+    assert isinstance(one, indexed_feed.IndexedFeed)
+    assert isinstance(two, indexed_feed.IndexedFeed)
     list(one.epoch(0))
     np.testing.assert_array_equal(one.order(4), two.order(4))
     assert not np.array_equal(one.order(4), one.order(5))
@@ -195,7 +195,7 @@ def test_errors_say_what_is_wrong(data: Any, options: dict[str, Any], message: s
 
 
 def test_large_batches_are_gathered_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_feed, "_PREFETCH_BYTES", 0)
+    monkeypatch.setattr(array_rows, "_PREFETCH_BYTES", 0)
     ahead, plain = feed(numbered(100), batch_size=7), feed(numbered(100), batch_size=7, prefetch=0)
     for epoch in range(2):
         assert rows(ahead.epoch(epoch, 2)) == rows(plain.epoch(epoch, 2))
