@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ktrainer.launch.process_tree import reap_adopted
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import Hosts
 
@@ -81,6 +82,7 @@ def lose(made: Hosts, how: str, folder: Path, *options: object) -> Lost:
     began = time.monotonic()
     {"killed": made.kill, "cut": made.cut}[how](1)
     out, errors = launcher.communicate(timeout=150)
+    reap_adopted()  # agents of the lost host, which this process inherits from the launcher
     return Lost(launcher.returncode, out, errors, time.monotonic() - began)
 
 

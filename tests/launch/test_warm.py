@@ -48,6 +48,7 @@ drawn = comm.allgather(float(np.random.random()))
 parent = " ".join(psutil.Process().parent().cmdline())
 found = {"same": same, "drawn": len(set(drawn)), "warm": "warm_process" in parent}
 print("found", found, flush=True)
+comm.Barrier()
 if not again:
     while not warm():
         time.sleep(0.1)
