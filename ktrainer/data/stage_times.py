@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -87,6 +88,7 @@ def slowest_in_pipeline(dataset: tf.data.Dataset, iterator: Any) -> str | None:
 
 def _functions(dataset: tf.data.Dataset) -> list[str]:
     """Names of the functions that are mapped, the last first."""
-    mapped = getattr(dataset, "_map_func", None)
-    own = [getattr(mapped._func, "__name__", "a function")] if mapped is not None else []
+    graphs = [tf.compat.as_str(wrapped.function.name) for wrapped in dataset._functions()]
+    found = [re.search(r"Dataset_map_(.+)_\d+$", name) for name in graphs]
+    own = [match[1] for match in found if match is not None]
     return own + [name for each in dataset._inputs() for name in _functions(each)]
