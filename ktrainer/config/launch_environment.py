@@ -81,9 +81,12 @@ def address_in(network: str) -> str:
     """This host's IPv4 address in a network as `10.1.2.0/24`.
 
     Raises:
-        SetupError: it has none.
+        SetupError: it has none, or that is no network.
     """
-    inside = ipaddress.ip_network(network)
+    try:
+        inside = ipaddress.ip_network(network)
+    except ValueError as error:
+        raise SetupError(f"{network!r} is no network: {error}; write it as 10.1.2.0/24") from None
     addresses = [a for each in psutil.net_if_addrs().values() for a in each]
     for each in addresses:
         if each.family == socket.AF_INET and ipaddress.ip_address(each.address) in inside:

@@ -142,8 +142,19 @@ def test_it_says_how_to_start_and_what_a_resume_lacks(
     assert f"start it with: sbatch {script.parent / 'job.slurm'}" in said
     assert "note: without checkpoint.every" in said
     assert "note: set run.dir" in said
-    _submit(script, "slurm", words=["run.dir=runs/a", "checkpoint.every=1ep"])
+    resumes = ["run.dir=runs/a", "checkpoint.every=1ep"]
+    _submit(script, "slurm", words=resumes)
     assert "note:" not in capsys.readouterr().out
+    _submit(script, "slurm", words=[*resumes, "trainer.interrupt.signals=[SIGINT]"])
+    assert "note: set trainer.interrupt.signals" in capsys.readouterr().out
+    _submit(script, "skypilot", words=resumes)
+    assert "note: give the script's path from this folder" in capsys.readouterr().out
+
+
+def test_the_script_gets_its_own_words(script: Path) -> None:
+    path = _submit(script, "slurm", words=["run.dir=a", "--", "--name", "b c", "--", "d"])
+    (command,) = (line for line in path.read_text().splitlines() if line.startswith("srun"))
+    assert shlex.split(command)[-6:] == [str(script), "run.dir=a", "--name", "b c", "--", "d"]
 
 
 @pytest.mark.exhaustive
