@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
     job = _job(args, config)
     path = args.output or Path(f"{job.name}.{scheduler.ending}")
+    if path.exists() and path.samefile(args.script):
+        raise ConfigError(f"{path} is the script itself; give --output another name.")
     try:
         path.write_text(scheduler.write(job))
     except OSError as error:

@@ -126,10 +126,12 @@ def test_what_cannot_work_is_refused(
         ("--time", "0:01", str(script)): "90 s are no less than the time limit",
         (str(tmp_path / "none.py"),): "there is no script",
         ("-o", str(tmp_path / "none" / "x"), str(script)): "give --output",
+        ("-o", str(script), str(script)): "is the script itself",
         (str(script), "trainer.epoch=3"): "unknown key",
     }.items():
         assert main.main(["submit", *words]) == 2
         assert said in capsys.readouterr().err
+    assert script.read_text() == SCRIPT
     with pytest.raises(SystemExit):
         main.main(["submit", "--time", "1h", str(script)])
 
