@@ -36,7 +36,14 @@ def checked_config(
         cores = len(available_cpus()) or os.cpu_count() or 1
         size = ranks if workers is None else 1
         horovod = find_spec("horovod") is not None
-        facts = Hardware(size, size, cores, horovod=horovod, workers=workers)
+        # Whether Horovod has NCCL is known to the ranks, which check it on their hosts.
+        facts = Hardware(
+            *(size, size, cores),
+            horovod=horovod,
+            horovod_nccl=horovod,
+            world="mpi",
+            workers=workers,
+        )
         make_plan(as_launched(config, requested), facts)
         _check_cluster(config, workers)
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cores", type=integer, default=1, help="cores of each process (default: 1)"
     )
     parser.add_argument(
-        "--time", type=_minutes, default=60, metavar="H:MM", help="time limit (default: 1:00)"
+        "--time",
+        type=_minutes,
+        default=60,
+        metavar="H:MM",
+        help="time limit, but for skypilot (default: 1:00)",
     )
     parser.add_argument(
         "--grace",
@@ -79,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
     job = _job(args, config)
     path = args.output or Path(f"{job.name}.{scheduler.ending}")
+    if path.exists() and path.samefile(args.script):
+        raise ConfigError(f"{path} is the script itself; give --output another name.")
     try:
         path.write_text(scheduler.write(job))
     except OSError as error:
@@ -106,17 +113,23 @@ def _job(args: argparse.Namespace, config: Config) -> ClusterJob:
         args.time,
         grace,
         args.script,
-        [word for word in args.args if word != "--"],
+        _without_separator(args.args),
         args.image,
         args.runtime,
     )
+
+
+def _without_separator(words: list[str]) -> list[str]:
+    """The script's words as it gets them: without the first `--`; another one is the script's."""
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *words[end + 1 :]]
 
 
 def _explanation(to: str, job: ClusterJob, config: Config, path: Path, start: list[str]) -> str:
     lines = [
         f"{path}: {job.size} processes, {job.ranks} on each of {job.nodes} host(s), "
         f"{job.cores} core(s) each",
-        f"start it with: {' '.join(start)}",
+        f"start it with: {shlex.join(start)}",
     ]
     if to == "slurm":
         lines += [
@@ -134,11 +147,11 @@ def _explanation(to: str, job: ClusterJob, config: Config, path: Path, start: li
             if to == "mpijob"
             else "the runtime says how often mpirun is started again if a process or pod fails"
         )
-    return "\n".join(lines + [f"note: {note}" for note in _notes(to, config)])
+    return "\n".join(lines + [f"note: {note}" for note in _notes(to, job, config)])
 
 
-def _notes(to: str, config: Config) -> list[str]:
-    """What keeps the job from resuming, as far as the command line says."""
+def _notes(to: str, job: ClusterJob, config: Config) -> list[str]:
+    """What keeps the job from starting or resuming, as far as the command line says."""
     notes = []
     if config.checkpoint.every is None:
         notes.append("without checkpoint.every there is nothing to resume from.")
@@ -149,6 +162,15 @@ def _notes(to: str, config: Config) -> list[str]:
         )
     if config.checkpoint.resume != "auto":
         notes.append("set checkpoint.resume=auto, else each start begins from the beginning.")
+    if to == "slurm" and "SIGTERM" not in config.trainer.interrupt.signals:
+        notes.append(
+            "set trainer.interrupt.signals=[SIGTERM,SIGINT], else the processes do not save when "
+            "Slurm sends SIGTERM."
+        )
+    if to == "skypilot" and Path(job.script).is_absolute():
+        notes.append(
+            "give the script's path from this folder: its nodes have this folder, not that path."
+        )
     if to != "slurm":
         notes.append("mpirun kills its processes on SIGTERM: they resume from the last checkpoint.")
     return notes
@@ -160,7 +182,7 @@ def _start(command: list[str]) -> int:
     except FileNotFoundError:
         raise SetupError(
             f"there is no {command[0]} here: copy the file to where it is, and run "
-            f"`{' '.join(command)}`."
+            f"`{shlex.join(command)}`."
         ) from None
 
 

@@ -66,24 +66,27 @@ def mpi_on_interface(interface: str = "lo") -> dict[str, str]:
 
 def ports_on_interface(environ: Mapping[str, str] = os.environ) -> range:
     """The ports that must listen on one interface only; empty without `mpi_on_interface`."""
-    wanted = mpi_on_interface(environ.get(NETWORK, "lo"))
+    wanted = mpi_on_interface(environ.get(_INTERFACE, "lo"))
     return _MPI_PORTS if wanted.items() <= environ.items() else range(0)
 
 
 def listening_address(environ: Mapping[str, str] = os.environ) -> str:
     """The IPv4 address on which ranks listen: of this host in the network of a launch over several
     hosts, else of the loopback interface."""
-    network = environ.get(NETWORK)
-    return address_in(network) if network else LOOPBACK
+    network = environ.get(NETWORK)  # may be set for another launch than one within this host
+    return LOOPBACK if environ.get(_INTERFACE) == "lo" or not network else address_in(network)
 
 
 def address_in(network: str) -> str:
     """This host's IPv4 address in a network as `10.1.2.0/24`.
 
     Raises:
-        SetupError: it has none.
+        SetupError: it has none, or that is no network.
     """
-    inside = ipaddress.ip_network(network)
+    try:
+        inside = ipaddress.ip_network(network)
+    except ValueError as error:
+        raise SetupError(f"{network!r} is no network: {error}; write it as 10.1.2.0/24") from None
     addresses = [a for each in psutil.net_if_addrs().values() for a in each]
     for each in addresses:
         if each.family == socket.AF_INET and ipaddress.ip_address(each.address) in inside:

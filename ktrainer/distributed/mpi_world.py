@@ -43,7 +43,10 @@ def keep_on_interface(comm: MPI.Comm) -> None:
     ports, until = ports_on_interface(), time.monotonic() + _NARROW_SECONDS
     while ports and not narrow_at(ports, listening_address()):
         if time.monotonic() > until:
-            text = f"MPI of rank {comm.rank} listens on all interfaces; it could not be moved"
+            text = (
+                f"MPI of rank {comm.rank} listens on all interfaces, as its socket could not be "
+                f"moved; let a firewall close the TCP ports {ports.start} to {ports.stop - 1}"
+            )
             print(f"ktrainer: {text}", file=sys.stderr, flush=True)
             return
         comm.Iprobe()  # lets MPI accept pending connections

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from ktrainer.config.cluster_environment import expand_hosts, slurm_cluster, tf_config
-from ktrainer.errors import ConfigError
+from ktrainer.config.launch_environment import (
+    LOOPBACK,
+    NETWORK,
+    listening_address,
+    mpi_on_interface,
+    ports_on_interface,
+)
+from ktrainer.errors import ConfigError, SetupError
 
 TWO = {"worker": ["one:1000", "two:1000"]}
 
@@ -84,3 +91,17 @@ def test_slurm() -> None:
     moved = slurm_cluster({**variables, "KTRAINER_PORT": "5000"})
     assert moved is not None
     assert moved.workers[1] == "n1:5001"
+
+
+@pytest.mark.parametrize("network", ["eth1", "10.1.2.3/24", "10.1.2.300"])
+def test_a_network_that_is_none_is_refused(network: str) -> None:
+    with pytest.raises(SetupError, match=r"is no network: .*; write it as 10\.1\.2\.0/24"):
+        listening_address({NETWORK: network})
+
+
+def test_a_launch_within_one_host_stays_on_loopback_whatever_the_network() -> None:
+    environ = {NETWORK: "10.1.2.0/24", **mpi_on_interface()}
+    assert listening_address(environ) == LOOPBACK
+    assert ports_on_interface(environ)
+    assert not ports_on_interface({NETWORK: "10.1.2.0/24"})
+    assert ports_on_interface(mpi_on_interface("10.1.2.0/24"))

@@ -86,8 +86,8 @@ def _over_hosts(layout: str, dtype: Any, wire: Any) -> list[np.ndarray]:
 @pytest.mark.parametrize("size", [3, 4])
 def test_sums_are_those_of_numpy_with_equal_bits(ranks: Callable[..., Any], size: int) -> None:
     layouts = [layout for layout in LAYOUTS + FLAT if len(layout) == size]
-    found = ranks(size).run(_sums, layouts, "float64", "none")
-    expected = [sum(each) for each in zip(*(_weighted(r, "f8") for r in range(size)), strict=True)]
+    found, wide = ranks(size).run(_sums, layouts, "float64", "none"), np.dtype(np.float64)
+    expected = [sum(each) for each in zip(*(_weighted(r, wide) for r in range(size)), strict=True)]
     for layout, *by_rank in zip(layouts, *found, strict=True):
         for hierarchical, new, in_place in by_rank:
             assert hierarchical == (layout in LAYOUTS), layout
@@ -306,6 +306,7 @@ def _traffic(made: Hosts, tmp_path: Path, per_host: list[int], mapping: str) -> 
     return {key: max(value) for key, value in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
+@pytest.mark.exhaustive
 def test_bytes_between_two_hosts(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
     """Ranks dealt to the hosts in turn: half of a flat sum, a quarter with bf16."""
     found = _traffic(hosts(2), tmp_path, [2, 2], "node")

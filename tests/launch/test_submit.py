@@ -126,10 +126,12 @@ def test_what_cannot_work_is_refused(
         ("--time", "0:01", str(script)): "90 s are no less than the time limit",
         (str(tmp_path / "none.py"),): "there is no script",
         ("-o", str(tmp_path / "none" / "x"), str(script)): "give --output",
+        ("-o", str(script), str(script)): "is the script itself",
         (str(script), "trainer.epoch=3"): "unknown key",
     }.items():
         assert main.main(["submit", *words]) == 2
         assert said in capsys.readouterr().err
+    assert script.read_text() == SCRIPT
     with pytest.raises(SystemExit):
         main.main(["submit", "--time", "1h", str(script)])
 
@@ -142,8 +144,19 @@ def test_it_says_how_to_start_and_what_a_resume_lacks(
     assert f"start it with: sbatch {script.parent / 'job.slurm'}" in said
     assert "note: without checkpoint.every" in said
     assert "note: set run.dir" in said
-    _submit(script, "slurm", words=["run.dir=runs/a", "checkpoint.every=1ep"])
+    resumes = ["run.dir=runs/a", "checkpoint.every=1ep"]
+    _submit(script, "slurm", words=resumes)
     assert "note:" not in capsys.readouterr().out
+    _submit(script, "slurm", words=[*resumes, "trainer.interrupt.signals=[SIGINT]"])
+    assert "note: set trainer.interrupt.signals" in capsys.readouterr().out
+    _submit(script, "skypilot", words=resumes)
+    assert "note: give the script's path from this folder" in capsys.readouterr().out
+
+
+def test_the_script_gets_its_own_words(script: Path) -> None:
+    path = _submit(script, "slurm", words=["run.dir=a", "--", "--name", "b c", "--", "d"])
+    (command,) = (line for line in path.read_text().splitlines() if line.startswith("srun"))
+    assert shlex.split(command)[-6:] == [str(script), "run.dir=a", "--name", "b c", "--", "d"]
 
 
 @pytest.mark.exhaustive

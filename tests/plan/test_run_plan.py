@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktrainer.cli import launch_config
 from ktrainer.config import load_config
 from ktrainer.distributed.world import SingleWorld
 from ktrainer.errors import ConfigError
@@ -206,3 +207,14 @@ def test_what_horovod_lacks_is_refused(words):
     facts = {"horovod": True, "world": "mpi"}
     with pytest.raises(ConfigError, match="where it has NCCL and MPI"):
         plan([*hierarchical, "backend.engine=horovod"], size=4, **facts)
+
+
+def test_a_launch_leaves_it_to_the_ranks_whether_horovod_has_nccl(monkeypatch):
+    words = [*PARALLEL, "backend.engine=horovod", "backend.hierarchical=true"]
+    monkeypatch.setattr(launch_config, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="Horovod is not installed"):
+        launch_config.checked_config(words, 2, None, {})
+    monkeypatch.setattr(launch_config, "find_spec", lambda name: object())
+    assert launch_config.checked_config(words, 2, None, {}).backend.hierarchical
+    with pytest.raises(ConfigError, match="sends float32 or float16"):
+        launch_config.checked_config([*words, "backend.compression=bf16"], 2, None, {})

@@ -58,7 +58,7 @@ class TfDistribute(Backend):
         super().__init__(config, plan, world)
         self.timeout = self.settings.timeout or config.world.deadline
         self.cluster = self._find_cluster()
-        with self._starting_in_time(), self._on_loopback():
+        with self._starting_in_time(), self._on_one_interface():
             self.strategy = open_strategy(self.settings, self.layout, self.cluster, self.timeout)
         self._moved: WeakSet[keras.Model] = WeakSet()
 
@@ -147,7 +147,7 @@ class TfDistribute(Backend):
             ),
         )
 
-    def _on_loopback(self) -> AbstractContextManager[None]:
+    def _on_one_interface(self) -> AbstractContextManager[None]:
         return nullcontext() if self.cluster is None else kept_on_interface(self.cluster)
 
     def _agree(self, flag: bool) -> bool:
