@@ -71,6 +71,7 @@ class ServiceSource(DatasetSource):
         if not round_robin and sliced and world.replicas > 1:
             dataset, sliced = split_batches(dataset, world.replicas), False
         self._round_robin, self._deadline, self._service = round_robin, deadline, service
+        self.reorders = round_robin  # else no batch may be skipped, not even of a peeked epoch
         super().__init__(
             dataset, world=world, sliced=sliced, class_weight=class_weight, prefetch=prefetch
         )

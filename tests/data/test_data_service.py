@@ -35,7 +35,14 @@ from ktrainer.data import data_service, make_feed, send_to_data_service
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.service_source import ServiceSource
 from ktrainer.distributed import SingleWorld
-from ktrainer.errors import ConfigError, DataError, DeadlineExceeded, SetupError, WorldError
+from ktrainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    SetupError,
+    WorldError,
+)
 from tests.data.services import Service, service
 from tests.dist.harness import Ranks
 
@@ -217,6 +224,15 @@ def test_the_command_refuses_what_cannot_work(tmp_path):
     assert (told.returncode, "3 / 2 = 1.5" in told.stderr) == (2, True)
     told = command("--config", str(tmp_path / "none" / "a.json"))
     assert (told.returncode, "there is no folder" in told.stderr) == (2, True)
+
+
+def test_no_resume_in_mid_epoch_of_first_come_first_served(one):
+    config = DataConfig(service=DataServiceConfig(str(one.path), round_robin=False))
+    feed = make_feed(shuffled(), world=SingleWorld(), config=config, training=True)
+    with closing(feed):
+        feed.peek(1)  # as `fit` does
+        with pytest.raises(CheckpointError, match="leaves no record of which examples"):
+            list(feed.read(0, skip=2))
 
 
 def test_files_of_others_are_not_overwritten(one, tmp_path):
