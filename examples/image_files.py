@@ -10,6 +10,7 @@ written to the folder `--images DIR` (default: images, in the run folder) when i
 """
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -29,11 +30,13 @@ SIDE = 64
 def write_images(folder: Path, data: Path | None, count: int) -> None:
     """MNIST's first images as LABEL/NUMBER.png."""
     (images, labels), _ = mnist(data)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}")  # all of them, or none
     for number, (image, label) in enumerate(zip(images[:count], labels[:count], strict=True)):
-        path = folder / str(label) / f"{number:05}.png"
+        path = part / str(label) / f"{number:05}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         png = tf.io.encode_png(np.uint8(np.round(image * 255)))
         path.write_bytes(png.numpy())
+    part.rename(folder)
 
 
 def load(path: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -10,8 +10,13 @@ from pathlib import Path
 
 from ktrainer.cli.launch_options import positive
 from ktrainer.cli.run_command import rank_environment, recorded_signals
-from ktrainer.config.data_service_file import TfDataServiceConfig, check_workers
-from ktrainer.errors import ConfigError
+from ktrainer.config.data_service_file import (
+    TfDataServiceConfig,
+    check_workers,
+    dispatcher_file,
+    is_reachable,
+)
+from ktrainer.errors import ConfigError, SetupError
 from ktrainer.launch.data_service_group import DataServiceGroup
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.runtime.tensorflow_logging import environment
@@ -110,16 +115,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def listed_path(args: argparse.Namespace) -> Path:
-    """The file to write, without that of a service that was killed.
+    """The file to write, without those of a service that was killed.
 
     Raises:
-        ConfigError: there is no folder for it.
+        ConfigError: there is no folder for it, or it is the file of something else, or of a
+            service that runs.
     """
     path = Path(args.config).resolve()
     if not path.parent.is_dir():
         raise ConfigError(f"--config: there is no folder {path.parent}; make it, or give another")
-    path.unlink(missing_ok=True)
+    if path.exists():
+        _require_stale(path)
+    for stale in (path, *(dispatcher_file(path, rank) for rank in range(args.dispatchers))):
+        stale.unlink(missing_ok=True)
     return path
+
+
+def _require_stale(path: Path) -> None:
+    try:
+        found = TfDataServiceConfig.read(path)
+    except SetupError as error:
+        raise ConfigError(
+            f"--config: {path} exists and is not the file of a tf.data service, so it is not "
+            "overwritten. --config names the file that this command writes: give another"
+        ) from error
+    if any(map(is_reachable, found.addresses)):
+        raise ConfigError(
+            f"--config: {path} is the file of a tf.data service that runs, at "
+            f"{', '.join(found.addresses)}: end that one first, or give another file"
+        )
 
 
 def environment_of(args: argparse.Namespace, workers: int) -> dict[str, str]:

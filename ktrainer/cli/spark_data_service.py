@@ -72,7 +72,9 @@ def _serve(context: Any, args: argparse.Namespace) -> int:
     with recorded_signals() as signals:
 
         def start(found: TfDataServiceConfig) -> None:
-            plan = [(found.addresses[i // each], env) for i in range(workers)]
+            # What differs from this environment, which is the driver's: an executor has its own.
+            changed = {key: env[key] for key in env if os.environ.get(key) != env[key]}
+            plan = [(found.addresses[i // each], changed) for i in range(workers)]
             run = threading.Thread(target=_run_tasks, args=(context, plan, signals), daemon=True)
             run.start()
             threading.Thread(target=_follow_parent, args=(signals,), daemon=True).start()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +66,8 @@ class TfDataServiceConfig:
 
         Args:
             filename: as given to `ktrainer data-service --config`.
-            wait_for_file_creation: wait until the service has written it.
+            wait_for_file_creation: wait until the service has written it, and its first dispatcher
+                listens: a service that was killed leaves its file.
             timeout: seconds to wait.
 
         Raises:
@@ -73,34 +75,65 @@ class TfDataServiceConfig:
             DeadlineExceeded: it was not written in time.
         """
         path, end = Path(filename), time.monotonic() + timeout
-        while not path.is_file():
+        while True:
+            found = cls._found(path)
             if not wait_for_file_creation:
-                raise SetupError(
-                    f"there is no file {path} of a tf.data service. Start one with `ktrainer "
-                    f"data-service -n 1 --config {path}`, on a path that both jobs can read"
-                )
+                return _required(found, path)
+            if found is not None and all(map(is_reachable, found.addresses[:1])):
+                return found
             if time.monotonic() > end:
-                raise _not_written(path, timeout)
+                raise _not_written(path, timeout, found)
             time.sleep(_POLL)
+
+    @classmethod
+    def _found(cls, path: Path) -> TfDataServiceConfig | None:
+        """What stands in a file; None if there is none."""
         try:
             found = cls.from_dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
         except (ValueError, TypeError, KeyError, OSError) as error:
             raise SetupError(
                 f"{path} is not a file that `ktrainer data-service` wrote ({error}). Give the path "
                 "that stands behind its --config"
             ) from error
-        return cls(**{**asdict(found), "path": str(path)})
+        return replace(found, path=str(path))
 
 
-def _not_written(path: Path, timeout: float) -> DeadlineExceeded:
+def _required(found: TfDataServiceConfig | None, path: Path) -> TfDataServiceConfig:
+    if found is None:
+        raise SetupError(
+            f"there is no file {path} of a tf.data service. Start one with `ktrainer data-service "
+            f"-n 1 --config {path}`, on a path that both jobs can read"
+        )
+    return found
+
+
+def _not_written(path: Path, timeout: float, stale: TfDataServiceConfig | None) -> DeadlineExceeded:
+    why = (
+        ""
+        if stale is None
+        else f": the one that is there is of a service that has ended, as nothing listens at "
+        f"{stale.addresses[0]}"
+    )
     text = (
-        f"waited {timeout:g} s for the file {path} of a tf.data service. Start `ktrainer "
+        f"waited {timeout:g} s for the file {path} of a tf.data service{why}. Start `ktrainer "
         f"data-service -n 1 --config {path}` on a path that both jobs can read, or wait longer "
         "(data.service.deadline, or timeout=...)"
     )
     error = DeadlineExceeded(0, 0, "read the file of the tf.data service", timeout)
     error.args = (text,)
     return error
+
+
+def is_reachable(address: str, seconds: float = 2.0) -> bool:
+    """Return whether something listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), seconds).close()
+    except OSError:
+        return False
+    return True
 
 
 def write_json(path: Path, values: Any) -> None:

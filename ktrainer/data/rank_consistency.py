@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _SHOWN = 8  # differences listed in one message
 _REMEDIES = {
+    "examples": "Every rank must read the same example at an index. Random augmentation belongs in "
+    "transform(item, generator) of ktrainer.data.Examples(source, transform, random=True), whose "
+    "numbers are the same on every rank.",
     "config": "Start every rank with the same configuration and command line.",
     "model": "Build the same model on every rank.",
     "data": (
@@ -181,7 +184,9 @@ def _explain(different: list[str], everyone: list[dict[str, str]], members: Sequ
         )
     if len(different) > _SHOWN:
         lines.append(f"  and {len(different) - _SHOWN} more")
-    kinds = dict.fromkeys(name.split(" ", 1)[0] for name in different)
+    kinds = dict.fromkeys(
+        "examples" if "/examples/" in name else name.split(" ", 1)[0] for name in different
+    )
     return "\n".join(lines + [_REMEDIES[kind] for kind in kinds])
 
 

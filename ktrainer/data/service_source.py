@@ -14,24 +14,20 @@ With `false` workers share the elements (TensorFlow's dynamic sharding).
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
-from ktrainer.data.dataset_iterator import elements
 from ktrainer.data.dataset_shards import split_batches
 from ktrainer.data.dataset_source import DatasetSource, shuffles
-from ktrainer.data.tf_data_service import distribute, is_reachable, require_sendable
+from ktrainer.data.service_reader import ServiceReader, in_order
+from ktrainer.data.stage_times import StageTimes
+from ktrainer.data.tf_data_service import distribute, require_sendable
 from ktrainer.distributed.world import World
 from ktrainer.errors import CheckpointError, ConfigError, DataError, WorldError
-
-_STARTS = 20  # of a worker within one pass
-_POLL = 1.0  # seconds between two looks at a service that sends nothing
 
 
 class Share(NamedTuple):
@@ -75,6 +71,7 @@ class ServiceSource(DatasetSource):
         if not round_robin and sliced and world.replicas > 1:
             dataset, sliced = split_batches(dataset, world.replicas), False
         self._round_robin, self._deadline, self._service = round_robin, deadline, service
+        self.reorders = round_robin  # else no batch may be skipped, not even of a peeked epoch
         super().__init__(
             dataset, world=world, sliced=sliced, class_weight=class_weight, prefetch=prefetch
         )
@@ -98,8 +95,8 @@ class ServiceSource(DatasetSource):
         if self._turns and not sliced and self.num_batches is not None:
             replica, replicas = world.replica, world.replicas
             self.num_batches = len(range(replica, self.num_batches, replicas))
-        self._passes = 0
-        self._reader: _Reader | None = None
+        self._passes, self._times = 0, StageTimes()
+        self._reader: ServiceReader | None = None
 
     def state(self) -> bytes | None:
         return None  # the position is the number of batches
@@ -115,20 +112,24 @@ class ServiceSource(DatasetSource):
         self._passes += 1
         first, step = self._share.consumer or (0, 1)
         lost = self._read_config().lost_workers
-        dataset = self._sent(epoch, skip)
-        self._reader = _Reader(dataset, self._share.address, self._deadline, self._service.path)
+        sent = self._sent(epoch, skip)
+        self._reader = ServiceReader(sent, self._share.address, self._deadline, self._service.path)
         if self._round_robin:
             left = None if self.num_batches is None else self.num_batches - skip
-            self._values = _in_order(self._reader, first, step, left)
+            values = in_order(self._reader, first, step, left)
         else:
-            self._values = self._each_once(self._reader, lost)
+            values = self._each_once(self._reader, lost)
+        self._values = self._times.items(values, "the tf.data service")
         self._iterator = self._reader
 
     def _open_up_to(self, openings: int) -> None:
         """Nothing draws from the shuffles of this process."""
 
-    def _sent(self, epoch: int, skip: int) -> tf.data.Dataset:
-        """The pipeline of an epoch, on the service's side up to `distribute`."""
+    def slow_stage(self) -> str | None:
+        return self._times.slowest()
+
+    def _sent(self, epoch: int, skip: int) -> Callable[[], tf.data.Dataset]:
+        """A function that sends the pipeline of an epoch to the service."""
         dataset = self._dataset
         if epoch and self._round_robin and shuffles(dataset):
             dataset = _after_openings(dataset, self.openings * epoch)
@@ -147,11 +148,11 @@ class ServiceSource(DatasetSource):
             dataset = dataset.map(self._slice)
         if not self._round_robin:
             mode = tf.data.experimental.service.ShardingPolicy.DYNAMIC
-            return distribute(dataset, share.address, mode, job=job)
+            return lambda: distribute(dataset, share.address, mode, job=job)
         dataset = dataset.enumerate()
         dataset = dataset.repeat() if self._turns else dataset
         off = tf.data.experimental.service.ShardingPolicy.OFF
-        return distribute(dataset, share.address, off, job=job, consumer=share.consumer)
+        return lambda: distribute(dataset, share.address, off, job=job, consumer=share.consumer)
 
     def _slice_of(self, replica: tf.Tensor, *parts: Any) -> Any:
         own, self._replica = self._replica, replica
@@ -160,7 +161,7 @@ class ServiceSource(DatasetSource):
         finally:
             self._replica = own
 
-    def _each_once(self, reader: _Reader, lost: int) -> Iterator[Any]:
+    def _each_once(self, reader: ServiceReader, lost: int) -> Iterator[Any]:
         """The elements that this rank gets; TensorFlow leaves out those of a failed worker."""
         while (element := reader.next()) is not None:
             yield element
@@ -248,98 +249,3 @@ def _after_openings(dataset: tf.data.Dataset, openings: int) -> tf.data.Dataset:
         return dataset.take(count).filter(lambda *parts: last)
 
     return tf.data.Dataset.range(openings + 1).flat_map(opened)
-
-
-def _in_order(reader: _Reader, first: int, step: int, left: int | None) -> Iterator[Any]:
-    """The elements `first`, `first + step`, ... without their numbers.
-
-    Args:
-        left: how many; None: until the end.
-    """
-    wanted, previous, starts = first, -1, 0
-    while left is None or wanted < first + step * left:
-        element = reader.next()
-        if element is None:
-            if left is not None:
-                raise WorldError(f"the tf.data service ended its job before batch {wanted // step}")
-            return
-        number, value = int(element[0]), element[1]
-        starts += number <= previous
-        previous = number
-        if number > wanted or starts > _STARTS:
-            what = f"sent element {number} instead of {wanted}"
-            what = what if number > wanted else f"began the epoch {starts} times"
-            raise WorldError(
-                f"the tf.data service {what}: its workers fail, or the pipeline has fewer batches "
-                "than its cardinality says. Read the output of `ktrainer data-service`"
-            )
-        if number == wanted:
-            wanted += step
-            yield value
-
-
-class _Reader:
-    """Elements of a job, taken in a thread, so that a service that is gone ends in an error.
-
-    Args:
-        dataset: of the service.
-        address: of its dispatcher.
-        deadline: seconds without an element before the service is given up, if it does not answer.
-        path: its file, which it removes when it ends.
-    """
-
-    def __init__(self, dataset: tf.data.Dataset, address: str, deadline: float, path: str) -> None:
-        self._address, self._deadline, self._path = address, deadline, path
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(dataset,), name="ktrainer-feed-service", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, dataset: tf.data.Dataset) -> None:
-        try:
-            _, values = elements(dataset)
-            self._answers.put(None)
-            while self._asked.get():
-                self._answers.put((next(values, None), None))
-        except Exception as error:
-            self._answers.put((None, error))
-
-    def next(self) -> Any:
-        """The next element; None at the end.
-
-        Raises:
-            WorldError: the service has ended, or does not answer within the deadline.
-        """
-        self._asked.put(True)
-        silent = 0.0
-        while True:
-            try:
-                answer = self._answers.get(timeout=_POLL)
-            except queue.Empty:
-                silent = 0.0 if is_reachable(self._address, _POLL) else silent + _POLL
-                if silent >= self._deadline:
-                    raise self._gone(f"has not answered for {self._deadline:g} s") from None
-                continue
-            if answer is None:  # opened
-                continue
-            element, error = answer
-            if error is None:
-                return element
-            if isinstance(error, (tf.errors.UnavailableError, tf.errors.CancelledError)):
-                raise self._gone("closed the connection") from error
-            raise error
-
-    def _gone(self, what: str) -> WorldError:
-        return WorldError(
-            f"the dispatcher of the tf.data service at {self._address} {what}. See the output of "
-            f"`ktrainer data-service --config {self._path}`; start it again and resume. With "
-            "--work-dir DIR its dispatchers are started again by themselves, and readers wait up "
-            "to data.service.deadline seconds for them"
-        )
-
-    def close(self) -> None:
-        """Stop the thread; one that waits for a lost service is left to itself."""
-        self._asked.put(False)
-        self._thread.join(_POLL)

@@ -75,7 +75,7 @@ class ShuffleOrder(NamedTuple):
 
     def generator(self, epoch: int, row: int) -> np.random.Generator:
         """Random numbers for one row in one epoch, whichever rank reads it."""
-        key = np.array([self.seed % 2**64, 1], np.uint64)
+        key = np.array([self.seed % 2**64, 2**64 - 1], np.uint64)  # of no epoch's order
         counter = np.array([0, 0, epoch, row], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 

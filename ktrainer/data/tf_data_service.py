@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from ktrainer.config.data_service_file import (
     TfDataServiceConfig,
     check_size,
     dispatcher_file,
+    is_reachable,
     write_json,
 )
 from ktrainer.data.dataset_source import calls_python
@@ -51,7 +51,7 @@ def send_to_data_service(
     Raises:
         ConfigError: numbers or options that do not fit together.
         DataError: a dataset that calls Python, or round robin of one that ends.
-        SetupError: the dispatchers are to run in the training processes.
+        SetupError: the dispatchers are to run in the training processes, or do not answer.
     """
     if compute_config.dispatcher_side != "compute":
         raise SetupError(
@@ -67,14 +67,28 @@ def send_to_data_service(
             "round robin deals elements in full rounds, so the dataset must not end: send "
             "dataset.repeat(), and take as many elements as an epoch has"
         )
-    several = compute_config.dispatchers > 1
+    address = compute_config.addresses[rank if compute_config.dispatchers > 1 else 0]
+    _require_reachable(address, compute_config)
     return distribute(
         dataset,
-        compute_config.addresses[rank if several else 0],
+        address,
         processing_mode,
         job="job" if reuse_dataset else None,
         consumer=(rank, size) if round_robin else None,
     )
+
+
+def _require_reachable(address: str, config: TfDataServiceConfig) -> None:
+    """Wait for a dispatcher that is being started again: TensorFlow itself would wait for ever."""
+    end = time.monotonic() + config.timeout
+    while not is_reachable(address):
+        if time.monotonic() > end:
+            raise SetupError(
+                f"nothing has listened at {address} for {config.timeout:g} s, where {config.path} "
+                "says that a dispatcher of the tf.data service is: the service has ended. Start it "
+                f"again with `ktrainer data-service --config {config.path}`"
+            )
+        time.sleep(0.1)
 
 
 def distribute(
@@ -191,19 +205,12 @@ def _wait_for_address(config: TfDataServiceConfig, number: int) -> str:
     place, end = dispatcher_file(config.path, number), time.monotonic() + config.timeout
     while time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError):
-            return str(json.loads(place.read_text()))
+            found = str(json.loads(place.read_text()))
+            if is_reachable(found):  # else it is that of a job that was killed
+                return found
         time.sleep(0.1)
     raise SetupError(
-        f"rank 0 did not start its dispatcher within {config.timeout:g} s ({place} is missing): "
+        f"rank 0 did not start its dispatcher within {config.timeout:g} s ({place} is missing, or "
+        "that of a job that has ended): "
         "open data_service(config, rank) on rank 0 too"
     )
-
-
-def is_reachable(address: str, seconds: float = 2.0) -> bool:
-    """Return whether something listens at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), seconds).close()
-    except OSError:
-        return False
-    return True

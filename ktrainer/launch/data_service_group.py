@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -92,8 +93,16 @@ class DataServiceGroup:
                 self._say(f"ready; {self.path} says where. Ctrl-C or SIGTERM ends it")
                 return self._watch()
             finally:
-                self.path.unlink(missing_ok=True)
+                self._remove_file()
                 self._end()
+                if self.work_dir is not None:
+                    shutil.rmtree(self._journals, ignore_errors=True)
+
+    def _remove_file(self) -> None:
+        """Remove the file, unless it is that of another service by now."""
+        with contextlib.suppress(SetupError):
+            if TfDataServiceConfig.read(self.path).token == self.config.token:
+                self.path.unlink(missing_ok=True)
 
     # -- start
 
@@ -104,8 +113,8 @@ class DataServiceGroup:
         for i, port in enumerate(ports):
             folder = ""
             if self.work_dir is not None:
-                (self.work_dir / f"dispatcher-{i}").mkdir(parents=True, exist_ok=True)
-                folder = str(self.work_dir / f"dispatcher-{i}")
+                folder = str(self._journals / f"dispatcher-{i}")
+                os.makedirs(folder)
             self._add(f"dispatcher {i}", port, [folder], i)
         addresses = tuple(f"{self.address}:{port}" for port in ports)
         self.config = replace(self.config, addresses=addresses)
@@ -115,6 +124,12 @@ class DataServiceGroup:
         self._wait_until_all_listen()
         if self.start_workers is not None:
             self.start_workers(self.config)
+
+    @property
+    def _journals(self) -> Path:
+        """The folder of this service's journals: the next one has other addresses."""
+        assert self.work_dir is not None
+        return self.work_dir / f"service-{self.config.token}"
 
     def _add_workers(self, dispatcher: int, address: str) -> None:
         each = self.config.workers_per_dispatcher

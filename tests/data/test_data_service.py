@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,27 @@ import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.cli import spark_data_service
+from ktrainer.cli.data_service_command import listed_path
 from ktrainer.config import DataConfig, DataServiceConfig, load_config
-from ktrainer.config.data_service_file import TfDataServiceConfig, check_size, check_workers
+from ktrainer.config.data_service_file import (
+    TfDataServiceConfig,
+    check_size,
+    check_workers,
+    dispatcher_file,
+    write_json,
+)
 from ktrainer.data import data_service, make_feed, send_to_data_service
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.service_source import ServiceSource
 from ktrainer.distributed import SingleWorld
-from ktrainer.errors import ConfigError, DataError, DeadlineExceeded, SetupError, WorldError
+from ktrainer.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    SetupError,
+    WorldError,
+)
 from tests.data.services import Service, service
 from tests.dist.harness import Ranks
 
@@ -71,6 +87,7 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
     with closing(source(one.path, shuffled())) as remote:
         for epoch in range(3):
             assert numbers(remote.open(epoch, 0)) == numbers(local.open(epoch, 0))
+        assert "the tf.data service, " in str(remote.slow_stage())
         assert numbers(remote.open(3, 3)) == numbers(local.open(3, 3))
 
 
@@ -173,6 +190,12 @@ def test_the_file_is_waited_for(tmp_path):
         TfDataServiceConfig.read(path)
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for the file"):
         TfDataServiceConfig.read(path, wait_for_file_creation=True, timeout=0.2)
+    stale = TfDataServiceConfig(1, 1, addresses=("127.0.0.1:9",), path=str(path))
+    stale.write(path)
+    with pytest.raises(DeadlineExceeded, match=r"of a service that has ended, .* 127\.0\.0\.1:9"):
+        TfDataServiceConfig.read(path, wait_for_file_creation=True, timeout=0.2)
+    with pytest.raises(SetupError, match="the service has ended"):
+        send_to_data_service(tf.data.Dataset.range(1), replace(stale, timeout=0.2), 0, 1)
     path.write_text("[]")
     with pytest.raises(SetupError, match="is not a file that"):
         TfDataServiceConfig.read(path)
@@ -201,6 +224,62 @@ def test_the_command_refuses_what_cannot_work(tmp_path):
     assert (told.returncode, "3 / 2 = 1.5" in told.stderr) == (2, True)
     told = command("--config", str(tmp_path / "none" / "a.json"))
     assert (told.returncode, "there is no folder" in told.stderr) == (2, True)
+
+
+def test_no_resume_in_mid_epoch_of_first_come_first_served(one):
+    config = DataConfig(service=DataServiceConfig(str(one.path), round_robin=False))
+    feed = make_feed(shuffled(), world=SingleWorld(), config=config, training=True)
+    with closing(feed):
+        feed.peek(1)  # as `fit` does
+        with pytest.raises(CheckpointError, match="leaves no record of which examples"):
+            list(feed.read(0, skip=2))
+
+
+def test_files_of_others_are_not_overwritten(one, tmp_path):
+    def listed(path: Path) -> Path:
+        return listed_path(argparse.Namespace(config=str(path), dispatchers=1))
+
+    with pytest.raises(ConfigError, match="service that runs, at 127"):
+        listed(one.path)
+    path = tmp_path / "train.json"
+    path.write_text('{"seed": 1}')
+    with pytest.raises(ConfigError, match="exists and is not the file of"):
+        listed(path)
+    assert path.exists()
+    TfDataServiceConfig(1, 1, addresses=("127.0.0.1:9",)).write(path)
+    write_json(dispatcher_file(path, 0), "127.0.0.1:9")
+    assert listed(path) == path
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dispatcher_of_a_lost_job_is_not_used(tmp_path):
+    """Rank 0 of a job that was killed leaves its file; that of the next job replaces it."""
+    path = tmp_path / "service.json"
+    found = TfDataServiceConfig(1, 1, "training", timeout=0.3, path=str(path))
+    write_json(dispatcher_file(path, 0), "127.0.0.1:9")
+    with pytest.raises(SetupError, match="or that of a job that has ended"), data_service(found, 1):
+        pass
+
+
+@pytest.mark.exhaustive
+def test_a_service_that_has_ended_is_an_error_within_the_deadline(tmp_path):
+    """TensorFlow itself would try to register the pipeline for ever."""
+    path = tmp_path / "service.json"
+    TfDataServiceConfig(1, 1, addresses=("127.0.0.1:9",)).write(path)
+    ending = """
+import sys
+from tests.data.test_data_service import *
+list(source(sys.argv[1], shuffled(), deadline=2.0).open(0, 0))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", ending, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert "WorldError: the dispatcher of the tf.data service at 127.0.0.1:9" in ended.stderr
 
 
 @pytest.mark.exhaustive
@@ -241,6 +320,7 @@ def test_the_dispatchers_end_is_an_error_and_with_a_journal_none(tmp_path):
         before = firsts(next(pieces) for _ in range(40))
         started.kill("dispatcher")
         assert before + firsts(pieces) == list(range(0, 1200, 4))
+    assert not list(journal.iterdir())  # it names addresses of this service
     ending = """
 import sys
 from tests.data.test_data_service import *

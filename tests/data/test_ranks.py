@@ -17,6 +17,7 @@ import tensorflow as tf
 from ktrainer import distributed
 from ktrainer.config import Config, DataConfig
 from ktrainer.data import Feed, Files, ShuffleOrder, make_feed, order_of, rank_files
+from ktrainer.data.rank_consistency import _explain
 from ktrainer.distributed import World
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import DataError, DivergenceError, PeerLost
@@ -350,6 +351,13 @@ def test_files_of_a_rank(ranks: Group, tmp_path: Path) -> None:
         rank_files(names, 0, 8)
     with pytest.raises(DataError, match="the list of files is empty"):
         rank_files([], 0, 1)
+
+
+def test_examples_that_differ_say_where_random_numbers_belong() -> None:
+    names = [["data training/examples/x"], ["data training/length"]]
+    says = [_explain(name, [{name[0]: "1"}, {name[0]: "2"}], [0, 1]) for name in names]
+    assert ["random=True" in text for text in says] == [True, False]
+    assert ["per_worker" in text for text in says] == [False, True]
 
 
 def test_too_few_files(ranks: Group, tmp_path: Path) -> None:
