@@ -31,7 +31,7 @@ from typing import IO, Any
 import psutil
 
 from ktrainer.errors import SetupError
-from ktrainer.launch.hosts import Host, lost_hosts, python_command
+from ktrainer.launch.hosts import Host, lost_hosts, python_command, silent_hosts
 from ktrainer.launch.mpirun_command import available_cpus, cpu_slices
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import (
@@ -81,6 +81,8 @@ class HostRelays:
         self.hosts, self._agent, self._here, self._bind = hosts, agent, here, bind
         self._relays: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
+        self._others = [host.name for host in hosts if host.name not in here]
+        self._silent: list[str] = []
         names = [host.name for host in hosts for _ in range(host.slots)]
         self.host_of = dict(enumerate(names))
 
@@ -120,6 +122,7 @@ class HostRelays:
             waits.append((host, ready))
             self._receive(relay, folder, ranks, ready)
         until = time.monotonic() + READY_SECONDS
+        self._silent = silent_hosts(self._others)
         for host, ready in waits:
             if not ready.wait(max(0.0, until - time.monotonic())):
                 self.close()
@@ -130,8 +133,7 @@ class HostRelays:
 
     def lost(self) -> dict[int, str]:
         """Rank -> its host, for hosts that cannot be reached any more; see `lost_hosts`."""
-        others = [host.name for host in self.hosts if host.name not in self._here]
-        names = lost_hosts(others, self._agent)
+        names = lost_hosts(self._others, self._agent, self._silent)
         return {rank: name for rank, name in self.host_of.items() if name in names}
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
