@@ -68,9 +68,12 @@ def requested_hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def connect(
-    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None
+    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None, threads: int
 ) -> ConnectedHosts:
     """Check the hosts, and find the network between them.
+
+    Args:
+        threads: of each rank.
 
     Raises:
         ConfigError: the configuration asks for what works on one host only.
@@ -95,7 +98,7 @@ def connect(
         host_list.mpirun_arguments(hosts, agent, network),
         settings,
         address_in(network),
-        HostRelays(hosts, agent, here, bind=args.bind),
+        HostRelays(hosts, agent, here, bind=args.bind, threads=threads),
         folders["run.dir"],
     )
 

@@ -193,7 +193,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     more, listen = list[str](), LOOPBACK if network == "loopback" else None
     relays, shared = None, None
     if hosts:
-        connected = launch_hosts.connect(args, hosts, config)
+        connected = launch_hosts.connect(args, hosts, config, threads)
         more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
         shared = str(connected.shared)
         env |= connected.mpi_settings

@@ -46,6 +46,7 @@ from ktrainer.launch.rank_channel import (
 )
 
 READY_SECONDS = 15.0
+_CLOSE_SECONDS = 3.0  # for all relays to end, then for the rest of their output
 _CHUNK = 1 << 16
 _STACK_SECONDS = 0.3  # for a rank to write its stack
 # Variables of a login or of MPI's own, which differ from host to host.
@@ -72,13 +73,21 @@ class HostRelays:
         hosts: with the number of ranks on each, in the order of the ranks.
         agent: words of the remote agent.
         here: names of hosts that are this one, where no agent is needed.
-        bind: give each rank its own processors.
+        bind: give each rank its own processors, where they are enough for its threads.
+        threads: of a rank.
     """
 
     def __init__(
-        self, hosts: Sequence[Host], agent: Sequence[str], here: Sequence[str], *, bind: bool
+        self,
+        hosts: Sequence[Host],
+        agent: Sequence[str],
+        here: Sequence[str],
+        *,
+        bind: bool,
+        threads: int,
     ) -> None:
-        self.hosts, self._agent, self._here, self._bind = hosts, agent, here, bind
+        self.hosts, self._agent, self._here = hosts, agent, here
+        self._bind = threads if bind else None
         self._relays: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._others = [host.name for host in hosts if host.name not in here]
@@ -101,13 +110,14 @@ class HostRelays:
             ranks = range(first, first + host.slots)
             first += host.slots
             command = python_command("ktrainer.launch.host_relay", token)
-            words = command if host.name in self._here else [*self._agent, host.name]
+            here = host.name in self._here
             relay = subprocess.Popen(
-                words if host.name in self._here else [*words, shlex.join(command)],
+                command if here else [*self._agent, host.name, shlex.join(command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                # A relay ends with its standard input, and removes its files.
+                preexec_fn=None if here else end_with_parent,
             )
             self._relays.append(relay)
             request = {
@@ -147,13 +157,15 @@ class HostRelays:
             assert relay.stdin is not None
             with contextlib.suppress(OSError):
                 relay.stdin.close()
+        until = time.monotonic() + _CLOSE_SECONDS
         for relay in self._relays:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                relay.wait(3.0)
+                relay.wait(max(0.0, until - time.monotonic()))
             relay.kill()
             relay.wait()
+        until = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(3.0)
+            thread.join(max(0.0, until - time.monotonic()))
         self._relays, self._threads = [], []
 
     def _tell(self, relay: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
@@ -220,8 +232,9 @@ class _Relay:
         self._said = dict.fromkeys(self._ranks, b"")
         self._selector = selectors.DefaultSelector()
         options = Options(**request["options"])
-        if request["bind"]:
-            options = replace(options, cpus=cpu_slices(available_cpus(), len(self._ranks)))
+        slices = cpu_slices(available_cpus(), len(self._ranks))
+        if request["bind"] is not None and slices and request["bind"] <= len(slices[0]):
+            options = replace(options, cpus=slices)
         prepare(folder, options.ranks, options)
         path = folder / ENVIRONMENT
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:

@@ -17,6 +17,7 @@ import ktrainer
 from ktrainer.errors import ConfigError
 from ktrainer.launch import hosts, mpirun_network
 from ktrainer.launch.hosts import Host, parse_hosts, read_hostfile, with_ranks
+from ktrainer.launch.process_tree import reap_adopted
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import Hosts, why_no_hosts
 from tests.launch.conftest import launch_command
@@ -360,17 +361,54 @@ def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
 @pytest.mark.exhaustive
 def test_the_loss_of_a_daemon_is_no_success(pair: Hosts) -> None:
     """mpirun ends all ranks then, with exit code 0; the host still answers."""
-    Path("script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")
-    words = launch_command(*over(pair), "script.py")
-    process = pair.start(0, *words, env={"PYTHONPATH": str(ROOT)}, cwd=Path.cwd())
-    assert process.stdout is not None
-    assert all("up" in process.stdout.readline() for _ in range(2))
+    process = _sleeping(pair, *over(pair))
     for pid in pair.pids(1):
         if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
             os.kill(pid, signal.SIGKILL)
     _, errors = process.communicate(timeout=40)
     assert process.returncode == 1
     assert f"lost its daemon (prted) on host {pair.names[1]}, which still answers" in errors
+
+
+@pytest.mark.exhaustive
+def test_a_killed_launcher_leaves_no_environment_on_its_hosts(pair: Hosts) -> None:
+    process = _sleeping(pair, *over(pair))
+    files = list(pair.folder.glob("*/tmp/*/environment.json"))
+    assert len(files) == 2
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [file for file in files if file.exists()]
+    reap_adopted()  # its agents, which this process inherits
+
+
+@pytest.mark.exhaustive
+def test_a_launch_without_a_host_that_is_left_ends_and_names_the_last(pair: Hosts) -> None:
+    words = ["--hosts", pair.names[1], "--rsh", pair.agent, "--max-restarts", 2]
+    process = _sleeping(pair, *words)
+    pair.kill(1)
+    _, errors = process.communicate(timeout=40)
+    reap_adopted()
+    pair.boot(1)
+    assert process.returncode == 1
+    assert (
+        errors.strip()
+        .splitlines()[-1]
+        .startswith(f"ktrainer run: host {pair.names[1]} was lost, with rank 0: ")
+    )
+    assert "starting again" not in errors
+
+
+def _sleeping(made: Hosts, *words: object) -> subprocess.Popen[str]:
+    """A launch from the first host, whose ranks have started and sleep."""
+    Path("script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")
+    env = {"PYTHONPATH": str(ROOT)}
+    process = made.start(0, *launch_command(*words, "script.py"), env=env, cwd=Path.cwd())
+    assert process.stdout is not None
+    assert "up" in process.stdout.readline()
+    return process
 
 
 def test_a_host_whose_firewall_drops_packets_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
