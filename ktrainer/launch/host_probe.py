@@ -102,8 +102,10 @@ def _mpi(mpirun: str) -> str | None:
             stdin=subprocess.DEVNULL,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
+    except subprocess.TimeoutExpired:
+        return f"silent for {_MPIRUN_SECONDS:g} s after `mpirun --version`"
     return next(iter(done.stdout.splitlines()), None)
 
 

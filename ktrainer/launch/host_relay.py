@@ -248,11 +248,13 @@ class _Relay:
 
     def run(self) -> None:
         """Carry everything until the launcher closes its end, then kill the ranks."""
-        _send("ready", -1, b"")
-        while self._step(None):
-            pass
+        try:
+            _send("ready", -1, b"")
+            while self._step(None):
+                pass
+        finally:  # also where the launcher's end does not take output any more
+            self._kill()
         self._selector.unregister(0)
-        self._kill()
         while self._step(0.0):  # all writers have ended: the rest of each pipe
             pass
 
@@ -331,7 +333,8 @@ def main(token: str) -> None:
         folder.mkdir(mode=0o700)
         for path in made:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _Relay(folder, request).run()
+        with contextlib.suppress(BrokenPipeError):
+            _Relay(folder, request).run()
     finally:
         for path in [folder, *made]:
             shutil.rmtree(path, ignore_errors=True)
