@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ class ConnectedHosts:
     Attributes:
         mpirun_arguments: make mpirun start its daemons there.
         mpi_settings: environment of the ranks, which keeps MPI on the hosts' network.
-        address: of this host in that network; None if it is none of the hosts.
+        address: of this host in that network.
         relays: carry the ranks' output.
         shared: a folder that all hosts share.
     """
 
     mpirun_arguments: list[str]
     mpi_settings: dict[str, str]
-    address: str | None
+    address: str
     relays: HostRelays
     shared: Path
 
@@ -67,9 +68,12 @@ def requested_hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def connect(
-    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None
+    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None, threads: int
 ) -> ConnectedHosts:
     """Check the hosts, and find the network between them.
+
+    Args:
+        threads: of each rank.
 
     Raises:
         ConfigError: the configuration asks for what works on one host only.
@@ -82,20 +86,27 @@ def connect(
     addresses = host_list.resolve(hosts)
     path = parse_known_cli(args.args)[0] if args.check else None
     files = [os.path.abspath(each) for each in (args.script, path) if each is not None]
-    folder = _existing((config and config.run.dir) or "runs")
+    folders = {"run.dir": _existing((config and config.run.dir) or "runs")}
+    if config is not None and config.checkpoint.dir is not None:
+        folders["checkpoint.dir"] = _existing(config.checkpoint.dir)
     network = check_hosts(
-        hosts, agent, addresses, files=files, folder=folder, interface=args.interface
+        hosts, agent, addresses, files=files, folders=folders, interface=args.interface
     )
-    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
-    here = [host.name for host in hosts if addresses[host.name] in own]
+    here = [host.name for host in hosts if _is_here(addresses[host.name])]
     settings = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface(network)}
     return ConnectedHosts(
         host_list.mpirun_arguments(hosts, agent, network),
         settings,
         address_in(network),
-        HostRelays(hosts, agent, here, bind=args.bind),
-        folder,
+        HostRelays(hosts, agent, here, bind=args.bind, threads=threads),
+        folders["run.dir"],
     )
+
+
+def _is_here(address: str) -> bool:
+    """Return whether an address is one of this host; Debian gives its own name 127.0.1.1."""
+    own = {a.address for each in psutil.net_if_addrs().values() for a in each}
+    return address in own or ipaddress.ip_address(address).is_loopback
 
 
 def _existing(folder: str) -> Path:

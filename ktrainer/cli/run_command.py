@@ -24,7 +24,7 @@ from ktrainer.cli.launch_config import checked_config, naming_the_separator, spl
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
 from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
-from ktrainer.errors import ConfigError, SetupError
+from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
 from ktrainer.launch.host_relay import HostRelays
@@ -37,6 +37,7 @@ from ktrainer.launch.restarts import Restarts
 from ktrainer.launch.warm_process import WarmProcess, no_warm_process
 from ktrainer.runtime.tensorflow_logging import environment
 
+_HASHES = "PYTHONHASHSEED"
 OUTPUT_CLOSED = 141  # a shell's exit code for a program that writes to a closed pipe
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -84,11 +85,14 @@ class _Launch:
         """
         assert self.relays is not None
         hosts = [host for host in self.relays.hosts if host.name not in lost.values()]
-        if not hosts:
-            raise SetupError("no host is left")
         args.ranks = sum(host.slots for host in hosts)
         made = _prepare(args, hosts)
-        return replace(made, options=replace(made.options, seed=self.options.seed))
+        kept = {name: self.environment[name] for name in (_HASHES,) if name in self.environment}
+        return replace(
+            made,
+            environment={**made.environment, **kept},  # sets iterate as before, on one rank too
+            options=replace(made.options, seed=self.options.seed),
+        )
 
     @property
     def spare(self) -> int:
@@ -189,7 +193,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     more, listen = list[str](), LOOPBACK if network == "loopback" else None
     relays, shared = None, None
     if hosts:
-        connected = launch_hosts.connect(args, hosts, config)
+        connected = launch_hosts.connect(args, hosts, config, threads)
         more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
         shared = str(connected.shared)
         env |= connected.mpi_settings
@@ -276,7 +280,7 @@ def rank_environment(
         "PYTHONPATH": _python_path(given),
     }
     if several:
-        defaults["PYTHONHASHSEED"] = "0"  # sets of strings iterate alike on all ranks
+        defaults[_HASHES] = "0"  # sets of strings iterate alike on all ranks
     # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
     loud = config is not None and config.logging.tensorflow
     defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"

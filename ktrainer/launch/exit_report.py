@@ -40,6 +40,8 @@ def restarts_follow(
     failure = _failure(end, heals)
     if end.stopped_by is not None or end.interrupted is not None or failure is None:
         return False
+    if len(end.lost) == args.ranks:
+        return False  # no host is left
     why_not = restarts.why_not(end, failure)
     if why_not is not None:
         if why_not:

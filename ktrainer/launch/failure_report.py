@@ -17,9 +17,18 @@ _EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\]\s+Exit code:\s+(\d+)")
 _IMPROPER = re.compile(
     r"exited due to process rank (\d+) with PID \d+ on node \S+\s+exiting\s+improperly"
 )
+_DAEMON = re.compile(
+    r"lost communication with a remote daemon.*?Remote daemon: .*? on node (\S+)", re.S
+)
 
 _LOST = "ktrainer.errors.RanksLost"
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus its number
+
+_DAEMON_LOST = (
+    "mpirun has lost its daemon (prted) on host {0}, which still answers: the daemon was killed, "
+    "often for lack of memory, or the link was down for a while. See that host's system log "
+    "(dmesg), or let --max-restarts start all processes again"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ def first_failure(
 
     A rank that raised comes before one that only lost a peer; among equals the earliest counts.
     A killed rank reports nothing: mpirun names it, else it is the first one that ended silently.
+    mpirun counts the loss of its daemon on another host as a success.
 
     Args:
         notes: the failures that ranks reported.
@@ -66,6 +76,8 @@ def first_failure(
     killed = _killed(mpirun_output, faults)
     if killed is not None and killed.rank not in notes:
         return killed
+    if match := _DAEMON.search(mpirun_output):
+        return Failure(None, mpirun_code or 1, _DAEMON_LOST.format(match[1]))
     if reported:
         return _raised(*reported[0])
     if mpirun_code == 0:

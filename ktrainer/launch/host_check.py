@@ -141,7 +141,7 @@ def check_hosts(
     addresses: Mapping[str, str],
     *,
     files: Sequence[str],
-    folder: Path,
+    folders: Mapping[str, Path],
     interface: str | None,
 ) -> str:
     """Compare all hosts, and return the network on which they reach one another: `10.1.2.0/24`.
@@ -150,19 +150,19 @@ def check_hosts(
         agent: words of the remote agent.
         addresses: host name -> address.
         files: absolute paths of files that must be the same on all.
-        folder: the run's folder, or the nearest one above it that exists.
+        folders: key of the configuration -> the folder that all hosts must share, or the nearest
+            one above it that exists.
         interface: name of an interface or a network, if the user chose one.
 
     Raises:
         SetupError: they differ, or do not reach one another; one line for each host.
     """
     with contextlib.ExitStack() as stack:
-        marker = stack.enter_context(_marker(folder))
+        markers = {k: stack.enter_context(_marker(k, folder)) for k, folder in folders.items()}
         question = {
             "files": list(files),
-            "folder": str(folder),
+            "folders": {key: (str(folder), markers[key]) for key, folder in folders.items()},
             "cwd": str(Path.cwd()),
-            "marker": marker,
             "package": str(PACKAGE),
             "distributions": _DISTRIBUTIONS,
             "mpirun": find_mpirun(),
@@ -181,16 +181,15 @@ def check_hosts(
             for host, found in zip(hosts, reports, strict=True)
             for line in differences(host.name, here, found)
         )
-        network = common_network(
-            dict(zip([h.name for h in hosts], reports, strict=True)), interface
-        )
-        _check_reachable(probes, {h.name: r for h, r in zip(hosts, reports, strict=True)}, network)
+        named = {host.name: found for host, found in zip(hosts, reports, strict=True)}
+        network = common_network(named, interface, here)
+        _check_reachable(probes, named, network)
     return network
 
 
 @contextlib.contextmanager
-def _marker(folder: Path) -> Any:
-    """Path of a file in the run's folder that every host must see."""
+def _marker(key: str, folder: Path) -> Any:
+    """Path of a file in the folder of this key that every host must see."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".ktrainer-shared-") as file:
             yield file.name
@@ -198,7 +197,8 @@ def _marker(folder: Path) -> Any:
         if error.filename is None or ".ktrainer-shared-" not in str(error.filename):
             raise
         raise SetupError(
-            f"cannot write to the run's folder {folder} on this host: {error.strerror}"
+            f"cannot write to {folder} on this host: {error.strerror}; grant write access, or "
+            f"choose another folder with {key}"
         ) from None
 
 

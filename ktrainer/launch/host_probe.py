@@ -6,7 +6,7 @@ standard input, answers go out as lines that begin with `PREFIX`:
 
 | question | answer |
 |---|---|
-| `files`, `folder`, `marker`, `package`, `distributions`, `mpirun` | what `report` returns |
+| `files`, `folders`, `package`, `distributions`, `mpirun` | what `report` returns |
 | `listen`: an address | `port`, on which this process now listens there |
 | `peers`: name -> (address, port) | `unreachable`: name -> the error |
 """
@@ -42,9 +42,11 @@ def report(question: dict[str, Any]) -> dict[str, Any]:
         "package": _digest_of_package(question["package"]),
         "files": {path: _digest(path) for path in question["files"]},
         "cwd": os.path.isdir(question["cwd"]),
-        "folder": _write(question["folder"]),
+        "folders": {
+            key: {**_write(folder), "shared": os.path.exists(marker)}
+            for key, (folder, marker) in question["folders"].items()
+        },
         "temporary": _write(tempfile.gettempdir()),
-        "shared": os.path.exists(question["marker"]),
         "mpi": _mpi(question["mpirun"]),
         "interfaces": _interfaces(),
         "time": time.time(),
@@ -100,8 +102,10 @@ def _mpi(mpirun: str) -> str | None:
             stdin=subprocess.DEVNULL,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
+    except subprocess.TimeoutExpired:
+        return f"silent for {_MPIRUN_SECONDS:g} s after `mpirun --version`"
     return next(iter(done.stdout.splitlines()), None)
 
 

@@ -31,7 +31,7 @@ from typing import IO, Any
 import psutil
 
 from ktrainer.errors import SetupError
-from ktrainer.launch.hosts import Host, lost_hosts, python_command
+from ktrainer.launch.hosts import Host, lost_hosts, python_command, silent_hosts
 from ktrainer.launch.mpirun_command import available_cpus, cpu_slices
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import (
@@ -46,6 +46,7 @@ from ktrainer.launch.rank_channel import (
 )
 
 READY_SECONDS = 15.0
+_CLOSE_SECONDS = 3.0  # for all relays to end, then for the rest of their output
 _CHUNK = 1 << 16
 _STACK_SECONDS = 0.3  # for a rank to write its stack
 # Variables of a login or of MPI's own, which differ from host to host.
@@ -72,15 +73,25 @@ class HostRelays:
         hosts: with the number of ranks on each, in the order of the ranks.
         agent: words of the remote agent.
         here: names of hosts that are this one, where no agent is needed.
-        bind: give each rank its own processors.
+        bind: give each rank its own processors, where they are enough for its threads.
+        threads: of a rank.
     """
 
     def __init__(
-        self, hosts: Sequence[Host], agent: Sequence[str], here: Sequence[str], *, bind: bool
+        self,
+        hosts: Sequence[Host],
+        agent: Sequence[str],
+        here: Sequence[str],
+        *,
+        bind: bool,
+        threads: int,
     ) -> None:
-        self.hosts, self._agent, self._here, self._bind = hosts, agent, here, bind
+        self.hosts, self._agent, self._here = hosts, agent, here
+        self._bind = threads if bind else None
         self._relays: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
+        self._others = [host.name for host in hosts if host.name not in here]
+        self._silent: list[str] = []
         names = [host.name for host in hosts for _ in range(host.slots)]
         self.host_of = dict(enumerate(names))
 
@@ -99,13 +110,14 @@ class HostRelays:
             ranks = range(first, first + host.slots)
             first += host.slots
             command = python_command("ktrainer.launch.host_relay", token)
-            words = command if host.name in self._here else [*self._agent, host.name]
+            here = host.name in self._here
             relay = subprocess.Popen(
-                words if host.name in self._here else [*words, shlex.join(command)],
+                command if here else [*self._agent, host.name, shlex.join(command)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                # A relay ends with its standard input, and removes its files.
+                preexec_fn=None if here else end_with_parent,
             )
             self._relays.append(relay)
             request = {
@@ -120,6 +132,7 @@ class HostRelays:
             waits.append((host, ready))
             self._receive(relay, folder, ranks, ready)
         until = time.monotonic() + READY_SECONDS
+        self._silent = silent_hosts(self._others)
         for host, ready in waits:
             if not ready.wait(max(0.0, until - time.monotonic())):
                 self.close()
@@ -130,8 +143,7 @@ class HostRelays:
 
     def lost(self) -> dict[int, str]:
         """Rank -> its host, for hosts that cannot be reached any more; see `lost_hosts`."""
-        others = [host.name for host in self.hosts if host.name not in self._here]
-        names = lost_hosts(others, self._agent)
+        names = lost_hosts(self._others, self._agent, self._silent)
         return {rank: name for rank, name in self.host_of.items() if name in names}
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
@@ -145,13 +157,15 @@ class HostRelays:
             assert relay.stdin is not None
             with contextlib.suppress(OSError):
                 relay.stdin.close()
+        until = time.monotonic() + _CLOSE_SECONDS
         for relay in self._relays:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                relay.wait(3.0)
+                relay.wait(max(0.0, until - time.monotonic()))
             relay.kill()
             relay.wait()
+        until = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(3.0)
+            thread.join(max(0.0, until - time.monotonic()))
         self._relays, self._threads = [], []
 
     def _tell(self, relay: subprocess.Popen[bytes], message: Mapping[str, Any]) -> None:
@@ -218,8 +232,9 @@ class _Relay:
         self._said = dict.fromkeys(self._ranks, b"")
         self._selector = selectors.DefaultSelector()
         options = Options(**request["options"])
-        if request["bind"]:
-            options = replace(options, cpus=cpu_slices(available_cpus(), len(self._ranks)))
+        slices = cpu_slices(available_cpus(), len(self._ranks))
+        if request["bind"] is not None and slices and request["bind"] <= len(slices[0]):
+            options = replace(options, cpus=slices)
         prepare(folder, options.ranks, options)
         path = folder / ENVIRONMENT
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
@@ -233,11 +248,13 @@ class _Relay:
 
     def run(self) -> None:
         """Carry everything until the launcher closes its end, then kill the ranks."""
-        _send("ready", -1, b"")
-        while self._step(None):
-            pass
+        try:
+            _send("ready", -1, b"")
+            while self._step(None):
+                pass
+        finally:  # also where the launcher's end does not take output any more
+            self._kill()
         self._selector.unregister(0)
-        self._kill()
         while self._step(0.0):  # all writers have ended: the rest of each pipe
             pass
 
@@ -316,7 +333,8 @@ def main(token: str) -> None:
         folder.mkdir(mode=0o700)
         for path in made:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _Relay(folder, request).run()
+        with contextlib.suppress(BrokenPipeError):
+            _Relay(folder, request).run()
     finally:
         for path in [folder, *made]:
             shutil.rmtree(path, ignore_errors=True)

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,14 +145,29 @@ def resolve(hosts: Sequence[Host]) -> dict[str, str]:
     return {name: str(address) for name, address in found.items()}
 
 
-def lost_hosts(names: Sequence[str], rsh: Sequence[str]) -> list[str]:
+def lost_hosts(names: Sequence[str], rsh: Sequence[str], silent: Sequence[str] = ()) -> list[str]:
     """Those of the hosts that cannot be reached: the remote agent cannot run a command there, or
-    packets do not arrive. Takes up to `LOST_SECONDS`."""
+    packets do not arrive. Takes up to one and a half `LOST_SECONDS`.
+
+    Args:
+        silent: the hosts that were `silent_hosts` when they were reached, which says nothing.
+    """
+    return _without(names, lambda name: (name in silent or _answers(name)) and _runs(name, rsh))
+
+
+def silent_hosts(names: Sequence[str]) -> list[str]:
+    """Those of the hosts from which no packet comes back, as firewalls may have it. Takes up to
+    half of `LOST_SECONDS`."""
+    return _without(names, _answers)
+
+
+def _without(names: Sequence[str], holds: Callable[[str], bool]) -> list[str]:
+    """Those of the names for which a condition, checked for all at once, does not hold."""
     if not names:
         return []
     with ThreadPoolExecutor(len(names)) as pool:
-        reached = list(pool.map(lambda name: _answers(name) and _runs(name, rsh), names))
-    return [name for name, here in zip(names, reached, strict=True) if not here]
+        found = list(pool.map(holds, names))
+    return [name for name, held in zip(names, found, strict=True) if not held]
 
 
 def _runs(name: str, rsh: Sequence[str]) -> bool:

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import shutil
+import socket
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -44,11 +46,13 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def _namespace() -> int:
-    """A number for the namespace that this process's id belongs to."""
+    """A number for the namespace that this process's id belongs to. The first namespace has the
+    same number on every host, and hosts may share a folder."""
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        number = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
-        return 0
+        number = 0
+    return zlib.crc32(f"{number} {socket.gethostname()}".encode())
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ import psutil
 from ktrainer.config.launch_environment import address_in
 from ktrainer.launch.orphan_prevention import adopt_orphans
 
+SAYS = "ktrainer run: "
 _PIDFD_GETFD = 438
 _WILDCARDS = ("0.0.0.0", "::")
 _V6_LOOPBACK = "::1"
@@ -121,6 +122,12 @@ def _stop_listening(listener: socket.socket) -> None:
         raise OSError(error, os.strerror(error))
 
 
+def _say_not_narrowed(name: str, address: str, error: OSError) -> None:
+    """Print a line which the launcher shows, out of what mpirun prints."""
+    text = f"{name} listens on all interfaces; cannot keep it on {address}: {error}"
+    print(f"{SAYS}host {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+
+
 def main(argv: list[str]) -> int:
     """Run a daemon of mpirun, and keep its sockets on the network that is named first."""
     network, *command = argv
@@ -130,9 +137,14 @@ def main(argv: list[str]) -> int:
     until = time.monotonic() + _NARROW_SECONDS
     while (mine := psutil.Process().children(recursive=True)) and time.monotonic() < until:
         for process in mine:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            try:
                 if process.name() == name and narrow_listeners(process.pid, address):
                     until = min(until, time.monotonic() + _AFTER_SECONDS)
+            except psutil.NoSuchProcess:
+                continue
+            except OSError as error:
+                _say_not_narrowed(name, address, error)
+                return daemon.wait()
         time.sleep(_POLL)
     return daemon.wait()
 

@@ -25,7 +25,7 @@ from ktrainer.launch.group_state import (
 )
 from ktrainer.launch.host_relay import HostRelays
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
-from ktrainer.launch.mpirun_network import narrow_listeners
+from ktrainer.launch.mpirun_network import SAYS, narrow_listeners
 from ktrainer.launch.rank_channel import (
     ON_HOSTS,
     PIPES,
@@ -44,7 +44,6 @@ FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
 JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
-_LOST_DAEMON = "A daemon failed to report back"  # what mpirun prints about a lost host
 _CHUNK = 1 << 16
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
@@ -173,7 +172,7 @@ class RankGroup:
         if self._relays is None or asked or len(self.end.ended) == self._ranks:
             return
         self.end.lost = self._relays.lost()
-        if self.end.lost or _LOST_DAEMON in self.end.mpirun_output:
+        if self.end.lost:
             self.end.code = self.end.code or 1  # mpirun calls that a success
 
     def _open_pipes(self, folder: Path) -> None:
@@ -379,6 +378,9 @@ class RankGroup:
             self._mergers["out"].release(sorted(self.end.failures) or range(self._ranks))
         self.end.code = self._process.returncode
         self.end.mpirun_output = self._mpirun_output.decode(errors="replace")
+        for line in self.end.mpirun_output.splitlines():
+            if line.startswith(SAYS):  # of the programs around its daemons
+                self._mergers["err"].write_line(line)
         for rank in range(self._ranks):
             with contextlib.suppress(FileNotFoundError):
                 if text := fault_path(folder, rank).read_text(errors="replace"):

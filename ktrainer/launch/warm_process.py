@@ -1,9 +1,9 @@
 """A process that has imported TensorFlow, of which the ranks of a restart are forks.
 
 The launcher starts it while the first ranks train. It makes no TensorFlow context and does not
-start MPI, so it has one thread, and a fork of it is an interpreter that only has its imports behind
-it: mpirun's environment, files, working folder and umask come from `warm_stub`, the program that
-mpirun starts.
+start MPI, so it has one thread, but for those of libraries that are made for forks. A fork of it is
+an interpreter that only has its imports behind it: mpirun's environment, files, working folder and
+umask come from `warm_stub`, the program that mpirun starts.
 
     launcher ─┬─ mpirun ─── stub ┄┄┐ unix socket
               └─ warm process ─────┴─ rank
@@ -239,13 +239,29 @@ def _become(files: Sequence[int], request: Any) -> list[str]:
     return words
 
 
+def _threads() -> list[str]:
+    """Names of the threads that a fork would miss.
+
+    OpenBLAS ends its own before each fork and starts them when it needs them; jemalloc (pyarrow has
+    it) disables its own in a fork.
+    """
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    others = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in others]
+    return [name for name in names if not name.startswith("jemalloc")]
+
+
 def main() -> None:
     """Import what takes time; then fork whenever asked, and be a rank in each fork."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     for name in _IMPORTS:
         importlib.import_module(name)
-    if "mpi4py.MPI" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
-        sys.exit("imports have started MPI or a thread, which a fork must not have")
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit("imports have started MPI, which a fork must not have")
+    if threads := _threads():
+        sys.exit(f"imports have started threads, which a fork must not have: {', '.join(threads)}")
     gc.collect()
     gc.freeze()  # collections in forks need not look through what was imported
     files, request = _Ranks(listener).serve()

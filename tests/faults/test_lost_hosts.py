@@ -45,6 +45,7 @@ x = np.random.default_rng(0).normal(size=(64, 6))
 history = trainer.fit(build, (x, x[:, :3])).history
 if trainer.world.is_root:
     found = [history["loss"], *(v.numpy().tolist() for v in trainer.model.variables)]
+    print("hash seed", os.environ.get("PYTHONHASHSEED"), flush=True)
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
@@ -98,6 +99,7 @@ def test_the_run_continues_on_the_hosts_that_are_left(
     assert f"host {made.names[1]} was lost, with rank 1" in lost.errors
     # The checkpoint before the interrupted update may still have been on its way to the disk.
     assert re.search(r"\[0\] again from [23]\n", lost.out)
+    assert "[0] hash seed 0\n" in lost.out, "sets must iterate as they did before the loss"
     size, values = found(lost.out)
     assert size == 1
     words = (*LAUNCH, tmp_path / "script.py", *WORDS, *MORE[:1])

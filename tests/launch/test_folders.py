@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from tests.launch.conftest import launch_command
@@ -91,3 +94,18 @@ def test_what_killed_launchers_left_is_cleared_up(tmp_path: Path) -> None:
         (tmp_path / left / "segment").write_text("x")
         with private_folder(str(tmp_path)) as other:
             assert names(tmp_path) == {*kept, Path(other).name, "target"}
+
+
+def test_folders_of_launches_on_other_hosts_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts share the run's folder, and the first namespace has one number everywhere."""
+    with monkeypatch.context() as on_another, private_folder(str(tmp_path)) as own:
+        on_another.setattr(socket, "gethostname", lambda: "another")
+        with private_folder(str(tmp_path)) as name:
+            namespace = Path(name).name.split("-")[1]
+    assert namespace != Path(own).name.split("-")[1]
+    running_there = tmp_path / f"ktrainer-{namespace}-{dead()}-x"
+    running_there.mkdir()
+    with private_folder(str(tmp_path)):
+        assert running_there.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +15,9 @@ import pytest
 
 import ktrainer
 from ktrainer.errors import ConfigError
+from ktrainer.launch import hosts, mpirun_network
 from ktrainer.launch.hosts import Host, parse_hosts, read_hostfile, with_ranks
+from ktrainer.launch.process_tree import reap_adopted
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import Hosts, why_no_hosts
 from tests.launch.conftest import launch_command
@@ -161,6 +165,12 @@ MISTAKES = {
         plant=_other_network,
         undo=_own_network,
     ),
+    "launcher not in the network": Mistake(
+        ["this host is not in the network of the hosts, 192.168.7.0/24", "start from one of"],
+        options=["--hosts", "HOST", "--rsh", "AGENT"],
+        plant=_other_network,
+        undo=_own_network,
+    ),
     "another Python": Mistake(
         ["host HOST: Python is 3.9.1, here", f"install the same one there, at {sys.executable}"],
         prelude=FAKE,
@@ -220,6 +230,10 @@ MISTAKES = {
         ["host HOST: the run's folder", "is not the one of this host", "run.dir", "NFS"],
         prelude=f"{EMPTY}$TEST/out",
     ),
+    "checkpoints not shared": Mistake(
+        ["host HOST: the folder of checkpoints", "is not the one of this host", "checkpoint.dir"],
+        prelude=f"{EMPTY}$TEST/saved",
+    ),
     "clock": Mistake(
         ["host HOST: its clock is 36", "ahead of this host's", "NTP"],
         prelude=FAKE,
@@ -248,10 +262,11 @@ def test_mistakes_are_named_with_host_and_remedy_before_anything_starts(
     pair: Hosts, name: str
 ) -> None:
     case, folder = MISTAKES[name], Path.cwd()
-    for made in ("code", "out"):
+    for made in ("code", "out", "saved"):
         Path(made).mkdir()
     Path("code", "script.py").write_text("raise SystemExit('started')")
-    Path("code", "c.yaml").write_text(f"run: {{dir: {folder / 'out'}}}\n")
+    folders = f"run: {{dir: {folder / 'out'}}}\ncheckpoint: {{dir: {folder / 'saved'}}}\n"
+    Path("code", "c.yaml").write_text(folders)
 
     def own(text: str) -> str:
         replaced = {"HOST": pair.names[1], "OTHER": pair.names[0], "AGENT": str(pair.agent)}
@@ -341,6 +356,81 @@ def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
         for host in (0, 1)
         for pid in pair.pids(host)
     )
+
+
+@pytest.mark.exhaustive
+def test_the_loss_of_a_daemon_is_no_success(pair: Hosts) -> None:
+    """mpirun ends all ranks then, with exit code 0; the host still answers."""
+    process = _sleeping(pair, *over(pair))
+    for pid in pair.pids(1):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == "prted":
+            os.kill(pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert f"lost its daemon (prted) on host {pair.names[1]}, which still answers" in errors
+
+
+@pytest.mark.exhaustive
+def test_a_killed_launcher_leaves_no_environment_on_its_hosts(pair: Hosts) -> None:
+    process = _sleeping(pair, *over(pair))
+    files = list(pair.folder.glob("*/tmp/*/environment.json"))
+    assert len(files) == 2
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 10
+    while any(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [file for file in files if file.exists()]
+    reap_adopted()  # its agents, which this process inherits
+
+
+@pytest.mark.exhaustive
+def test_a_launch_without_a_host_that_is_left_ends_and_names_the_last(pair: Hosts) -> None:
+    words = ["--hosts", pair.names[1], "--rsh", pair.agent, "--max-restarts", 2]
+    process = _sleeping(pair, *words)
+    pair.kill(1)
+    _, errors = process.communicate(timeout=40)
+    reap_adopted()
+    pair.boot(1)
+    assert process.returncode == 1
+    assert (
+        errors.strip()
+        .splitlines()[-1]
+        .startswith(f"ktrainer run: host {pair.names[1]} was lost, with rank 0: ")
+    )
+    assert "starting again" not in errors
+
+
+def _sleeping(made: Hosts, *words: object) -> subprocess.Popen[str]:
+    """A launch from the first host, whose ranks have started and sleep."""
+    Path("script.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")
+    env = {"PYTHONPATH": str(ROOT)}
+    process = made.start(0, *launch_command(*words, "script.py"), env=env, cwd=Path.cwd())
+    assert process.stdout is not None
+    assert "up" in process.stdout.readline()
+    return process
+
+
+def test_a_host_whose_firewall_drops_packets_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was silent before; whether the agent runs commands there decides."""
+    monkeypatch.setattr(hosts, "_answers", lambda _: False)
+    agent = [sys.executable, "-c", "import sys; sys.exit(sys.argv[1] == 'gone')"]
+    assert hosts.silent_hosts(["there"]) == ["there"]
+    assert hosts.lost_hosts(["there", "gone"], agent, ["there", "gone"]) == ["gone"]
+    assert hosts.lost_hosts(["there"], agent) == ["there"]
+
+
+def test_a_daemon_that_must_listen_everywhere_runs_on_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(_: int, address: str) -> bool:
+        raise PermissionError(1, f"Operation not permitted: {address}")
+
+    monkeypatch.setattr(mpirun_network, "narrow_listeners", forbidden)
+    monkeypatch.setattr(mpirun_network, "adopt_orphans", lambda: None)
+    assert mpirun_network.main(["127.0.0.0/8", "sh", "-c", "sleep 0.5; exit 3"]) == 3
+    assert "ktrainer run: host " in (said := capsys.readouterr().err)
+    assert "sh listens on all interfaces; cannot keep it on 127.0.0.1: [Errno 1]" in said
 
 
 def test_hosts_are_read_from_the_option_and_from_a_file(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ prterun noticed that process rank 1 with PID 12743 on node here exited on
 signal 9 (Killed).
 --------------------------------------------------------------------------
 """
+DAEMON = """\
+PRTE has lost communication with a remote daemon.
+
+  HNP daemon   : [prterun-node1-9047@0,0] on node node1
+  Remote daemon: [prterun-node1-9047@0,1] on node node2
+"""
 EXITED = """\
    Process name: [prterun-here-12759@1,2]
    Exit code:    3
@@ -78,6 +84,14 @@ def test_mpirun_that_started_no_rank_reports_itself() -> None:
 
 def test_no_failure() -> None:
     assert first_failure({}, [0, 1], 0, "", {}) is None
+
+
+def test_the_loss_of_a_daemon_is_a_failure_although_mpirun_succeeds() -> None:
+    for notes in ({}, {0: failed(1.0, follows=True)}):
+        first = first_failure(notes, [1, 0], 0, DAEMON, {})
+        assert first is not None
+        assert (first.rank, first.code) == (None, 1)
+        assert "daemon (prted) on host node2" in first.headline
 
 
 def test_rank_that_left_before_the_end_of_mpi_is_named() -> None:

@@ -75,7 +75,8 @@ def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: 
     """Its rank, files, folder, path, signals and numbers; how it ends is how the launch ends."""
     statement, code, last = _ENDS[end]
     text = _SCRIPT.replace("END", statement)
-    done = launch("-n", 2, "--max-restarts", 3, "--no-check", script(text), "word")
+    words = ("-n", 2, "--threads", 2, "--max-restarts", 3, "--no-check")
+    done = launch(*words, script(text), "word", OMP_NUM_THREADS="2")  # OpenBLAS has threads
     assert done.returncode == code, done.stderr
     assert "starting again in 0.25 s, restart 1 of 3\n" in done.stderr
     assert last in done.stderr
