@@ -257,12 +257,14 @@ from ktrainer.distributed import open_world
 from ktrainer.distributed.mpi_gradients import MpiGradients
 
 world, found = open_world(60.0), {}
+HEADERS = 14 + 20 + 32  # of Ethernet, IPv4 and TCP, also of a packet that only acknowledges
 
 def counters():
     for line in Path("/proc/net/dev").read_text().splitlines():
         if line.split(":")[0].strip() == sys.argv[2]:
             words = line.split(":")[1].split()
-            return np.array([int(words[8]), int(words[0])])
+            sent, received = map(int, words[8:10]), map(int, words[0:2])
+            return np.array([size - HEADERS * packets for size, packets in (sent, received)])
 
 for hierarchical, wire in [(False, "none"), (True, "none"), (True, "bf16")]:
     sums = MpiGradients(world, 25.0, wire, hierarchical=hierarchical)
@@ -271,15 +273,18 @@ for hierarchical, wire in [(False, "none"), (True, "none"), (True, "bf16")]:
     in_place = lambda: sums.reduce_in_place([array], 1.0)
     for name, run in {"new": lambda: call(np.array(1.0), array), "in place": in_place}.items():
         run()  # connections are made
-        world.barrier()
-        time.sleep(0.3)
-        before = counters()
-        world.barrier()
-        run()
-        time.sleep(0.3)
-        sent = (counters() - before) / array.nbytes
-        world.barrier()
-        found[f"{'hierarchical' if hierarchical else 'flat'} {wire} {name}"] = sent.tolist()
+        every = []
+        for _ in range(4):  # TCP sends some packets again on a busy machine
+            world.barrier()
+            time.sleep(0.2)
+            before = counters()
+            world.barrier()
+            run()
+            time.sleep(0.2)
+            every.append((counters() - before) / array.nbytes)
+            world.barrier()
+        least = np.min(every, 0)
+        found[f"{'hierarchical' if hierarchical else 'flat'} {wire} {name}"] = least.tolist()
     assert (sums.hosts is not None) == hierarchical
     sums.close()
 if world.rank == 0:
@@ -324,9 +329,8 @@ def test_each_host_sends_its_sum_once(
 ) -> None:
     """Ranks in order of hosts: as little as any sum can, 2 (hosts - 1) / hosts of the array."""
     found = _traffic(hosts(len(per_host)), tmp_path, per_host, "slot")
-    # TCP's headers and acknowledgements come on top: more of them on a busy machine.
     least = 2 * (len(per_host) - 1) / len(per_host)
     for name in ("new", "in place"):
-        assert found[f"hierarchical none {name}"] == pytest.approx(least, rel=0.05), found
-        assert found[f"hierarchical bf16 {name}"] == pytest.approx(least / 2, rel=0.1), found
+        assert found[f"hierarchical none {name}"] == pytest.approx(least, rel=0.02), found
+        assert found[f"hierarchical bf16 {name}"] == pytest.approx(least / 2, rel=0.02), found
         assert found[f"flat none {name}"] > 0.99 * least, found
