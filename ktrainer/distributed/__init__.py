@@ -10,7 +10,7 @@ mpi_gradients.py, horovod_gradients.py    sum gradients; gradient_buffers.py: ho
 deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
 elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join
 launcher_events.py, restart_records.py         events for the launcher; records over restarts
-loopback_sockets.py     keeps sockets of libraries on loopback, or on one interface
+listening_sockets.py    keeps sockets of libraries on loopback, or on one interface
 """
 
 from __future__ import annotations

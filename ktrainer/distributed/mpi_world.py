@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ktrainer.config.launch_environment import NETWORK, listening_address, ports_on_interface
 from ktrainer.distributed.deadlines import call_with_deadline
-from ktrainer.distributed.loopback_sockets import narrow_at
+from ktrainer.distributed.listening_sockets import narrow_at
 from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (

@@ -221,7 +221,7 @@ def _receive_request(peer: socket.socket) -> tuple[list[int], Any]:
 
 
 def _become(files: Sequence[int], request: Any) -> list[str]:
-    """Take over what mpirun gave the stub; returns the arguments of `rank_process`."""
+    """Take over what mpirun gave the stub; returns the arguments of the rank's module."""
     environment, folder, umask, command = request
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -231,11 +231,10 @@ def _become(files: Sequence[int], request: Any) -> list[str]:
     os.chdir(folder)
     os.umask(umask)
     sys.orig_argv[:] = command  # by which `--replace` starts more ranks
-    module = command.index(rank_process.__name__)
     sys.path[0] = folder  # as `python -m`
     # Its state was drawn in the warm process; that of `random` is drawn again by a fork itself.
     sys.modules["numpy"].random.seed()
-    words: list[str] = command[module + 1 :]
+    words: list[str] = command[len(_PYTHON) + 1 :]
     return words
 
 
@@ -253,10 +252,17 @@ def _threads() -> list[str]:
     return [name for name in names if not name.startswith("jemalloc")]
 
 
-def main() -> None:
-    """Import what takes time; then fork whenever asked, and be a rank in each fork."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    for name in _IMPORTS:
+def fork_when_asked(listener: socket.socket, imports: Sequence[str]) -> list[str]:
+    """Import modules; then fork for every stub that connects.
+
+    Args:
+        listener: where stubs connect.
+        imports: names of modules.
+
+    Returns:
+        In each fork, the arguments of the module in the stub's command, `python -m MODULE ...`.
+    """
+    for name in imports:
         importlib.import_module(name)
     if "mpi4py.MPI" in sys.modules:
         sys.exit("imports have started MPI, which a fork must not have")
@@ -264,8 +270,12 @@ def main() -> None:
         sys.exit(f"imports have started threads, which a fork must not have: {', '.join(threads)}")
     gc.collect()
     gc.freeze()  # collections in forks need not look through what was imported
-    files, request = _Ranks(listener).serve()
-    rank_process.main(_become(files, request))
+    return _become(*_Ranks(listener).serve())
+
+
+def main() -> None:
+    """Be a rank in each fork."""
+    rank_process.main(fork_when_asked(socket.socket(fileno=int(sys.argv[1])), _IMPORTS))
 
 
 if __name__ == "__main__":

@@ -127,9 +127,7 @@ class CompiledProgram(Program):
         alone = len(local_batches) == 1 or (self.options.xla and self.collectives is not None)
         stacked = None if alone else stack_local_batches(local_batches, _weight)
         if stacked is None:
-            for local_batch in local_batches:
-                logs = self.train([local_batch])
-            return logs
+            return super().train_many(local_batches)
         key = ("many", False, self.variant)
         if key not in self._functions:
             self._functions[key] = compile_many(

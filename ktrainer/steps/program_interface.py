@@ -53,9 +53,11 @@ class Program(ABC):
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
 
-    @abstractmethod
     def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update per local batch; the logs of the last."""
+        for local_batch in local_batches:
+            logs = self.train([local_batch])
+        return logs
 
     @abstractmethod
     def test(self, local_batch: LocalBatchLike) -> Logs:

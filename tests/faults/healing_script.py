@@ -22,7 +22,7 @@ import numpy as np
 from keras import layers
 
 from ktrainer import Callback, Trainer
-from ktrainer.distributed.loopback_sockets import on_all_interfaces
+from ktrainer.distributed.listening_sockets import on_all_interfaces
 
 SETTINGS = {
     "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],

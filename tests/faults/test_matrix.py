@@ -112,7 +112,7 @@ ROWS = {
     ],
     27: [
         "launch/test_launch.py::test_listens_on_loopback_alone",
-        "tf_distribute/test_server_on_loopback.py::test_a_server_is_moved_and_serves",
+        "tf_distribute/test_server_interface.py::test_a_server_is_moved_and_serves",
         "faults/test_healing.py::test_joining_ranks_replace_lost_ranks",
     ],
     28: ["faults/test_process.py::test_row_28_a_planted_secret"],

@@ -10,7 +10,9 @@ from typing import Any
 
 import keras
 
+from ktrainer.config import PipelineConfig
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.steps import StepOptions
 from ktrainer.steps.optimizers import optimizers_of
 
 STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
@@ -52,6 +54,28 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 def has_own_steps(model: keras.Model) -> bool:
     """Return whether a model has a `train_step`, `test_step` or `predict_step` of its own."""
     return any(getattr(type(model), n) is not getattr(keras.Model, n) for n in STEPS.values())
+
+
+def refuse_settings(model: keras.Model, options: StepOptions, config: PipelineConfig) -> None:
+    """Refuse settings with which a step of a model's own cannot run in stages.
+
+    Raises:
+        ModelError: naming the setting.
+    """
+    refused = {
+        "trainer.accumulate": (options.accumulate > 1, "1: the step gets a whole batch"),
+        "trainer.xla": (options.xla, "false: XLA cannot compile messages between stages"),
+        "backend.chunks": (config.chunks > 1, "1"),
+        "backend.recompute": (config.recompute, "false"),
+        "health.nan or health.on_spike": (options.guard is not None, "stop or rollback, not skip"),
+    }
+    for key, (given, advice) in refused.items():
+        if given:
+            raise ModelError(
+                f"{type(model).__name__} has a step of its own, which a pipeline runs whole in "
+                f"every process; that cannot be with this value of {key}. Set it to {advice}, or "
+                "train with backend=data_parallel."
+            )
 
 
 def refuse_callbacks(callbacks: Iterable[Any]) -> None:

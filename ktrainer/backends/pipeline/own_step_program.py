@@ -14,7 +14,6 @@ the gradients of the variables that it holds.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,12 +22,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import STEPS
+from ktrainer.backends.pipeline.check_supported import STEPS, refuse_settings
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.compiled_model import synchronize_seeds
 from ktrainer.backends.pipeline.runtime.global_norm import counting_over_stages
-from ktrainer.backends.pipeline.runtime.model_call import call_in_microbatches
+from ktrainer.backends.pipeline.runtime.model_call import (
+    call_in_microbatches,
+    inputs_of_call,
+    training_argument,
+)
 from ktrainer.backends.pipeline.runtime.stage_checks import (
     common_logs,
     refuse_combined,
@@ -45,8 +48,8 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import Clip, CompiledProgram, StepOptions
-from ktrainer.steps.program_interface import LocalBatchLike, Logs
-from ktrainer.steps.step_context import StepContext, current_step, single_process_step
+from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
+from ktrainer.steps.step_context import StepContext, current_step
 from ktrainer.steps.step_helpers import global_seed, python_step
 from ktrainer.steps.step_options import GradientHook
 
@@ -101,7 +104,7 @@ class OwnStepProgram(CompiledProgram):
         replicas: GradientCollectives | None,
         waits: WaitTime,
     ) -> None:
-        _refuse_settings(planned.model, options, config)
+        refuse_settings(planned.model, options, config)
         replica = planned.layout.replica_of(planned.world.rank)
         super().__init__(planned.model, options, replicas, replica)
         self.planned, self.config, self._stages, self._waits = planned, config, stages, waits
@@ -129,10 +132,7 @@ class OwnStepProgram(CompiledProgram):
         synchronize_seeds([*held, global_seed().state], self.model, placement.copies)
         return self._agreed(logs, "train_step")
 
-    def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
-        for local_batch in local_batches:
-            logs = self.train([local_batch])
-        return logs
+    train_many = Program.train_many  # each update ends with messages between stages
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._choose(local_batch)
@@ -156,7 +156,7 @@ class OwnStepProgram(CompiledProgram):
             return
         planned = self.planned
         if not planned.placed:
-            planned.place((_inputs_of_call(self.model, kind, spec),))
+            planned.place((inputs_of_call(self.model, kind, spec),))
             refuse_shared_statistics(planned)
             refuse_empty_stages(planned)
         self._runner = runner = StageRunner(planned, self._waits)
@@ -242,7 +242,7 @@ class OwnStepProgram(CompiledProgram):
             symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(args))
             if layer is not self.model or symbolic:
                 return original(layer, *args, **kwargs)
-            training = _training(layer, kwargs)
+            training = training_argument(layer, kwargs)
             if len(args) != 1 or kwargs:
                 raise ModelError(
                     f"{type(layer).__name__} was called with {len(args)} positional arguments and "
@@ -292,71 +292,6 @@ _NOTE = (
     "the loss needs, but no layer of it, and read no weights but `self.trainable_variables`, which "
     "are those of its stage."
 )
-
-
-def _refuse_settings(model: keras.Model, options: StepOptions, config: PipelineConfig) -> None:
-    """Refuse what a step of a model's own cannot do in stages.
-
-    Raises:
-        ModelError: naming the setting.
-    """
-    refused = {
-        "trainer.accumulate": (options.accumulate > 1, "1: the step gets a whole batch"),
-        "trainer.xla": (options.xla, "false: XLA cannot compile messages between stages"),
-        "backend.chunks": (config.chunks > 1, "1"),
-        "backend.recompute": (config.recompute, "false"),
-        "health.nan or health.on_spike": (options.guard is not None, "stop or rollback, not skip"),
-    }
-    for key, (given, advice) in refused.items():
-        if given:
-            raise ModelError(
-                f"{type(model).__name__} has a step of its own, which a pipeline runs whole in "
-                f"every process; that cannot be with this value of {key}. Set it to {advice}, or "
-                "train with backend=data_parallel."
-            )
-
-
-class _Called(Exception):
-    def __init__(self, inputs: Any) -> None:
-        self.inputs = inputs
-
-
-def _inputs_of_call(model: keras.Model, kind: str, spec: Any) -> Any:
-    """Nested specs of what a step calls its model with.
-
-    Raises:
-        ModelError: it does not call it.
-    """
-
-    def stop(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if layer is model and args:
-                raise _Called(args[0])
-            return original(layer, *args, **kwargs)
-
-        return call
-
-    step = python_step(getattr(model, STEPS[kind]))
-    cls = type(model)
-    try:
-        with replaced((cls, "__call__", stop(cls.__call__))), single_process_step():
-            tf.function(lambda batch: step(batch), autograph=False).get_concrete_function(spec)
-    except _Called as called:
-        return keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), called.inputs)
-    raise ModelError(
-        f"{cls.__name__}.{STEPS[kind]} does not call the model, self(x), which a pipeline cuts "
-        "into stages: give the model a `call` whose outputs have all that the loss needs, and call "
-        "it, or train with backend=data_parallel."
-    )
-
-
-def _training(model: Any, kwargs: dict[str, Any]) -> bool:
-    """The `training` argument of a call, which is taken out of `kwargs`."""
-    given = kwargs.pop("training", None)
-    if given is None:
-        parameter = inspect.signature(model.call).parameters.get("training")
-        given = parameter is not None and parameter.default is True
-    return bool(given)
 
 
 @contextmanager

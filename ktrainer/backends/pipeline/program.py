@@ -204,11 +204,6 @@ class PipelineProgram(Program):
                 variable.assign(self._before[id(variable)])
         return bool(bad)
 
-    def train_many(self, batches: Sequence[LocalBatchLike]) -> Logs:
-        for batch in batches:
-            logs = self.train([batch])
-        return logs
-
     def finalize_weights(self) -> None:
         with held_averages(self.model) as weights:
             self.model.optimizer.finalize_variable_values(weights)

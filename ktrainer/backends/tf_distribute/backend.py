@@ -17,7 +17,7 @@ from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas.replica_collectives import ReplicaCollectives
 from ktrainer.backends.tf_distribute.replicas.replica_loop import ReplicaLoop, StrategyLoop
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
-from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_interface
+from ktrainer.backends.tf_distribute.server_interface import kept_on_interface
 from ktrainer.backends.tf_distribute.strategies import (
     communication_options,
     make_devices,

@@ -113,9 +113,7 @@ class ReplicatedProgram(Program):
             # Sums are numbered as functions are called: all processes must call the same ones.
             stacked = None if self._agree(stacked is None) else stacked
         if stacked is None:
-            for local_batch in local_batches:
-                logs = self.train([local_batch])
-            return logs
+            return super().train_many(local_batches)
         self._prepare_for(*local_batches)
         if "many" not in self._functions:
             self._functions["many"] = compile_many(self._function("train"))

@@ -193,7 +193,7 @@ class Ranks:
             self._warm.start(self.size, own)
             for process in self._warm.processes.values():
                 leaks.expect_process(process.pid)
-            program = self._warm.command(program[-1])
+            program = self._warm.command(program)
         command = mpirun_command(
             self.size,
             program,

@@ -223,6 +223,19 @@ def _one_call(nodes: list[Node]) -> Iterator[None]:
         global_state.set_global_attribute("current_call_ctx", before)
 
 
+@contextmanager
+def losses_collected(nodes: Iterable[Node]) -> Iterator[keras.StatelessScope]:
+    """A scope in which nodes run on symbolic tensors; it has the losses that layers add there, and
+    the layers keep those that they had."""
+    kept = [(n.operation, set(n.operation._loss_ids)) for n in nodes if n.is_layer]
+    try:
+        with keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope:
+            yield scope
+    finally:
+        for layer, ids in kept:
+            layer._loss_ids = ids
+
+
 def last_uses(nodes: Sequence[Node], kept: Iterable[int] = ()) -> dict[int, int]:
     """Tensor id -> position of the last node that needs it; `len(nodes)` for those `kept`."""
     last = {i: position for position, node in enumerate(nodes) for i in node.inputs}

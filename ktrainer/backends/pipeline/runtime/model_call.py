@@ -7,6 +7,7 @@ backward, and gets those of the variables that this process holds.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,13 +16,16 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from ktrainer.backends.pipeline.check_supported import STEPS
 from ktrainer.backends.pipeline.graph.nodes import Graph
 from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
 from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
 from ktrainer.backends.pipeline.stage.loss_head import outputs_of
 from ktrainer.errors import ModelError
+from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_context import StepContext, single_process_step
+from ktrainer.steps.step_helpers import python_step
 
 # of(outputs), of losses added -> gradients of the variables held here, and of the inputs
 Backward = Callable[[list[Any], Any], tuple[list[Any], list[Any]]]
@@ -236,3 +240,46 @@ def _rows_of(gradients: Sequence[Any]) -> Any:
     if any(g is None for g in gradients):
         return None
     return _joined([tf.convert_to_tensor(g) for g in gradients])
+
+
+class _Called(Exception):
+    def __init__(self, inputs: Any) -> None:
+        self.inputs = inputs
+
+
+def inputs_of_call(model: keras.Model, kind: str, spec: Any) -> Any:
+    """Nested specs of what a step calls its model with.
+
+    Raises:
+        ModelError: it does not call it.
+    """
+
+    def stop(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if layer is model and args:
+                raise _Called(args[0])
+            return original(layer, *args, **kwargs)
+
+        return call
+
+    step = python_step(getattr(model, STEPS[kind]))
+    cls = type(model)
+    try:
+        with replaced((cls, "__call__", stop(cls.__call__))), single_process_step():
+            tf.function(lambda batch: step(batch), autograph=False).get_concrete_function(spec)
+    except _Called as called:
+        return keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), called.inputs)
+    raise ModelError(
+        f"{cls.__name__}.{STEPS[kind]} does not call the model, self(x), which a pipeline cuts "
+        "into stages: give the model a `call` whose outputs have all that the loss needs, and call "
+        "it, or train with backend=data_parallel."
+    )
+
+
+def training_argument(model: Any, kwargs: dict[str, Any]) -> bool:
+    """The `training` argument of a call, which is taken out of `kwargs`."""
+    given = kwargs.pop("training", None)
+    if given is None:
+        parameter = inspect.signature(model.call).parameters.get("training")
+        given = parameter is not None and parameter.default is True
+    return bool(given)

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend
 
-from ktrainer.backends.pipeline.graph.nodes import Graph, run_nodes
+from ktrainer.backends.pipeline.graph.nodes import Graph, losses_collected, run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.sums_over_stages import SumsOverStages
@@ -344,8 +344,6 @@ class StageRunner:
     def _infer(self, flat: Sequence[Any], training: bool) -> tuple[dict[int, tf.TensorSpec], bool]:
         graph = self.planned.graph(training)
         found: dict[int, tf.TensorSpec] = {}
-        layers = [node.operation for node in graph.nodes if node.is_layer]
-        kept = [(layer, set(layer._loss_ids)) for layer in layers]
 
         def compute(*values: Any) -> Any:
             tensors = dict(zip(graph.inputs, values, strict=True))
@@ -354,14 +352,6 @@ class StageRunner:
             return [tensors[i] for i in graph.outputs]
 
         symbolic = [keras.KerasTensor(x.shape, backend.standardize_dtype(x.dtype)) for x in flat]
-        try:
-            with (
-                keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope,
-                zeros_if_remote(),
-            ):
-                backend.compute_output_spec(compute, *symbolic)
-                adds = bool(scope.losses) or bool(self._regularised)
-        finally:
-            for layer, ids in kept:
-                layer._loss_ids = ids
-        return found, adds
+        with losses_collected(graph.nodes) as scope, zeros_if_remote():
+            backend.compute_output_spec(compute, *symbolic)
+        return found, bool(scope.losses) or bool(self._regularised)

@@ -127,23 +127,19 @@ class Transport:
         """
         return [self._comm.Isend(piece, partition, 1 + channel) for piece in _pieces(array)]
 
-    def send_array(self, array: np.ndarray, partition: int, channel: int, what: str) -> None:
-        """`start_send`, whose requests `finish` waits for.
+    def send_shaped(self, array: np.ndarray, partition: int, channel: int, what: str) -> None:
+        """Start to send an array for `receive_shaped`, which does not know its shape.
 
         Args:
             what: names it, should a deadline pass.
         """
-        requests = self.start_send(array, partition, channel)
-        self._sending += [(request, array, what) for request in requests]
-
-    def send_shaped(self, array: np.ndarray, partition: int, channel: int, what: str) -> None:
-        """`send_array` for `receive_shaped`, which does not know the shape."""
         name = f"{what} to {self.rank_name(partition)}"
         # Not ascontiguousarray, which gives a scalar a dimension.
         contiguous = np.asarray(array, order="C")
         shape = np.array([contiguous.ndim, *contiguous.shape], np.int64)
-        self.send_array(shape, partition, channel, name)
-        self.send_array(contiguous, partition, channel, name)
+        for each in (shape, contiguous):
+            requests = self.start_send(each, partition, channel)
+            self._sending += [(request, each, name) for request in requests]
 
     def receive_shaped(
         self, ndim: int, dtype: Any, partition: int, channel: int, what: str

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from ktrainer.backends.pipeline.graph.nodes import Graph, run_nodes
+from ktrainer.backends.pipeline.graph.nodes import Graph, losses_collected, run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph
 from ktrainer.backends.pipeline.stage.microbatches import leaves
 from ktrainer.errors import ModelError
@@ -69,28 +69,20 @@ def loss_shapes_of_any_batch(
         data: nested specs of a microbatch.
     """
     graph = stage.graph
-    layers = [node.operation for node in stage.nodes if node.is_layer]
-    kept = [(layer, set(layer._loss_ids)) for layer in layers]
-    try:
-        with (
-            tf.__internal__.FuncGraph("losses_of_any_number").as_default(),
-            keras.StatelessScope(collect_losses=True, initialize_variables=False) as scope,
-        ):
-            data = keras.tree.map_structure(lambda s: None if s is None else _open(s), data)
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-            tensors = dict(zip(graph.inputs, leaves(x), strict=True))
-            for i, value in zip(stage.receives, received, strict=True):
-                varies = graph.tensors[i].shape[:1] == (None,)
-                tensors[i] = _open(value) if varies else _placeholder(value)
-            run_nodes(stage.nodes, tensors)
-            losses = list(scope.losses)
-            if stage.is_last:
-                y_pred = outputs_of(graph, tensors)
-                losses.append(loss_of(model, data, y_pred, _some_loss(model), training))
-            return [loss.shape for loss in losses]
-    finally:
-        for layer, ids in kept:
-            layer._loss_ids = ids
+    any_number = tf.__internal__.FuncGraph("losses_of_any_number")
+    with any_number.as_default(), losses_collected(stage.nodes) as scope:
+        data = keras.tree.map_structure(lambda s: None if s is None else _open(s), data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        tensors = dict(zip(graph.inputs, leaves(x), strict=True))
+        for i, value in zip(stage.receives, received, strict=True):
+            varies = graph.tensors[i].shape[:1] == (None,)
+            tensors[i] = _open(value) if varies else _placeholder(value)
+        run_nodes(stage.nodes, tensors)
+        losses = list(scope.losses)
+        if stage.is_last:
+            y_pred = outputs_of(graph, tensors)
+            losses.append(loss_of(model, data, y_pred, _some_loss(model), training))
+        return [loss.shape for loss in losses]
 
 
 def _open(spec: Any) -> tf.Tensor:

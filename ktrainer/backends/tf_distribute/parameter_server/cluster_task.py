@@ -36,7 +36,7 @@ from ktrainer.backends.tf_distribute.parameter_server.liveness import (
     POLL_SECONDS,
     reachable,
 )
-from ktrainer.backends.tf_distribute.server_on_loopback import kept_on_interface
+from ktrainer.backends.tf_distribute.server_interface import kept_on_interface
 from ktrainer.distributed.cluster_world import host_and_port
 from ktrainer.distributed.stack_dump import enable_stack_dumps
 from ktrainer.errors import DeadlineExceeded, PeerLost

@@ -17,7 +17,7 @@ import psutil
 
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.config.launch_environment import LOOPBACK, NETWORK, listening_address
-from ktrainer.distributed.loopback_sockets import narrow, on_all_interfaces
+from ktrainer.distributed.listening_sockets import narrow, on_all_interfaces
 
 _POLL = 0.01  # seconds
 _AFTER = 1.0  # seconds after the start

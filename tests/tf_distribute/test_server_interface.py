@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ktrainer.backends.tf_distribute.server_on_loopback import all_on_loopback
+from ktrainer.backends.tf_distribute.server_interface import all_on_loopback
 from ktrainer.config.cluster_environment import ClusterSpec
 from tests.distributed.test_cluster_world import free_ports
 
@@ -16,7 +16,7 @@ from tests.distributed.test_cluster_world import free_ports
 SCRIPT = """
 import json, socket, sys
 import tensorflow as tf
-from ktrainer.backends.tf_distribute.server_on_loopback import narrow_port
+from ktrainer.backends.tf_distribute.server_interface import narrow_port
 
 def answers(host):
     try:
