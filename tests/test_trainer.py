@@ -160,7 +160,7 @@ def test_a_fit_that_is_refused_does_not_count(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-00000006"]
 
 
-def test_a_checkpoint_to_go_on_from_is_for_the_first_fit(tmp_path: Path) -> None:
+def test_a_checkpoint_to_resume_is_for_the_first_fit(tmp_path: Path) -> None:
     with trainer(run__dir=tmp_path / "run", checkpoint__every="1ep") as it:
         it.fit(build, data())
     settings = {"checkpoint__resume": tmp_path / "run", "trainer__epochs": 2}

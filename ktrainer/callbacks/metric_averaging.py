@@ -11,7 +11,8 @@ from typing import Any
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
-from ktrainer.steps.metric_reduction import States, global_results, take_states
+from ktrainer.steps.metric_reduction import global_results
+from ktrainer.steps.metric_states import States, take_states
 
 
 class AverageMetrics(Callback):

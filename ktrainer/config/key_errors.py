@@ -84,26 +84,27 @@ def _unknown(path: str, name: str, value: Any, backend: str) -> ConfigError:
     if "." in name:
         message = "keys with dots are for the command line: in a dict or file, nest the groups."
         return ConfigError(message, path=path, value=_safe(path, value))
-    message = f"unknown key (value {shown})."
+    message = f"unknown key (value {shown}).{_hint(path, group, name, backend)}"
+    return ConfigError(message, path=path, value=_safe(path, value))
+
+
+def _hint(path: str, group: str, name: str, backend: str) -> str:
+    """The key that an unknown one is probably meant to be, or else those that there are."""
     if "[" in path:
         found = lookup(group.split("[")[0])
         inner = item_group(found[1]) if found else None
-        near = closest_key(name, hints(inner)) if inner else None
-        if inner and not near:
-            message += f" An item has the keys {', '.join(hints(inner))}."
-    else:
-        near = suggest_key(path, backend)
-    if near:
-        message += f" Did you mean {near!r}?"
-    elif group == "backend" and (other := _of_another_backend(path)):
-        message += f" Did you mean {other}?"
-    elif group and "[" not in path:
-        parent = lookup(group, backend)
-        inner = BACKENDS[backend] if group == "backend" else group_of(parent[1]) if parent else None
-        message += f" {group} has the keys {', '.join(hints(inner))}." if inner else ""
-    elif not group:
-        message += f" The top level has {', '.join(hints(Config))}."
-    return ConfigError(message, path=path, value=_safe(path, value))
+        if inner and (near := closest_key(name, hints(inner))):
+            return f" Did you mean {near!r}?"
+        return f" An item has the keys {', '.join(hints(inner))}." if inner else ""
+    if near := suggest_key(path, backend):
+        return f" Did you mean {near!r}?"
+    if group == "backend" and (other := _of_another_backend(path)):
+        return f" Did you mean {other}?"
+    if not group:
+        return f" The top level has {', '.join(hints(Config))}."
+    parent = lookup(group, backend)
+    inner = BACKENDS[backend] if group == "backend" else group_of(parent[1]) if parent else None
+    return f" {group} has the keys {', '.join(hints(inner))}." if inner else ""
 
 
 def _of_another_backend(path: str) -> str | None:

@@ -43,6 +43,9 @@ from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
+from ktrainer.steps.update_guard import UpdateGuard
+
+_Update = Callable[[list[Any]], Any]  # of gradients
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 
@@ -110,17 +113,7 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
         if sample_weight is not None:
             sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
         elements = tf.cast(tf.size(values), values.dtype)
-        valid = None
-        if mask is not None:
-            mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
-            valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
-            # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
-            sample_weight = loss_module.apply_mask(sample_weight, mask, values.dtype, "sum")
-        if sample_weight is not None:
-            values, sample_weight = loss_module.squeeze_or_expand_to_same_rank(
-                values, ops.cast(sample_weight, values.dtype)
-            )
-            values = values * sample_weight
+        values, sample_weight, valid = _weighted_values(values, sample_weight, mask, elements)
         total = ops.sum(values)
         part: Any = 1
         if context.gathered:
@@ -139,6 +132,22 @@ def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) 
         return context.as_mean(ops.divide_no_nan(total * part, counted))
 
     return reduce_weighted_values
+
+
+def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) -> Any:
+    """Values times their weights and mask, these as one, and how many elements the mask leaves."""
+    valid = None
+    if mask is not None:
+        mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
+        valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
+        # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
+        weights = loss_module.apply_mask(weights, mask, values.dtype, "sum")
+    if weights is not None:
+        values, weights = loss_module.squeeze_or_expand_to_same_rank(
+            values, ops.cast(weights, values.dtype)
+        )
+        values = values * weights
+    return values, weights, valid
 
 
 def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -216,59 +225,67 @@ class _Applying:
         self.depth = 0
         self.hooked = False
 
+    def reduced(
+        self, optimizer: Any, gradients: list[Any], variables: list[Any], update: _Update
+    ) -> Any:
+        """Reduce gradients, and update weights once for all replicas, unless that is skipped."""
+        context, guard = self.context, self.context.guard
+        if context.collectives is not None or context.capture or guard is not None:
+            context.refuse_compiled("it applies an optimizer")
+        self.hooked = False
+        context.applies += 1
+        if context.capture:
+            context.captured.append((optimizer, gradients, variables))
+            return None
+        gradients = context.reduce(gradients, variables)
+        if guard is not None:
+            loss = context.loss_of_all
+            assert loss is not None  # with a guard there is one
+            bad = context.bad = guard.is_bad(loss, gradients, optimizer)
+            gradients, update = [*gradients, bad, loss], _guarded(guard, optimizer, update)
+        merge = context.merge_replicas
+        return update(gradients) if merge is None else merge(update, gradients)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside the block an optimizer assigns, or calls the optimizer inside it."""
+        self.depth += 1
+        self.context.updating = True
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            self.context.updating = self.depth > 0
+
+
+def _guarded(guard: UpdateGuard, optimizer: Any, update: _Update) -> _Update:
+    """An update of gradients, whether it is bad, and the loss; it is skipped if it is bad."""
+
+    def unless_bad(values: list[Any]) -> None:
+        *gradients, bad, loss = values
+        guard.unless_bad(bad, loss, optimizer, lambda: update(gradients))
+
+    return unless_bad
+
 
 def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
-    context = applying.context
-
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        gradients = list(grads)
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        if applying.depth == 0:
-            if context.collectives is not None or context.capture or context.guard is not None:
-                context.refuse_compiled("it applies an optimizer")
-            applying.hooked = False
-            context.applies += 1
-            if context.capture:
-                context.captured.append((self, gradients, variables))
-                return None
-            gradients = context.reduce(gradients, variables)
-            if context.guard is not None:
-                return guarded(self, gradients, variables, trainable_variables)
-            if context.merge_replicas is not None:
-                return context.merge_replicas(
-                    lambda reduced: update(self, reduced, variables, trainable_variables), gradients
-                )
-        return update(self, gradients, variables, trainable_variables)
 
-    def guarded(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
-        guard, loss = context.guard, context.loss_of_all
-        assert guard is not None
-        assert loss is not None  # with a guard there is one
-        bad = context.bad = guard.is_bad(loss, gradients, self)
+        def update(gradients: list[Any]) -> Any:
+            # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.
+            if not applying.hooked and not isinstance(self, keras.optimizers.LossScaleOptimizer):
+                applying.hooked = True
+                for hook in applying.context.hooks:
+                    gradients = list(hook(gradients, variables))
+            with applying.updating():
+                return original(self, gradients, trainable_variables)
 
-        def once(reduced: list[Any]) -> Any:
-            *reduced, bad, loss = reduced
-            guard.unless_bad(bad, loss, self, lambda: update(self, reduced, variables, given))
-
-        every = [*gradients, bad, loss]
-        return (
-            once(every) if context.merge_replicas is None else context.merge_replicas(once, every)
-        )
-
-    def update(self: Any, gradients: list[Any], variables: list[Any], given: Any) -> Any:
-        # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.
-        if not applying.hooked and not isinstance(self, keras.optimizers.LossScaleOptimizer):
-            applying.hooked = True
-            for hook in context.hooks:
-                gradients = list(hook(gradients, variables))
-        applying.depth += 1
-        context.updating = True
-        try:
-            return original(self, gradients, given)
-        finally:
-            applying.depth -= 1
-            context.updating = applying.depth > 0
+        gradients = list(grads)
+        if applying.depth:
+            return update(gradients)
+        return applying.reduced(self, gradients, variables, update)
 
     return apply

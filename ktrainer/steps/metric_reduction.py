@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,16 +27,15 @@ from ktrainer.state.nested_logs import (
     unflatten_paths,
 )
 from ktrainer.steps.metric_logs import LogSource
-from ktrainer.steps.metric_states import adds_up, is_compiled_metrics
-
-States = list[list[np.ndarray]]  # per top-level metric, per variable
+from ktrainer.steps.metric_states import (
+    MetricLeaf,
+    States,
+    metric_leaves,
+    result_with,
+    take_states,
+)
 
 _warned: set[str] = set()
-
-
-def take_states(metrics: Iterable[Any]) -> States:
-    """Copies of the states of `metrics`, on the host."""
-    return [[np.array(v.numpy()) for v in metric.variables] for metric in metrics]
 
 
 def global_results(
@@ -86,22 +84,6 @@ def global_results(
     return reduction.results()
 
 
-@dataclass
-class _Leaf:
-    """A metric with a state: a whole top-level metric, or one of the compiled metrics."""
-
-    metric: Any
-    top: int  # position of its top-level metric
-    entry: int | None  # its index in that metric's results; None: it is the whole result
-    start: int  # position of its first variable
-    additive: bool
-    averaged: Any = None  # mean of its results over ranks, when states do not add up
-
-    @property
-    def span(self) -> range:
-        return range(self.start, self.start + len(self.metric.variables))
-
-
 class _Reduction:
     """One fused sum over ranks of states that add up, and of weighted values of the rest."""
 
@@ -120,7 +102,9 @@ class _Reduction:
         }
         self.sources = {p: s for p, s in (sources or {}).items() if p in flatten_paths(self.given)}
         self._by_inner_name = sources is None
-        self.leaves = [leaf for top, metric in enumerate(metrics) for leaf in _leaves(metric, top)]
+        self.leaves = [
+            leaf for top, metric in enumerate(metrics) for leaf in metric_leaves(metric, top)
+        ]
 
     def check(self) -> None:
         """Compare metrics and log keys between ranks; a difference raises on every rank."""
@@ -176,8 +160,8 @@ class _Reduction:
         for (top, k), value in zip(known, total[2 + len(weighted) :], strict=True):
             self.states[top][k] = value.astype(self.states[top][k].dtype)
 
-    def _local_result(self, leaf: _Leaf) -> Any:
-        return _result(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
+    def _local_result(self, leaf: MetricLeaf) -> Any:
+        return result_with(leaf.metric, [self.states[leaf.top][k] for k in leaf.span])
 
     @cached_property
     def named(self) -> set[LogPath]:
@@ -229,7 +213,7 @@ class _Reduction:
     def _metric_results(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for top, metric in enumerate(self.metrics):
-            result = _result(metric, self.states[top])
+            result = result_with(metric, self.states[top])
             for leaf in self.leaves:
                 if leaf.top != top or leaf.averaged is None:
                     continue
@@ -246,16 +230,6 @@ def _plain(value: Any) -> Any:
     return float(array) if array is not None and array.ndim == 0 else array
 
 
-def _leaves(metric: Any, top: int) -> list[_Leaf]:
-    if not is_compiled_metrics(metric):
-        return [_Leaf(metric, top, None, 0, adds_up(metric))]
-    leaves, start = [], 0  # CompileMetrics: one entry in its results for each, in this order
-    for entry, part in enumerate(metric.metrics):
-        leaves.append(_Leaf(part, top, entry, start, adds_up(part)))
-        start += len(part.variables)
-    return leaves
-
-
 def _sum_fused(values: Sequence[Any], world: World) -> list[np.ndarray]:
     """Sum arrays over ranks in float64, all in one collective."""
     arrays = [np.asarray(value, np.float64) for value in values]
@@ -264,30 +238,6 @@ def _sum_fused(values: Sequence[Any], world: World) -> list[np.ndarray]:
     ends = np.cumsum([array.size for array in arrays])[:-1]
     parts = np.split(total, ends)
     return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
-def _result(metric: Any, states: Sequence[np.ndarray]) -> Any:
-    """The result of `metric` with `states`, in NumPy; its own states are unchanged.
-
-    Not `stateless_result`, which does not read a variable that a metric returns as its result.
-    """
-    own = [np.array(v.numpy()) for v in metric.variables]
-    changed = [
-        (variable, mine, state)
-        for variable, mine, state in zip(metric.variables, own, states, strict=True)
-        if mine.tobytes() != state.tobytes()
-    ]
-    try:
-        for variable, _, state in changed:
-            variable.assign(state)
-        return keras.tree.map_structure(_to_numpy, metric.result())
-    finally:
-        for variable, mine, _ in changed:
-            variable.assign(mine)
-
-
-def _to_numpy(value: Any) -> np.ndarray:
-    return np.array(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def _examples(metrics: Sequence[Any], states: States) -> float:

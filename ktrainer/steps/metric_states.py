@@ -1,13 +1,17 @@
-"""Metrics whose states, counted on parts of the data, add up to those of all of it."""
+"""States of metrics: which of them add up over parts of the data, and results with other states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from ktrainer.errors import ModelError
+
+States = list[list[np.ndarray]]  # per top-level metric, per variable
 
 # Names of states, in Keras' own metrics, that are sums over examples.
 _ADDITIVE = {
@@ -76,3 +80,59 @@ def require_sums(model: keras.Model, why: str, instead: str) -> None:
             f"the states of {', '.join(names)} do not add up, as far as is known, so {why}. Set "
             f"`state_adds_up = True` on the metric's class if they do, or {instead}."
         )
+
+
+def take_states(metrics: Iterable[Any]) -> States:
+    """Copies of the states of `metrics`, on the host."""
+    return [[np.array(v.numpy()) for v in metric.variables] for metric in metrics]
+
+
+@dataclass
+class MetricLeaf:
+    """A metric with a state: a whole top-level metric, or one of the compiled metrics."""
+
+    metric: Any
+    top: int  # position of its top-level metric
+    entry: int | None  # its index in that metric's results; None: it is the whole result
+    start: int  # position of its first variable
+    additive: bool
+    averaged: Any = None  # mean of its results over ranks, when states do not add up
+
+    @property
+    def span(self) -> range:
+        return range(self.start, self.start + len(self.metric.variables))
+
+
+def metric_leaves(metric: Any, top: int) -> list[MetricLeaf]:
+    """The metrics of the top-level one at position `top` that have states, in order."""
+    if not is_compiled_metrics(metric):
+        return [MetricLeaf(metric, top, None, 0, adds_up(metric))]
+    leaves, start = [], 0  # CompileMetrics: one entry in its results for each, in this order
+    for entry, part in enumerate(metric.metrics):
+        leaves.append(MetricLeaf(part, top, entry, start, adds_up(part)))
+        start += len(part.variables)
+    return leaves
+
+
+def result_with(metric: Any, states: Sequence[np.ndarray]) -> Any:
+    """The result of `metric` with `states`, in NumPy; its own states are unchanged.
+
+    Not `stateless_result`, which does not read a variable that a metric returns as its result.
+    """
+    own = [np.array(v.numpy()) for v in metric.variables]
+    changed = [
+        (variable, mine, state)
+        for variable, mine, state in zip(metric.variables, own, states, strict=True)
+        if mine.tobytes() != state.tobytes()
+    ]
+    try:
+        for variable, _, state in changed:
+            variable.assign(state)
+        return keras.tree.map_structure(_to_numpy, metric.result())
+    finally:
+        for variable, mine, _ in changed:
+            variable.assign(mine)
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    return np.array(value.numpy() if hasattr(value, "numpy") else value)

@@ -13,21 +13,28 @@ from ktrainer.steps.embedding_gradients import CommonSlices
 def reduce_gradients(
     collectives: GradientCollectives,
     gradients: Sequence[Gradient],
+    numbers: Sequence[tf.Tensor],
     weight: tf.Tensor,
     order: InOrder,
-) -> list[Gradient]:
-    """The weighted sums of gradients over ranks, by `collectives.reduce`.
+) -> tuple[list[Gradient], list[tf.Tensor]]:
+    """The weighted sums of gradients, and of numbers, over ranks, by `collectives.reduce`.
 
     `CommonSlices` are summed slice by slice and other slices concatenated, unless all are sent as
     dense tensors.
 
     Args:
         gradients: all of them present; the same ones are `CommonSlices` on every rank.
+        numbers: scalars; they go in the same message, in the type of the gradients.
     """
-    if collectives.sparse_as_dense:
-        return collectives.reduce(gradients, weight, order)
-    sent = [g.values if isinstance(g, CommonSlices) else g for g in gradients]
-    return [
-        tf.IndexedSlices(total, g.indices, g.dense_shape) if isinstance(g, CommonSlices) else total
-        for g, total in zip(gradients, collectives.reduce(sent, weight, order), strict=True)
-    ]
+    wire = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
+    more = [tf.reshape(tf.cast(number, wire), [1]) for number in numbers]
+    sent = list(gradients)
+    if not collectives.sparse_as_dense:
+        sent = [g.values if isinstance(g, CommonSlices) else g for g in gradients]
+    reduced = collectives.reduce([*sent, *more], weight, order)
+    for i, gradient in enumerate(gradients):
+        if sent[i] is not gradient:
+            reduced[i] = tf.IndexedSlices(reduced[i], gradient.indices, gradient.dense_shape)
+    if collectives.atomic:
+        reduced = order.after_all(reduced)
+    return reduced[: len(sent)], [total[0] for total in reduced[len(sent) :]]

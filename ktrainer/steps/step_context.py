@@ -281,18 +281,16 @@ class StepContext(TracedContext):
         # Some gradients (of loops, of masked layers) have forgotten their static shape.
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         shaped = [mark_common(gradient, self.rows) for gradient in shaped]
-        # One number more, or two, of the gradients' type, so that it goes in the same message.
-        wire = tf.float64 if any(g.dtype == tf.float64 for g in shaped) else tf.float32
         counted = [] if self.rows_agree is None else [self.weight]
-        more = [tf.reshape(tf.cast(value, wire), [1]) for value in (*loss, *counted)]
-        reduced = reduce_gradients(self.collectives, [*shaped, *more], weight, self.order)
-        if self.collectives.atomic:
-            reduced = self.order.after_all(reduced)
+        reduced, numbers = reduce_gradients(
+            self.collectives, shaped, [*loss, *counted], weight, self.order
+        )
         if counted:
-            with tf.control_dependencies(assert_some_rows(reduced.pop()[0])):
+            with tf.control_dependencies(assert_some_rows(numbers.pop())):
                 reduced = [tf.identity(each) for each in reduced]
+                numbers = [tf.identity(each) for each in numbers]
         if loss:
-            self.loss_of_all = tf.cast(reduced.pop()[0], tf.float64) / self.times
+            self.loss_of_all = tf.cast(numbers.pop(), tf.float64) / self.times
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients

@@ -124,11 +124,8 @@ def fit_arguments(
         data, validation_data = split_validation(data, validation_split)
     if not _names_batch_size(config, settings["batch_size"]):
         if validation_batch_size is None:
-            limit = (
-                settings["validation_steps"]
-                if config.origin(_KEYS["validation_steps"]) is None
-                else None
-            )
+            overruled_limit = config.origin(_KEYS["validation_steps"]) is not None
+            limit = None if overruled_limit else settings["validation_steps"]
             validation_batch_size = _batch_of(validation_data, limit)
         effective = _with_batch(effective, _batch_of(data, steps))
     return CallArguments(

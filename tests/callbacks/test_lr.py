@@ -223,7 +223,7 @@ def test_inside_wrappers() -> None:
     np.testing.assert_allclose(seen.seen, [0.2] * STEPS, rtol=1e-6)
 
 
-def test_nothing_asked_nothing_touched() -> None:
+def test_without_settings_the_rate_is_unchanged() -> None:
     model = small_model()
     fit(model, [LearningRate(world=Sized(4))])
     other = small_model()

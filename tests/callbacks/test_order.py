@@ -13,7 +13,7 @@ def names(config: dict, users: list) -> list[str]:
     return [type(c).__name__ for c in make_callbacks(load_config(config), users)]
 
 
-def test_everything_in_its_place() -> None:
+def test_callbacks_are_in_their_fixed_order() -> None:
     config = {
         "callbacks": {"mine": {"type": "early_stopping", "patience": 3}},
         "checkpoint": {"every": "1ep", "best": "val_loss"},
@@ -36,7 +36,7 @@ def test_everything_in_its_place() -> None:
     ]
 
 
-def test_what_is_off_is_left_out() -> None:
+def test_callbacks_that_are_off_are_absent() -> None:
     config = {
         "health": {"nan": "ignore", "audit_every": None},
         "logging": {"csv": False, "progress": "none"},

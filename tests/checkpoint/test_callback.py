@@ -28,12 +28,14 @@ def steps(directory: Path) -> list[int]:
     ("every", "epochs", "expected"),
     [("1ep", 3, [5, 10, 15]), ("2ep", 5, [10, 20]), ("4ba", 3, [4, 8, 12]), ("0.4ep", 1, [2, 4])],
 )
-def test_every_so_often(tmp_path, every: str, epochs: int, expected: list[int]) -> None:
+def test_a_checkpoint_at_each_interval(
+    tmp_path, every: str, epochs: int, expected: list[int]
+) -> None:
     fit(small_model(), [Checkpoint(tmp_path, every=every, keep=10)], epochs=epochs)
     assert steps(tmp_path) == expected
 
 
-def test_by_the_clock(tmp_path) -> None:
+def test_a_checkpoint_at_each_interval_of_time(tmp_path) -> None:
     class Slow(Callback):
         def on_step_begin(self, step: int) -> None:
             import time
@@ -44,7 +46,7 @@ def test_by_the_clock(tmp_path) -> None:
     assert 2 <= len(steps(tmp_path)) <= 6
 
 
-def test_in_mid_epoch_it_says_where(tmp_path) -> None:
+def test_a_checkpoint_inside_an_epoch_has_its_position(tmp_path) -> None:
     fit(small_model(), [Checkpoint(tmp_path, every="3ba", keep=10)], epochs=2)
     entries = {e.step: e for e in Store(tmp_path).entries()}
     arrays, state = read_checkpoint(entries[3].path)
@@ -67,7 +69,7 @@ class Scores(keras.callbacks.Callback):
             logs["score"] = self.scores[epoch]
 
 
-def test_best_alone(tmp_path) -> None:
+def test_only_the_best_is_saved(tmp_path) -> None:
     scores = Scores(1.0, 3.0, 2.0, float("nan"), 4.0, 0.0)
     checkpoint = Checkpoint(tmp_path, best="score", mode="max", keep=2)
     fit(small_model(), [scores, checkpoint], epochs=6)

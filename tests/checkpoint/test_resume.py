@@ -162,7 +162,7 @@ def _resume_into_another_model(directory: str) -> None:
     resume("auto", directory, model=model, world=here)
 
 
-def test_errors_are_everybodys(ranks, saved, folder) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(ranks, saved, folder) -> None:
     for outcome in ranks(2).outcomes(_resume_into_another_model, str(saved[0])):
         assert isinstance(outcome.error, CheckpointError)
         assert "does not fit" in str(outcome.error)

@@ -12,7 +12,8 @@ import keras
 import pytest
 
 from tests.contracts import zoo
-from tests.contracts.playing import (
+from tests.contracts.running import BATCH, ROWS, assert_same, digest
+from tests.contracts.stock_callbacks import (
     EPOCHS,
     HOLDING,
     SCENARIOS,
@@ -23,7 +24,6 @@ from tests.contracts.playing import (
     play,
     play_all,
 )
-from tests.contracts.running import BATCH, ROWS, assert_same, digest
 from tests.dist.harness import leaks
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS, make_devices
 
@@ -33,7 +33,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.mark.quick("user's own")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_alone_as_under_keras(name: str, tmp_path: Path) -> None:
+def test_stock_callbacks_do_in_one_process_what_they_do_under_keras(
+    name: str, tmp_path: Path
+) -> None:
     theirs = play(name, tmp_path / "keras", "keras", eager=True)
     ours = play(name, tmp_path / "ours", "local", eager=True)
     # After an epoch that was cut short the metrics are those of training, for a resume; under

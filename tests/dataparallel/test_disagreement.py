@@ -234,7 +234,7 @@ def _crossed() -> list[float]:
         return [found["gradient"], found["other"]]
 
 
-def test_neither_call_queues_behind_the_other(ranks: Callable[..., Any]) -> None:
+def test_calls_in_another_order_on_each_rank_end(ranks: Callable[..., Any]) -> None:
     assert ranks(2).run(_crossed) == [[1.5, 3.5]] * 2
 
 
@@ -256,7 +256,7 @@ def _crossed_in_a_function() -> list[float]:
         return [float(x) for x in found]
 
 
-def test_nor_in_a_compiled_function(ranks: Callable[..., Any]) -> None:
+def test_calls_in_another_order_in_a_function_end(ranks: Callable[..., Any]) -> None:
     assert ranks(2).run(_crossed_in_a_function) == [[1.5, 3.5]] * 2
 
 

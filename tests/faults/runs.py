@@ -19,6 +19,7 @@ from keras import layers
 
 from ktrainer import Trainer, distributed
 from ktrainer.steps.named_variables import model_variables
+from tests.small import data as arrays
 
 STEPS = 8
 BATCH = 4
@@ -51,12 +52,6 @@ class Case:
     words: tuple[str, ...]
     callbacks: Callable[[], list[Any]] = list
     data: Callable[[int], Any] | None = None
-
-
-def arrays(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(seed)
-    x = random.normal(size=(rows, 6)).astype(keras.config.floatx())
-    return x, random.integers(0, 3, rows)
 
 
 def settings(folder: Path, case: Case, *more: str) -> list[str]:

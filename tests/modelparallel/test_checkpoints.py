@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.dist.harness import Ranks
-from tests.modelparallel import surroundings
+from tests.modelparallel import rank_functions
 
 
 @pytest.mark.exhaustive
@@ -19,15 +19,15 @@ def test_a_resumed_loop_is_the_undisturbed_one(
 ) -> None:
     """Restored before the first step, on two partitions and on three."""
     folder = str(tmp_path / "made" / "here")
-    want = ranks(2).run(surroundings.train, str(tmp_path / "none"), None, None, traced=traced)
-    first = ranks(2).run(surroundings.train, folder, 2, 2, traced=traced)
+    want = ranks(2).run(rank_functions.train, str(tmp_path / "none"), None, None, traced=traced)
+    first = ranks(2).run(rank_functions.train, folder, 2, 2, traced=traced)
     assert first[0]["paths"] == [f"{folder}/ckpt-{k}" for k in (1, 2, 3)]
     assert first[0]["kept"] == first[1]["kept"] == first[0]["paths"][1:]
     assert sorted(p.name for p in Path(folder).iterdir()) == ["ckpt-2", "ckpt-3"]
     whole = {name: value for each in want for name, value in each["weights"].items()}
     for partitions in (2, 3):
         found = ranks(partitions).run(
-            surroundings.train, folder, None, None, partitions, traced=traced
+            rank_functions.train, folder, None, None, partitions, traced=traced
         )
         for each in found:
             assert (each["restored"], each["step"]) == (f"{folder}/ckpt-3", 3)
@@ -37,8 +37,8 @@ def test_a_resumed_loop_is_the_undisturbed_one(
 
 
 def test_plain_keras_reads_the_whole_model(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    for early, ending in ranks(2).run(surroundings.saved, str(tmp_path)):
+    for early, ending in ranks(2).run(rank_functions.saved, str(tmp_path)):
         assert "has no variables yet" in early
         assert "does not end in .keras" in ending
-    for distance in ranks(1).run(surroundings.plain, str(tmp_path))[0]:
+    for distance in ranks(1).run(rank_functions.plain, str(tmp_path))[0]:
         assert distance < 1e-12

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.dist.harness import Ranks
-from tests.modelparallel import surroundings
+from tests.modelparallel import rank_functions
 
 GROUPS = {"cluster": [[0, 1], [2, 3]], "spread": [[0, 2], [1, 3]]}
 
@@ -16,7 +16,7 @@ GROUPS = {"cluster": [[0, 1], [2, 3]], "spread": [[0, 2], [1, 3]]}
 @pytest.mark.parametrize("placement", GROUPS)
 def test_numbers_and_messages(ranks: Callable[..., Ranks], placement: str) -> None:
     models, stages = GROUPS[placement], GROUPS["spread" if placement == "cluster" else "cluster"]
-    for rank, found in enumerate(ranks(4).run(surroundings.numbers, placement)):
+    for rank, found in enumerate(ranks(4).run(rank_functions.numbers, placement)):
         mine = next(group for group in models if rank in group)
         copies = next(group for group in stages if rank in group)
         assert "more than once" in found["again"]
@@ -35,7 +35,7 @@ def test_numbers_and_messages(ranks: Callable[..., Ranks], placement: str) -> No
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", GROUPS)
 def test_data_parallelism_is_over_replicas(ranks: Callable[..., Ranks], placement: str) -> None:
-    for rank, found in enumerate(ranks(4).run(surroundings.over_replicas, placement)):
+    for rank, found in enumerate(ranks(4).run(rank_functions.over_replicas, placement)):
         group, numbers, mean, total, root, again, sets = found
         assert numbers == (group.index(rank), 2)
         assert (mean, total, root) == (sum(group) / 2, sum(group), group[0])
@@ -47,6 +47,6 @@ def test_data_parallelism_is_over_replicas(ranks: Callable[..., Ranks], placemen
 def test_a_message_that_is_not_sent_is_named_within_the_deadline(
     ranks: Callable[..., Ranks],
 ) -> None:
-    for rank, said in enumerate(ranks(2, "late messages").run(surroundings.waits)):
+    for rank, said in enumerate(ranks(2, "late messages").run(rank_functions.waits)):
         assert "DeadlineExceeded" in said
         assert f"rank {1 - rank}" in said

@@ -80,7 +80,7 @@ def _after_fit() -> Any:
 
 
 @pytest.mark.exhaustive
-def test_each_says_which_call_of_the_trainer_does_it(ranks: Callable[..., Any]) -> None:
+def test_calls_of_keras_after_fit_name_those_of_the_trainer(ranks: Callable[..., Any]) -> None:
     for found, works in ranks(2).run(_after_fit, deadline=150):
         assert works[0] == 6 * 8 + 8 + 8 * 8 + 8 + 8 * 3 + 3
         assert len(works[1]) == 3

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer.errors import DataError
-from tests.pipeline.test_lengths import same
+from tests.pipeline.test_input_lengths import same
 from tests.pipeline.test_program import PIPELINE, make
 
 

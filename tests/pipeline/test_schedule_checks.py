@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ktrainer.backends.pipeline.schedules.actions import Schedule, ScheduleError
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule, validate_schedule
-from tests.pipeline.machine import by_hand, schedules
+from tests.pipeline.schedule_machine import by_hand, schedules
 
 
 def test_a_schedule_may_split_some_backward_passes_only():

@@ -23,7 +23,7 @@ from ktrainer.backends.pipeline.schedules.make_schedule import (
 )
 from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
 from ktrainer.errors import ConfigError
-from tests.pipeline.machine import schedules
+from tests.pipeline.schedule_machine import schedules
 
 RANKS, MICROBATCHES = range(1, 7), range(1, 21)
 SHAPES = list(itertools.product(RANKS, MICROBATCHES))

@@ -10,7 +10,7 @@ from ktrainer.backends.pipeline.schedules.actions import ScheduleError
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.schedule_text import schedule_text
 from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
-from tests.pipeline.machine import by_hand, run
+from tests.pipeline.schedule_machine import by_hand, run
 
 
 def times(timeline, rank):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from ktrainer.backends.pipeline.schedules.make_schedule import SCHEDULES, make_schedule
 from ktrainer.backends.pipeline.schedules.transfers import Transfer, Transfers
-from tests.pipeline.machine import CHUNKED, program, run, schedules
+from tests.pipeline.schedule_machine import CHUNKED, program, run, schedules
 
 
 @given(schedules())

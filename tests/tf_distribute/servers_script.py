@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from tests.contracts import playing, running
+from tests.contracts import running, stock_callbacks
 from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist import losses
 from tests.dist.cases import CASES, difference, several
@@ -83,7 +83,7 @@ def contracts() -> dict[str, str]:
     for policy in ("mixed_float16", "mixed_bfloat16"):
         for bad in (None, 18):
             checks[f"{policy} {bad}"] = lambda p=policy, b=bad: half_precision_equals(p, b)
-    for name in playing.TOUCHING:
+    for name in stock_callbacks.TOUCHING:
         checks[f"callback {name}"] = lambda name=name: stock_callback(name)
     return {name: said(check) for name, check in checks.items()}
 
@@ -157,8 +157,10 @@ def in_a_function() -> str:
 
 
 def stock_callback(name: str) -> None:
-    place = FOLDER / "callbacks" / str(list(playing.SCENARIOS).index(name))
-    playing.compare(playing.play(name, place, tuple(IN_STEP.items())), playing.alone(name))
+    place = FOLDER / "callbacks" / str(list(stock_callbacks.SCENARIOS).index(name))
+    stock_callbacks.compare(
+        stock_callbacks.play(name, place, tuple(IN_STEP.items())), stock_callbacks.alone(name)
+    )
 
 
 def trainer(*more: str, callbacks: Any = (), **words: Any) -> Trainer:

@@ -282,7 +282,9 @@ def test_what_does_not_go_together(name: str, quiet: dict[str, Any]) -> None:
         trainer.fit(build(), **arguments)
 
 
-def test_which_one_wins(quiet: dict[str, Any], tmp_path: Any, capsys: Any) -> None:
+def test_file_and_command_line_win_over_a_call(
+    quiet: dict[str, Any], tmp_path: Any, capsys: Any
+) -> None:
     """A file and the command line win over a call, and a call over the script's own dict."""
     file = tmp_path / "run.yaml"
     file.write_text(f"run: {{dir: {tmp_path}}}\ndata: {{batch_size: 23}}\nlogging: {{csv: false}}")

@@ -78,7 +78,7 @@ def test_a_run_in_parts_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
     assert whole[2] == 15
 
 
-def test_ranks_go_on_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> None:
     for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 3, 8, deadline=120):
         assert parts == whole
         assert whole[2] == 15
@@ -222,7 +222,7 @@ def calls_in_parts(directory: str, backend: str, *ends: int) -> list[Any]:
 
 
 @pytest.mark.exhaustive
-def test_epochs_that_continue_one_another_go_on_to_the_bit(
+def test_fits_that_continue_one_another_resume_to_the_bit(
     tmp_path: Path, ranks: Callable[..., Any]
 ) -> None:
     # Steps are counted from epoch 1 on: stopped inside an epoch, and where a pass has ended.

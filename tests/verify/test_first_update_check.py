@@ -18,7 +18,7 @@ from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
 from tests.dist.small import more
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
-from tests.verify import models, neutral
+from tests.verify import models, stateful_trainings
 
 Ranks = Callable[..., Any]
 FLOATS = ["float32", "float64"]
@@ -40,7 +40,7 @@ def assert_speaks(found: dict[str, list[str]], parts: int) -> None:
 
 @pytest.mark.quick("float64")
 @pytest.mark.parametrize("floatx", FLOATS)
-def test_it_speaks_with_two_ranks(ranks: Ranks, floatx: str) -> None:
+def test_planted_mistakes_are_found_on_two_ranks(ranks: Ranks, floatx: str) -> None:
     found = ranks(2).run(models.said, [*models.PLANTED], floatx, name="data_parallel", deadline=120)
     assert_speaks(found[0], 2)
     assert not any(found[1].values())  # once, by the first rank
@@ -105,14 +105,14 @@ def under_mirrored(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("floatx", FLOATS)
-def test_it_speaks_with_two_mirrored_devices(ranks: Ranks, floatx: str) -> None:
+def test_planted_mistakes_are_found_on_two_mirrored_devices(ranks: Ranks, floatx: str) -> None:
     run = ranks(1, ONE_PROCESS).run
     assert_speaks(run(under_mirrored, models.said, [*models.PLANTED], floatx)[0], 2)
 
 
 @pytest.mark.quick("float32")
 @pytest.mark.parametrize("floatx", FLOATS)
-def test_it_speaks_in_a_pipeline(ranks: Ranks, floatx: str) -> None:
+def test_planted_mistakes_are_found_in_a_pipeline(ranks: Ranks, floatx: str) -> None:
     settings = {"name": "pipeline", "partitions": 2, "microbatches": 4}
     names = ["sum_loss", "contrastive"]
     found = ranks(2).run(models.said, names, floatx, **settings, deadline=120)
@@ -120,7 +120,7 @@ def test_it_speaks_in_a_pipeline(ranks: Ranks, floatx: str) -> None:
     assert not any(found[1].values())
 
 
-def test_it_speaks_of_a_coupled_call_in_a_pipeline_that_builds_the_model(ranks: Ranks) -> None:
+def test_a_coupled_call_is_found_in_a_pipeline_that_builds_the_model(ranks: Ranks) -> None:
     settings = {"name": "pipeline", "partitions": 2, "microbatches": 4}
     found = ranks(2).run(models.said, ["unbuilt"], "float64", **settings, deadline=120)
     (text,) = found[0]["unbuilt"]
@@ -371,7 +371,7 @@ def test_sound_metrics(skipped: Callable[..., str]) -> None:
 
 
 def test_what_changes_a_list_is_not_compared(skipped: Callable[..., str]) -> None:
-    model = models.net(neutral.Keeping)
+    model = models.net(stateful_trainings.Keeping)
     model.compile("sgd")
     said = skipped(model, (floats(models.ROWS, 8), floats(models.ROWS, 5)))
     assert "its step changes keeping.state" in said

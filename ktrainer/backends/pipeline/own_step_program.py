@@ -251,7 +251,7 @@ class OwnStepProgram(CompiledProgram):
                 )
             runner, context = self._runner, current_step()
             assert runner is not None
-            runner.order = InOrder() if context is None else context.order
+            runner.messages.order = InOrder() if context is None else context.order
             (inputs,) = self.planned.as_cut((args[0],))
             outputs, self._losses = call_in_microbatches(
                 runner, inputs, training, self.variant, context
@@ -270,7 +270,7 @@ class OwnStepProgram(CompiledProgram):
         try:
             result = super()._call(local_batches, function, *args)
         except tf.errors.OpError as error:
-            cause = self._runner.failure
+            cause = self._runner.messages.failure
             if cause is None and self._stages is not None:
                 cause = self._stages.failure(error)
             if cause is not None:

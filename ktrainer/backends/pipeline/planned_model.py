@@ -140,19 +140,11 @@ class PlannedModel:
         if self.placed:
             self._trace_again(inputs)
             return
-        config, model = self.config, self.model
+        model = self.model
         # Others are checked by `health.verify`, which computes with their weights.
         has_weights = model.built and all(v._value is not None for v in model.variables)
         with deferred():
-            self.plan = plan_stages(
-                model,
-                inputs,
-                config,
-                microbatches=config.microbatches * self._accumulate,
-                batch=self._batch,
-                state_factor=state_factor(optimizer_of(model)),
-                costs=self._profiled(inputs),
-            )
+            self.plan = self._plan_stages(inputs)
             slots = build_optimizer(model)
             inference = trace_open(model, inputs, training=False)
         if not has_weights:
@@ -165,10 +157,21 @@ class PlannedModel:
         every = [*self._stages[True], *self._stages[False]]
         # A step of the model's own may read what its `call` does not.
         everywhere = has_own_steps(model)
-        self.holders = holders_of(model, every, config.partitions, everywhere)
+        self.holders = holders_of(model, every, self.config.partitions, everywhere)
         gc.collect()  # traces are cyclic; frees memory for the weights
         self.placement = place_model(
             model, self.holders, slots, self.layout, self.groups, self.world.rank
+        )
+
+    def _plan_stages(self, inputs: Any) -> StagePlan:
+        return plan_stages(
+            self.model,
+            inputs,
+            self.config,
+            microbatches=self.config.microbatches * self._accumulate,
+            batch=self._batch,
+            state_factor=state_factor(optimizer_of(self.model)),
+            costs=self._profiled(inputs),
         )
 
     def _warn_of_coupling(self, graph: Graph) -> None:

@@ -91,7 +91,7 @@ class TfDistribute(Backend):
     def open_loop(self) -> UserLoop:
         words = (self.world, self.strategy, self.guard, self.settings.auto_shard)
         if self.workers is not None:
-            from ktrainer.backends.tf_distribute.parameter_server.worker_loop import WorkerLoop
+            from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerLoop
 
             return WorkerLoop(*words, workers=self.workers)
         collectives = self._collectives()

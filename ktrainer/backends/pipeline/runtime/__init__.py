@@ -10,6 +10,7 @@ Steps of a user's own, which run in every process:
 
 model_call.py                     the call of a cut model, and its gradient
 stage_runner.py                   this process's stage of it
-sums_over_stages.py, global_norm.py   what depends on the gradients of several stages
+stage_messages.py                 its messages, and sums over stages
+global_norm.py                    norms over the gradients of all stages
 stage_checks.py                   what such a step cannot do
 """

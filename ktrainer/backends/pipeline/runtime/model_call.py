@@ -68,7 +68,7 @@ def linked_outputs(
         of_outputs, of_added = (list(of[:-1]), of[-1]) if adds else (list(of), None)
         of_variables, of_inputs = backward(of_outputs, of_added)
         of_variables = _sum_shared(runner, of_variables)
-        of_inputs = runner.sums.of(of_inputs, given, "gradients of inputs")
+        of_inputs = runner.messages.sum(of_inputs, given, "gradients of inputs")
         once = [_first_order(g, sources) for g in (*of_inputs, *of_variables)]
         for variable, found in zip(runner.held, once[len(given) :], strict=True):
             _tag(found, id(variable))
@@ -85,7 +85,7 @@ def _sum_shared(runner: StageRunner, gradients: Sequence[Any]) -> list[Any]:
     """Gradients of the variables held here, those that several stages hold summed over these."""
     mine = {id(v): g for v, g in zip(runner.held, gradients, strict=True)}
     shared = [mine.get(id(v)) for v in runner.shared]
-    summed = runner.sums.of(shared, runner.shared, "gradients of shared weights")
+    summed = runner.messages.sum(shared, runner.shared, "gradients of shared weights")
     mine.update(zip(map(id, runner.shared), summed, strict=True))
     return [mine[id(v)] for v in runner.held]
 
@@ -165,7 +165,7 @@ def call_in_microbatches(
         share = 1.0 if sizes is None else sizes[k] / tf.reduce_sum(sizes)
         passes.append(runner.forward(k, nested, training, watched, _counter(share, context)))
     every = [runner.outputs(k, done) for k, done in enumerate(passes)]
-    runner.flush()
+    runner.messages.flush()
     made = [_joined(values) for values in zip(*every, strict=True)]
 
     def backward(of_outputs: list[Any], of_added: Any) -> tuple[list[Any], list[Any]]:
@@ -174,7 +174,7 @@ def call_in_microbatches(
             runner.backward(k, done, cut[k] if cut else [], of_added)
             for k, done in enumerate(passes)
         ]
-        runner.flush()
+        runner.messages.flush()
         of_variables = [_total(each) for each in zip(*(v for v, _ in found), strict=True)]
         return of_variables, [_rows_of(each) for each in zip(*(x for _, x in found), strict=True)]
 

@@ -1,9 +1,8 @@
-"""This process's stage of a cut model, for steps of a user's own: passes and messages.
+"""This process's stage of a cut model, for steps of a user's own: its passes.
 
-Eagerly each pass runs at once. Inside of a `tf.function` it is recorded, and messages are host
-functions, each of which waits for the one before: they run in the order of the trace. Unlike the
-stages of `compiled_stage.py`, which end in a loss, these end in outputs, which every process gets,
-and of which each differentiates the same loss.
+Eagerly each pass runs at once; inside of a `tf.function` it is recorded. Unlike the stages of
+`compiled_stage.py`, which end in a loss, these end in outputs, which every process gets, and of
+which each differentiates the same loss.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from keras.src import backend
 from ktrainer.backends.pipeline.graph.nodes import Graph, losses_collected, run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.planned_model import PlannedModel
-from ktrainer.backends.pipeline.runtime.sums_over_stages import SumsOverStages
-from ktrainer.backends.pipeline.runtime.transport import Transport, WaitTime
+from ktrainer.backends.pipeline.runtime.stage_messages import StageMessages
+from ktrainer.backends.pipeline.runtime.transport import WaitTime
 from ktrainer.distributed import World
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import DivergenceError, ModelError, WorldError
@@ -31,7 +30,6 @@ from ktrainer.steps.remote_variable import zeros_if_remote
 
 _unfinished: WeakSet[World] = WeakSet()  # stages of which a step has begun, and not ended
 _COMPARED_STEPS = 3
-_KINDS = ("activation", "gradient", "outputs")
 
 
 @dataclass
@@ -69,26 +67,22 @@ class StageRunner:
     Attributes:
         held: the trained variables that are held here, in the model's order.
         shared: those that several stages hold, whether this one does or not.
-        order: of messages; a step has one.
-        failure: the error of a message, which TensorFlow raises as another one.
+        messages: to and from the other stages.
     """
 
     def __init__(self, planned: PlannedModel, waits: WaitTime | None = None) -> None:
         self.planned, self.partition = planned, planned.partition
         self.partitions = planned.config.partitions
         self._world = planned.groups[0]
-        channels = len(_KINDS) * planned.config.microbatches + 1
-        self._transport = Transport(self._world, self.partitions, waits, channels=channels)
+        self.messages = StageMessages(self._world, planned.config.microbatches, waits)
         self._compared = 0  # steps so far
         self._regularised = planned.regularised()
         self._shapes: dict[Any, tuple[dict[int, tf.TensorSpec], bool]] = {}
         trained, holders = planned.model.trainable_variables, planned.holders
         self.held = [v for v in trained if self.partition in holders[id(v)]]
         self.shared = [v for v in trained if len(holders[id(v)]) > 1]
-        self.order, self.failure = InOrder(), None  # type: tuple[InOrder, BaseException | None]
         with tf.init_scope():
             self._anchor = tf.Variable(0.0, name="stages")
-        self.sums = SumsOverStages(self._transport, channels - 1, self.message)
 
     def anchor(self) -> tf.Tensor:
         """A number that every tape watches: what the model computes is differentiated by all
@@ -121,8 +115,8 @@ class StageRunner:
         Raises:
             WorldError: when it runs, if a step before it ended in the middle.
         """
-        self.order = InOrder()
-        self.message(self.start_step, [], [])
+        self.messages.order = InOrder()
+        self.messages.run(self.start_step, [], [])
 
     def start_step(self) -> None:
         """Note that a step has begun, of which `end_step` is the end.
@@ -130,7 +124,7 @@ class StageRunner:
         Raises:
             WorldError: a step before it ended in the middle.
         """
-        self.failure = None
+        self.messages.failure = None
         if self._world in _unfinished:
             raise WorldError(
                 f"a step of {self.planned.model.name!r} ended in the middle, with an error that "
@@ -142,7 +136,7 @@ class StageRunner:
 
     def end_step(self) -> None:
         """Wait until what was sent has left, at the end of a step."""
-        self._transport.finish()
+        self.messages.wait()
         _unfinished.discard(self._world)
 
     def compare(self, tensors: Sequence[tf.Tensor]) -> None:
@@ -152,7 +146,7 @@ class StageRunner:
         Raises:
             DivergenceError: on every stage, when it runs, if they differ.
         """
-        self.message(self._compare, tensors, [])
+        self.messages.run(self._compare, tensors, [])
 
     def _compare(self, *arrays: np.ndarray) -> None:
         if self._world.size == 1 or self._compared == _COMPARED_STEPS:
@@ -171,11 +165,7 @@ class StageRunner:
 
     def finish(self) -> None:
         """End a step that `begin` began."""
-        self.message(self.end_step, [], [])
-
-    def flush(self) -> None:
-        """Wait until what was sent has left."""
-        self.message(self._transport.finish, [], [])
+        self.messages.run(self.end_step, [], [])
 
     def forward(
         self,
@@ -199,7 +189,7 @@ class StageRunner:
         tensors = dict(zip(stage.graph.inputs, flat, strict=True))
         scalar = [tf.TensorSpec([], keras.config.floatx())] * adds
         wanted = [*(specs[i] for i in stage.receives), *scalar]
-        got = self._receive("activation", self.partition - 1, microbatch, wanted)
+        got = self.messages.receive("activation", self.partition - 1, microbatch, wanted)
         before = got.pop() if adds and got else tf.zeros([], keras.config.floatx())
         tensors.update(zip(stage.receives, got, strict=True))
         received = [x for x in got if is_differentiable(x)]
@@ -221,16 +211,16 @@ class StageRunner:
 
     def _hand_on(self, stage: StageGraph, microbatch: int, tensors: Sequence[Any]) -> None:
         if not stage.is_last:
-            self._send("activation", [self.partition + 1], microbatch, tensors)
+            self.messages.send("activation", [self.partition + 1], microbatch, tensors)
         else:
-            self._send("outputs", range(self.partitions - 1), microbatch, tensors)
+            self.messages.send("outputs", range(self.partitions - 1), microbatch, tensors)
 
     def outputs(self, microbatch: int, done: ForwardPass) -> list[Any]:
         """The model's outputs and their masks, flat as in `Graph.needed_at_the_end`, then the
         losses that all stages have added, if there are any; on every stage."""
         if self.is_last:
             return done.made
-        return self._receive("outputs", self.partitions - 1, microbatch, done.specs)
+        return self.messages.receive("outputs", self.partitions - 1, microbatch, done.specs)
 
     def backward(
         self, microbatch: int, done: ForwardPass, of_outputs: Sequence[Any], of_added: Any = None
@@ -244,7 +234,7 @@ class StageRunner:
         targets, cotangents = list(done.targets), list(of_outputs)
         if not self.is_last:
             specs = [tf.TensorSpec(x.shape, x.dtype) for x in targets]
-            cotangents = self._receive("gradient", self.partition + 1, microbatch, specs)
+            cotangents = self.messages.receive("gradient", self.partition + 1, microbatch, specs)
         if done.added is not None:
             targets, cotangents = [*targets, done.added], [*cotangents, of_added]
         here = done.stage.trainable
@@ -256,7 +246,7 @@ class StageRunner:
         if self.partition:
             pairs = zip(done.received, of_received, strict=True)
             sent = [tf.zeros_like(x) if g is None else tf.convert_to_tensor(g) for x, g in pairs]
-            self._send("gradient", [self.partition - 1], microbatch, sent)
+            self.messages.send("gradient", [self.partition - 1], microbatch, sent)
         # None: the outputs do not depend on it, so that an optimizer leaves it alone.
         of = {id(v): g for v, g in zip(here, found[-len(here) :] if here else [], strict=True)}
         return [of.get(id(v)) for v in self.held], of_inputs
@@ -276,58 +266,6 @@ class StageRunner:
         floats = keras.config.floatx()
         counted = [keras.ops.cast(x if count is None else count(x), floats) for x in losses]
         return tf.add_n(counted) if counted else tf.zeros([], floats)
-
-    # -- messages
-
-    def _send(
-        self, kind: str, partitions: Sequence[int], microbatch: int, tensors: Sequence[Any]
-    ) -> None:
-        channel = _KINDS.index(kind) + len(_KINDS) * microbatch
-
-        def send(*arrays: np.ndarray) -> None:
-            for array in arrays:
-                for partition in partitions:
-                    self._transport.send_shaped(array, partition, channel, f"{kind} {microbatch}")
-
-        if partitions and tensors:
-            self.message(send, tensors, [])
-
-    def _receive(
-        self, kind: str, partition: int, microbatch: int, specs: Sequence[tf.TensorSpec]
-    ) -> list[Any]:
-        channel = _KINDS.index(kind) + len(_KINDS) * microbatch
-        what = f"{kind} of microbatch {microbatch}"
-
-        def receive() -> list[Any]:
-            return [
-                self._transport.receive_shaped(
-                    s.shape.rank, s.dtype.as_numpy_dtype, partition, channel, what
-                )
-                for s in specs
-            ]
-
-        return self.message(receive, [], specs) if partition >= 0 and specs else []
-
-    def message(
-        self, function: Callable[..., Any], inputs: Sequence[Any], specs: Sequence[tf.TensorSpec]
-    ) -> list[Any]:
-        """The arrays that a host function returns, as tensors; it runs after the messages before.
-
-        Args:
-            function: gets arrays.
-            specs: of the results.
-        """
-
-        def call(*arrays: np.ndarray) -> list[Any]:
-            try:
-                return [*(function(*arrays) or []), np.int32(0)]
-            except BaseException as error:
-                self.failure = error
-                raise
-
-        dtypes = [*(s.dtype for s in specs), tf.int32]
-        *results, _ = self.order.on_host(call, list(inputs), dtypes)
-        return [tf.ensure_shape(x, s.shape) for x, s in zip(results, specs, strict=True)]
 
     # -- shapes
 

@@ -24,14 +24,14 @@ import tensorflow as tf
 from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import sharded_variables
 from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
-from ktrainer.backends.tf_distribute.replicas.merge_outputs import joined_logs
+from ktrainer.backends.tf_distribute.replicas.merge_outputs import ReplicaOutcome, joined_logs
 from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
     BATCH_COUNTS,
     ReplicaAccumulation,
     batch_counts,
 )
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import adding_at_once
-from ktrainer.backends.tf_distribute.replicas.replica_step import ReplicaOutcome, Replicas
+from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.state.nested_logs import flatten_paths, path_name, unflatten_paths
 from ktrainer.steps import StepOptions
 from ktrainer.steps.metric_logs import LoggedResults

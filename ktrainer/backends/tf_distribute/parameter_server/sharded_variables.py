@@ -7,7 +7,7 @@ which updates each where it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +22,26 @@ from ktrainer.runtime.monkeypatching import replaced
 @contextmanager
 def sharded_variables() -> Iterator[None]:
     """Let Keras differentiate by, update and average sharded variables."""
-    gradient, update = tf.GradientTape.gradient, TFOptimizer._distributed_tf_update_step
-    decay = TFOptimizer._apply_weight_decay
+    update, decay = TFOptimizer._distributed_tf_update_step, TFOptimizer._apply_weight_decay
+    with replaced(
+        (tf.GradientTape, "gradient", _gradient(tf.GradientTape.gradient)),
+        (TFOptimizer, "_distributed_tf_update_step", _update_each(update)),
+        (TFOptimizer, "_apply_weight_decay", _decay_each(decay)),
+        (TFOptimizer, "_overwrite_model_variables_with_average_value", _overwrite_each),
+    ):
+        yield
 
-    def gradient_of(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         pieces = keras.tree.map_structure(_pieces, sources)
-        if not any(isinstance(each, _Pieces) for each in keras.tree.flatten(pieces)):
-            return gradient(self, target, sources, *args, **kwargs)
         flat = keras.tree.flatten(pieces)
+        if not any(isinstance(each, _Pieces) for each in flat):
+            return original(self, target, sources, *args, **kwargs)
         singles = [
             v for each in flat for v in (each.parts if isinstance(each, _Pieces) else [each])
         ]
-        found = iter(gradient(self, target, singles, *args, **kwargs))
+        found = iter(original(self, target, singles, *args, **kwargs))
         joined = [
             each.joined([next(found) for _ in each.parts])
             if isinstance(each, _Pieces)
@@ -42,39 +50,40 @@ def sharded_variables() -> Iterator[None]:
         ]
         return keras.tree.pack_sequence_as(sources, joined)
 
-    def update_each(self: Any, distribution: Any, grads_and_vars: Any, rate: Any) -> None:
+    return gradient
+
+
+def _update_each(original: Callable[..., Any]) -> Callable[..., None]:
+    def update(self: Any, distribution: Any, grads_and_vars: Any, rate: Any) -> None:
         for grad, variable in grads_and_vars:
             if isinstance(variable, ShardedVariableMixin):
                 self.update_step(grad, variable, rate)
             else:
-                update(self, distribution, [(grad, variable)], rate)
+                original(self, distribution, [(grad, variable)], rate)
 
-    def decay_each(self: Any, variables: Any) -> None:
+    return update
+
+
+def _decay_each(original: Callable[..., Any]) -> Callable[..., None]:
+    def decay(self: Any, variables: Any) -> None:
         if self.weight_decay is None:
             return
         whole = []
         for variable in variables:
-            inner = variable.value if isinstance(variable, keras.Variable) else variable
+            inner = _value(variable)
             if not isinstance(inner, ShardedVariableMixin):
                 whole.append(variable)
             elif self._use_weight_decay(inner):
                 rate = tf.cast(self.learning_rate * self.weight_decay, inner.dtype)
                 inner.assign_sub(tf.convert_to_tensor(inner) * rate)
-        decay(self, whole)
+        original(self, whole)
 
-    def overwrite_each(self: Any, variables: Any) -> None:
-        pairs = zip(variables, self._model_variables_moving_average, strict=False)
-        for variable, mean in pairs:
-            inner = variable.value if isinstance(variable, keras.Variable) else variable
-            inner.assign(tf.convert_to_tensor(mean))
+    return decay
 
-    with replaced(
-        (tf.GradientTape, "gradient", gradient_of),
-        (TFOptimizer, "_distributed_tf_update_step", update_each),
-        (TFOptimizer, "_apply_weight_decay", decay_each),
-        (TFOptimizer, "_overwrite_model_variables_with_average_value", overwrite_each),
-    ):
-        yield
+
+def _overwrite_each(self: Any, variables: Any) -> None:
+    for variable, mean in zip(variables, self._model_variables_moving_average, strict=False):
+        _value(variable).assign(tf.convert_to_tensor(mean))
 
 
 class _Pieces:
@@ -107,5 +116,10 @@ class _Pieces:
 
 
 def _pieces(source: Any) -> Any:
-    inner = source.value if isinstance(source, keras.Variable) else source
+    inner = _value(source)
     return _Pieces(inner) if isinstance(inner, ShardedVariableMixin) else source
+
+
+def _value(variable: Any) -> Any:
+    """TensorFlow's variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable

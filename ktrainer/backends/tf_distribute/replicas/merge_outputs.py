@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,6 +13,34 @@ import tensorflow as tf
 from ktrainer.data.local_batch import graph_bounds
 from ktrainer.state.nested_logs import LogPath, flatten_paths, unflatten_paths
 from ktrainer.steps.step_context import StepContext
+
+
+@dataclass
+class ReplicaOutcome:
+    """The results of a step on all replicas, to be merged outside of them.
+
+    Attributes:
+        values: what the step returned, on each replica of this process.
+        weights: each replica's part of the update, float64.
+        statistics: new values of variables other than weights and metrics, the same on all.
+        metrics: what each replica adds to the metrics' variables.
+        bad: whether the update was skipped; None where none is.
+    """
+
+    values: list[Any]
+    weights: list[tf.Tensor]
+    statistics: list[tuple[Any, tf.Tensor]]
+    metrics: list[tuple[Any, list[tf.Tensor]]]
+    bad: tf.Tensor | None = None
+
+    def assign(self) -> None:
+        """Give statistics and metrics their new values, unless the update was skipped."""
+        bad = self.bad
+        for variable, value in self.statistics:
+            variable.assign(value if bad is None else _unless(bad, value, variable.value))
+        for variable, parts in self.metrics:
+            more = tf.add_n(parts)
+            variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
 
 
 def joined_logs(
@@ -88,3 +117,7 @@ def _mean(values: list[Any], weights: Sequence[tf.Tensor]) -> Any:
         return tf.math.divide_no_nan(tf.add_n(scaled), tf.cast(total, floats[0].dtype))
 
     return keras.tree.map_structure(mean, *values)
+
+
+def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    return tf.where(bad, tf.cast(other, value.dtype), value)

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.replicas.merge_outputs import averaged, if_present, joined_logs
+from ktrainer.backends.tf_distribute.replicas.merge_outputs import (
+    ReplicaOutcome,
+    averaged,
+    if_present,
+    joined_logs,
+)
 from ktrainer.backends.tf_distribute.replicas.replica_batches import parts_of, spread
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
@@ -46,25 +50,6 @@ from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of
 from ktrainer.steps.update_guard import LossOfStep
 
 Step = Callable[[Any], Any]
-
-
-@dataclass
-class ReplicaOutcome:
-    """The results of a step on all replicas, to be merged outside of them.
-
-    Attributes:
-        values: what the step returned, on each replica of this process.
-        weights: each replica's part of the update, float64.
-        statistics: new values of variables other than weights and metrics, the same on all.
-        metrics: what each replica adds to the metrics' variables.
-        bad: whether the update was skipped; None where none is.
-    """
-
-    values: list[Any]
-    weights: list[tf.Tensor]
-    statistics: list[tuple[Any, tf.Tensor]]
-    metrics: list[tuple[Any, list[tf.Tensor]]]
-    bad: tf.Tensor | None = None
 
 
 class Replicas:
@@ -191,12 +176,7 @@ class Replicas:
             logs: what it logs, on each replica of this process.
             logged: which of them are metrics' results.
         """
-        bad = outcome.bad
-        for variable, value in outcome.statistics:
-            variable.assign(value if bad is None else _unless(bad, value, variable.value))
-        for variable, parts in outcome.metrics:
-            more = tf.add_n(parts)
-            variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
+        outcome.assign()
         return joined_logs(logs, outcome.weights, logged.now(logs[0]))
 
     def apply(
@@ -331,10 +311,6 @@ def _refuse_weight(variable: Any, _: Any) -> None:
         f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
         "replicas do together and XLA cannot compile. Set trainer.xla=false."
     )
-
-
-def _unless(bad: tf.Tensor, value: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    return tf.where(bad, tf.cast(other, value.dtype), value)
 
 
 def _done(_: Any = None) -> tf.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tf_distribute.running import ONE_PROCESS
-from tests.verify import neutral
+from tests.verify import stateful_trainings
 from tests.verify.test_first_update_check import under_mirrored
 
 Ranks = Callable[..., Any]
@@ -25,16 +25,18 @@ def assert_same_bits(found: dict[str, list[Any]]) -> None:
 
 @pytest.mark.exhaustive
 def test_two_ranks(ranks: Ranks) -> None:
-    found = ranks(2).run(neutral.both, [*neutral.CASES], name="data_parallel", deadline=200)
+    found = ranks(2).run(
+        stateful_trainings.both, [*stateful_trainings.CASES], name="data_parallel", deadline=200
+    )
     for rank in found:
         assert_same_bits(rank)
     kept = [rank["keeping"][0][2] for rank in found]
     assert kept[0] == kept[1]  # on the rank that checks and on the other
-    assert kept[0][0] == neutral.STEPS
+    assert kept[0][0] == stateful_trainings.STEPS
 
 
 @pytest.mark.exhaustive
 def test_mirrored_devices(ranks: Ranks) -> None:
     names = ["numpy", "keras", "keeping"]
     run = ranks(1, ONE_PROCESS).run
-    assert_same_bits(run(under_mirrored, neutral.both, names, deadline=200)[0])
+    assert_same_bits(run(under_mirrored, stateful_trainings.both, names, deadline=200)[0])

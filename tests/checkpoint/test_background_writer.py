@@ -78,7 +78,7 @@ def steps(directory: Path) -> list[int]:
     return sorted(entry.step for entry in Store(directory).entries())
 
 
-def test_steps_go_on_while_a_checkpoint_is_written(tmp_path, gate) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, gate) -> None:
     watch = Watch(gate, opens=5)
     fit(small_model(), [Checkpoint(tmp_path, every="3ba", keep=9), watch], rows=100)
     assert watch.behind == [3, 4, 5]
