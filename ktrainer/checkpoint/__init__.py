@@ -1,6 +1,6 @@
 """Checkpoints: what a run saves, when, and how it continues from them.
 
-checkpoint_callback.py  when a checkpoint is due; metric_direction.py: which value is better
+checkpoint_callback.py  when a checkpoint is due; best_metric.py: which value is better
 background_writer.py    writes it while training continues
 contents/               what is in it: run, model, data, metrics, callbacks
 format/                 how it lies on disk: complete or absent folders, checksums

@@ -14,7 +14,6 @@ one checkpoint at a time. An error there is raised at the next save, or at the e
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import warnings
@@ -26,10 +25,10 @@ from typing import Any
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.callbacks.loss_guard import finite_loss
 from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.best_metric import BestMetric
 from ktrainer.checkpoint.contents.capture_state import history_of
 from ktrainer.checkpoint.contents.run_snapshot import Snapshot, take_snapshot
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
-from ktrainer.checkpoint.metric_direction import metric_direction
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError, ConfigError
@@ -77,12 +76,11 @@ class Checkpoint(Callback):
         self._given = Path(directory) if directory is not None else None
         self.directory = self._given
         self.every = Every(every)
-        self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
+        self.keep, self.allow_nan = keep, allow_nan
+        self._best = BestMetric(best, mode)
         self.asynchronous, self.iterators = asynchronous, iterators
         self.callbacks = list(callbacks)
         self._own_world = world
-        self.best_value: float | None = None
-        self._best_step: int | None = None  # its step
         self._validated: Mapping[str, float] | None = None  # logs to judge
         self._at_cut: Snapshot | None = None  # the state to resume an incomplete epoch from
         self._saver: BackgroundWriter | None = None
@@ -99,7 +97,7 @@ class Checkpoint(Callback):
                 raise ConfigError("give the folder of the checkpoints.", path="checkpoint.dir")
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
-        self.best_value = self._best_step = self._at_cut = self._validated = None
+        self._best.value = self._best.step = self._at_cut = self._validated = None
         self._saved = ()
         if not self.train_state.joining:  # else it comes with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
@@ -114,7 +112,7 @@ class Checkpoint(Callback):
         )
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
-        self._validated = logs if self.best is not None else None
+        self._validated = logs if self._best.name is not None else None
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         validated, self._validated = self._validated, None
@@ -148,7 +146,7 @@ class Checkpoint(Callback):
             "progress": progress,
             "history": self._history(epoch, logs, progress),
         }
-        if self.best is not None and self._save_if_better(logs or {}, **at_end):
+        if self._best.name is not None and self._save_if_better(logs or {}, **at_end):
             return
         if due:
             self.save(logs, **at_end)
@@ -168,25 +166,22 @@ class Checkpoint(Callback):
         missing_is_fine: bool = False,
         **at_end: Any,
     ) -> bool:
-        assert self.best is not None
-        value = as_floats(logs).get(self.best)
+        value = as_floats(logs).get(str(self._best.name))
         if value is None:
             if not missing_is_fine:
                 warnings.warn(
-                    f"checkpoint.best={self.best!r} is not in the logs of this epoch, which has: "
-                    f"{', '.join(sorted(logs))}",
+                    f"checkpoint.best={self._best.name!r} is not in the logs of this epoch, which "
+                    f"has: {', '.join(sorted(logs))}",
                     stacklevel=3,
                 )
             return False
-        known, less = self.best_value, self._direction() == "min"
-        better = known is None or (value < known if less else value > known)
-        if not self._agreed(better and math.isfinite(value)):
+        if not self._agreed(self._best.improves(self.model, value)):
             return False
-        before = self.best_value, self._best_step
-        self.best_value, self._best_step = value, self.progress.step  # the state has them too
+        before = self._best.value, self._best.step
+        self._best.value, self._best.step = value, self.progress.step  # the state has them too
         saved = self.save(logs, **at_end)
         if not saved:
-            self.best_value, self._best_step = before
+            self._best.value, self._best.step = before
         return saved
 
     # -- saving
@@ -207,10 +202,8 @@ class Checkpoint(Callback):
         Raises:
             CheckpointError: on all ranks: this one, or the previous one, cannot be written.
         """
-        if (
-            self.trainer is not None and self.train_state.update_invalid
-        ):  # on all ranks; reported already
-            return False
+        if self.trainer is not None and self.train_state.update_invalid:
+            return False  # on all ranks; reported already
         bad = not self.allow_nan and not finite_loss(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:
@@ -231,11 +224,7 @@ class Checkpoint(Callback):
     def run_facts(self, step: int) -> dict[str, Any]:
         """The manifest's entries about the run: its name, and the best value if it is that of
         `step`, saved for the first time or again."""
-        facts: dict[str, Any] = {"run": self._run}
-        if self.best is not None and self.best_value is not None and self._best_step == step:
-            value, mode = float(self.best_value), self._direction()
-            facts["metric"] = {"name": self.best, "value": value, "mode": mode}
-        return facts
+        return {"run": self._run, **self._best.facts(self.model, step)}
 
     def save_in_time(self, seconds: float) -> None:
         """Save, unless this state is saved already, or a save is likely to take longer than
@@ -276,13 +265,9 @@ class Checkpoint(Callback):
 
     def _pruning(self) -> Callable[[Store], None]:
         """The function that removes older checkpoints after a new one is written."""
-        mode = self._direction() if self.best else "min"
-        return lambda store: store.prune(self.keep, self.best, mode)
-
-    def _direction(self) -> str:
-        """`min` or `max`: whether a lower or a higher `best` is better."""
-        assert self.best is not None
-        return metric_direction(self.model, self.best) if self.mode == "auto" else self.mode
+        name = self._best.name
+        mode = self._best.direction(self.model) if name else "min"
+        return lambda store: store.prune(self.keep, name, mode)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """The position to resume from: the next epoch, unless a stop cut this one short."""
@@ -303,12 +288,10 @@ class Checkpoint(Callback):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        best = {"best": self.best, "best_value": self.best_value, "best_step": self._best_step}
-        return {**best, "run": self._run}
+        return {**self._best.state_dict(), "run": self._run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("best", self.best) == self.best:  # else it is of another metric
-            self.best_value, self._best_step = state.get("best_value"), state.get("best_step")
+        self._best.load_state_dict(state)
         self._run = state.get("run", self._run)
 
     def on_restore(self, progress: Progress) -> None:

@@ -174,7 +174,8 @@ class DataServiceGroup:
                 assert server.process is not None
                 if (code := server.process.poll()) is not None:
                     self._read()
-                    raise SetupError(f"{server.name} of the tf.data service {_how(code)} at start")
+                    ended = process_tree.ending(code)
+                    raise SetupError(f"{server.name} of the tf.data service {ended} at start")
                 if self.signals:
                     return
                 if time.monotonic() > end:
@@ -206,9 +207,9 @@ class DataServiceGroup:
         if server.restarts >= RESTARTS or not (server.role == "worker" or journal):
             hint = "; with --work-dir DIR it would be started again and its readers continue"
             reason = "" if server.role == "worker" else hint
-            self._say(f"{server.name} {_how(code)}: the service ends{reason}")
+            self._say(f"{server.name} {process_tree.ending(code)}: the service ends{reason}")
             return False
-        self._say(f"{server.name} {_how(code)}; starting it again")
+        self._say(f"{server.name} {process_tree.ending(code)}; starting it again")
         server.restarts += 1
         if server.role == "worker":
             self.config = replace(self.config, lost_workers=self.config.lost_workers + 1)
@@ -264,19 +265,7 @@ def _stop(servers: list[_Server]) -> None:
     for process in running:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
-    end = time.monotonic() + END_SECONDS
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+    process_tree.wait_or_kill(running, END_SECONDS)
 
 
 def _listens(address: str, port: int) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 
-from ktrainer.launch import orphan_prevention
+from ktrainer.launch import orphan_prevention, process_tree
 from ktrainer.launch.rank_channel import PIPES, Note, encode, pipe_path
 
 LOOPBACK = "127.0.0.1"
@@ -108,7 +108,7 @@ class ParameterServerCluster:
                 assert task.process is not None
                 ended = task.process.poll()
                 if ended is not None and self._may_restart(task, ended):
-                    self._say(task, f"{task.name} {_how(ended)}; starting it again")
+                    self._say(task, f"{task.name} {process_tree.ending(ended)}; starting it again")
                     task.restarts += 1
                     self._start(task)
             time.sleep(_POLL)
@@ -122,15 +122,8 @@ class ParameterServerCluster:
 
     def _end(self) -> None:
         """Wait for the tasks, which the coordinator has asked to end; then kill them."""
-        deadline = time.monotonic() + END_SECONDS
-        for task in self.tasks:
-            if task.process is None:
-                continue
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                task.process.wait(max(0.0, deadline - time.monotonic()))
-            if task.process.poll() is None:
-                task.process.kill()
-                task.process.wait()
+        started = [task.process for task in self.tasks if task.process is not None]
+        process_tree.wait_or_kill(started, END_SECONDS)
 
     @contextlib.contextmanager
     def _pipes(self) -> Iterator[None]:
@@ -158,15 +151,9 @@ class ParameterServerCluster:
             code=128 - code,
             # No class: how reports sort failures.
             kind="ktrainer.launch.parameter_server_cluster.Killed",
-            text=f"{task.name} {_how(code)}",
+            text=f"{task.name} {process_tree.ending(code)}",
         )
         os.write(self._held[task.rank, "say"], encode(note))
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was ended by signal {-code} ({signal.Signals(-code).name})"
 
 
 def _devices(task: LocalTask, environ: Mapping[str, str]) -> dict[str, str]:

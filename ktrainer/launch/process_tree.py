@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable
 
@@ -38,7 +39,7 @@ def end_all(spare: int | None = None, seconds: float = 3.0, keep: int | None = N
     Args:
         spare: process id of mpirun, which gets `seconds` to notice and to remove its own files
             and shared memory before it is killed too.
-        keep: process id of one that goes on; not so those under it.
+        keep: process id of one that is spared; not so those under it.
     """
     every = descendants(keep)
     send((p for p in every if p.pid != spare), signal.SIGKILL)
@@ -60,6 +61,24 @@ def reap_adopted(keep: int | None = None) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if process.pid != keep and process.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(process.pid, os.WNOHANG)
+
+
+def wait_or_kill(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait for child processes; kill those that have not ended within `seconds` for all of them."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def ending(code: int) -> str:
+    """How a child process with this return code has ended, for messages."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by signal {-code} ({signal.Signals(-code).name})"
 
 
 def _wait(processes: list[psutil.Process], seconds: float) -> None:

@@ -13,8 +13,8 @@ import ktrainer.checkpoint.format.checkpoint_folder as format_module
 from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
+from ktrainer.checkpoint.best_metric import metric_direction
 from ktrainer.checkpoint.format.checkpoint_store import Store
-from ktrainer.checkpoint.metric_direction import metric_direction
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
 from tests.small import build, data, trainer
