@@ -11,7 +11,6 @@ import io
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import pytest
 
 from ktrainer.cli import launch_config, run_command
 from tests.dist.harness.group import ROOT
+from tests.processes import ktrainer
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
 
 EXAMPLES = ROOT / "examples"
@@ -272,9 +272,8 @@ def test_stop_at_is_known_by_name(ranks, tmp_path):
 @pytest.mark.slow
 def test_quick_start_through_the_launcher(tmp_path):
     """What `make train` runs, with fewer epochs: started and watched by `ktrainer run`."""
-    command = [sys.executable, "-m", "ktrainer.cli.main", "launch", "-n", "2", "examples/digits.py"]
     words = ["backend=data_parallel", "trainer.epochs=2", f"run.dir={tmp_path}"]
-    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = ktrainer("launch", "-n", 2, "examples/digits.py", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 processes, backend data_parallel" in done.stdout
     accuracy = re.search(r"validation accuracy ([\d.]+)", done.stdout)

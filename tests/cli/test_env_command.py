@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ktrainer.cli.env_command import as_text, backends
-from tests.dist.harness.group import ROOT
-
-
-def env_command(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ktrainer.cli.main", "env", *words],
-        cwd=ROOT,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+from tests.processes import ktrainer
 
 
 def facts(**parts: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +31,7 @@ def facts(**parts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.exhaustive
 def test_here() -> None:
-    done = env_command("--json")
+    done = ktrainer("env", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     found = json.loads(done.stdout)
@@ -59,7 +45,7 @@ def test_missing_tensorflow_gives_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'tensorflow'\", name='tensorflow')"
     )
-    done = env_command(PYTHONPATH=str(tmp_path))
+    done = ktrainer("env", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     assert 'pip install ".[cpu]"' in done.stdout
     assert 'pip install ".[gpu]"' in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from ktrainer.cli import horovod_command
 from ktrainer.errors import SetupError
 from ktrainer.launch import horovod_recipe
+from tests.processes import ktrainer
 
 LIST = """\
 list(APPEND TF_SOURCES
@@ -144,17 +143,8 @@ def test_wheel_appears_whole(tmp_path: Path) -> None:
 
 
 def test_missing_tools_are_named_with_what_to_install(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "ktrainer.cli.main", "horovod", "build"),
-            *("--wheels", str(tmp_path), "--sdist", "x"),
-        ],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ["horovod", "build", "--wheels", tmp_path, "--sdist", "x"]
+    done = ktrainer(*words, PATH=str(tmp_path))
     assert done.returncode == 2
     assert "make" in done.stderr
     assert "apt-get install g++ make" in done.stderr

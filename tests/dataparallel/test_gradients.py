@@ -11,6 +11,7 @@ import pytest
 
 from tests.dataparallel.helpers import caught, started
 from tests.dist.small import more
+from tests.processes import python
 
 BATCH, STEPS = 12, 5
 SIZES = [1, 2, more(3), more(4)]
@@ -236,13 +237,8 @@ model.fit(keras.ops.zeros((1, 6)), keras.ops.zeros((1, 2)), verbose=0)
 
 
 def test_a_saved_model_loads_without_ktrainer(ranks: Callable[..., Any], tmp_path: Any) -> None:
-    import subprocess
-    import sys
-
     ranks(2).run(_fit, str(tmp_path), "float64")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", LOAD, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

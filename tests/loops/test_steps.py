@@ -6,8 +6,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,9 @@ import pytest
 from ktrainer import Callback, Trainer
 from ktrainer.errors import ConfigError, DataError, Interrupted, ModelError
 from tests.dist.harness import RankError
-from tests.dist.harness.group import ROOT
 from tests.loops import steps_script
 from tests.loops.steps_script import KEYS, Loop, arrays, batches
+from tests.processes import python
 from tests.tf_distribute.running import under
 from tests.tf_distribute.test_features import trainer as trainer_of
 
@@ -50,20 +48,12 @@ def whole(folder: Path, *words: str, **more: Any) -> Any:
 def launch(folder: Path, fault: str, *words: str, ranks: int = 1, heal: bool = False) -> Any:
     """The exit code and result of the script in real processes."""
     out = folder / "result.json"
-    head = [sys.executable]
+    head: list[object] = []
     if ranks > 1:
-        head += ["-m", "ktrainer.cli.main", "run", "-n", str(ranks), *(["--heal"] * heal)]
+        head += ["-m", "ktrainer.cli.main", "run", "-n", ranks, *(["--heal"] * heal)]
     mode = ["backend=data_parallel"] if ranks > 1 else []
-    ended = subprocess.run(
-        [*head, str(SCRIPT), str(out), fault, f"run.dir={folder}", *mode, *words],
-        cwd=ROOT,
-        env={**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = (f"run.dir={folder}", *mode, *words)
+    ended = python(*head, SCRIPT, out, fault, *words, KERAS_BACKEND="tensorflow")
     found = json.loads(out.read_text()) if out.exists() else None
     return ended.returncode, found, ended.stderr
 

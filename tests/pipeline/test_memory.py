@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.dist.harness.group import ROOT
 from tests.dist.small import more
+from tests.processes import ktrainer
 
 SCRIPT = Path(__file__).with_name("memory_script.py")
 
@@ -25,25 +22,10 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
     """Weights, gradients, Adam's slots and activations in flight, within 15 per cent, above what
     the process had taken after training tiny layers. Each process holds half of the model; four
     hold two copies of it, and sum their gradients where they are."""
-    command = [
-        sys.executable,
-        "-m",
-        "ktrainer.cli.main",
-        "launch",
-        "-n",
-        str(processes),
-        str(SCRIPT),
-    ]
-    done = subprocess.run(
-        [*command, str(layers), str(width)],
-        cwd=tmp_path,
-        # The allocator raises this threshold as it likes, and then keeps what was freed.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(2**17)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    # The allocator raises this threshold as it likes, and then keeps what was freed.
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    words = ["launch", "-n", processes, SCRIPT, layers, width]
+    done = ktrainer(*words, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(processes):
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())

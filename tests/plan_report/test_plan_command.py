@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import keras
@@ -15,6 +14,7 @@ from ktrainer.config.command_line import launcher_words
 from ktrainer.plan_report import planning_mode
 from tests.dist.harness.group import ROOT
 from tests.plan_report.scripts import PIPELINE, SCRIPT, SEQUENTIAL
+from tests.processes import ktrainer, python
 
 
 def test_a_pipelines_script(script, capsys, tmp_path):
@@ -259,9 +259,7 @@ def test_png_is_drawn_by_matplotlib(config, tmp_path):
 
     path = tmp_path / "x.png"
     # In a process of its own: matplotlib keeps its fonts open.
-    command = [sys.executable, "-m", "ktrainer.cli.main", "plan", config, "--picture", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120)
+    assert ktrainer("plan", config, "--picture", path).returncode == 0
     picture = tf.io.decode_png(path.read_bytes()).numpy()  # rows, columns, colours
     assert min(picture.shape[:2]) > 50
     assert len({tuple(color) for row in picture[::4, ::4] for color in row}) > 4
@@ -270,22 +268,7 @@ def test_png_is_drawn_by_matplotlib(config, tmp_path):
 @pytest.mark.exhaustive
 def test_in_a_process_of_its_own(tmp_path):
     """A real example, as a user would call it; nothing is trained or written."""
-    command = [
-        sys.executable,
-        "-m",
-        "ktrainer.cli.main",
-        "plan",
-        str(ROOT / "examples" / "digits.py"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *PIPELINE],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = ktrainer("plan", ROOT / "examples" / "digits.py", *PIPELINE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "speed-up" in done.stdout
@@ -298,4 +281,5 @@ def test_planning_a_configuration_loads_no_tensorflow(config):
         f"assert main(['plan', {config!r}]) == 0\n"
         "assert not {'tensorflow', 'keras', 'horovod', 'mpi4py'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,9 @@ import keras
 import numpy as np
 import pytest
 
-from tests.dist.harness.group import ROOT
+from tests.processes import Done, python
 
 SCRIPTS = Path(__file__).parent / "scripts"
-SECONDS = 240.0
 ONE: list[str] = []
 LOCAL = ["backend=local"]
 TWO = ["backend=data_parallel"]
@@ -26,20 +22,9 @@ STAGES = ["backend=pipeline", "backend.partitions=2", "backend.microbatches=2"]
 MIRRORED = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=[CPU:0,CPU:1]"]
 WAYS = {"local": (1, LOCAL), "ranks": (2, TWO), "stages": (2, STAGES), "mirrored": (1, MIRRORED)}
 
-Done = subprocess.CompletedProcess[str]
-
 
 def start(folder: Path, *command: object) -> Done:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    return python(*command, cwd=folder, TF_CPP_MIN_LOG_LEVEL="3")
 
 
 def run(folder: Path, *words: object) -> Done:

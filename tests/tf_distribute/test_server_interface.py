@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from ktrainer.backends.tf_distribute.server_interface import all_on_loopback
 from ktrainer.config.cluster_environment import ClusterSpec
 from tests.distributed.test_cluster_world import free_ports
+from tests.processes import python
 
 # The server answers at 127.0.0.1 before and after; at another address of this host before only.
 SCRIPT = """
@@ -40,9 +39,7 @@ print(json.dumps([found, moved, product]))
 @pytest.mark.exhaustive
 def test_a_server_is_moved_and_serves() -> None:
     (port,) = free_ports(1)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(port)], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", SCRIPT, port)
     assert done.returncode == 0, done.stderr
     found, moved, product = json.loads(done.stdout)
     assert found == [[True, True], [False, True]]
