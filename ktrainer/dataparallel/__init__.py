@@ -14,9 +14,8 @@ gradient_tape.py, optimizer.py, gradients.py, local_variables.py, keras_hooks.py
 callbacks.py, keras/   for Model.fit on each rank
 elastic.py, elastic_states.py, elastic_callbacks.py   loops that continue when ranks are lost
 channel.py      a communicator on which ranks compare each call before they make it: calls.py
-                describes a call, handlers.py carries it out on arrays
-rank_group.py   the channels of a process set; lane.py: one thread's calls, in order; sums.py:
-                the engine's buckets on one
+                describes a call, handlers.py carries it out on arrays; and sums in fused buckets
+rank_group.py   the channels of a process set
 host_calls.py, reductions.py   calls from eager and compiled code
 adasum.py, join.py, process_sets.py, unavailable.py
 """

@@ -27,7 +27,7 @@ from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.channel import Channel
 
 
 def allreduce(
@@ -183,15 +183,17 @@ def _broadcast(group: RankGroup, tensor: tf.Tensor, root: int, operation: str) -
     return sent(tensor)
 
 
-def sum_of_gradients(lane: Lane, upstream: tf.Tensor, operation: str) -> tf.Tensor:
+def sum_of_gradients(channel: Channel, upstream: tf.Tensor, operation: str) -> tf.Tensor:
     """The sum over ranks of the gradients of a collective's output."""
-    return reduce_list(lane, [upstream], ReduceOp.SUM, f"gradient of {operation}")[0]
+    return reduce_list(channel, [upstream], ReduceOp.SUM, f"gradient of {operation}")[0]
 
 
-def _reduced(lane: Lane, value: Any, op: ReduceOp, operation: str, compression: Compression) -> Any:
+def _reduced(
+    channel: Channel, value: Any, op: ReduceOp, operation: str, compression: Compression
+) -> Any:
     if isinstance(value, tf.IndexedSlices):
-        return reduce_list(lane, [value], op, operation, compression)[0]
-    return reduce_one(lane, value, op, operation, compression)
+        return reduce_list(channel, [value], op, operation, compression)[0]
+    return reduce_one(channel, value, op, operation, compression)
 
 
 def _scaled(value: Any, factor: float) -> Any:

@@ -16,14 +16,17 @@ from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.channel import Channel
     from ktrainer.dataparallel.rank_group import RankGroup
 
 
 def in_order(
-    lane: Lane, host: Callable[..., Any], inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType]
+    channel: Channel,
+    host: Callable[..., Any],
+    inputs: Sequence[tf.Tensor],
+    dtypes: Sequence[tf.DType],
 ) -> list[tf.Tensor]:
-    """The outputs of `host(*arrays)`, which runs after the earlier calls of this lane.
+    """The outputs of `host(*arrays)`, which runs after the earlier calls of this channel.
 
     Args:
         host: takes and returns NumPy arrays.
@@ -31,11 +34,11 @@ def in_order(
         dtypes: the types of its outputs.
     """
     refuse_xla()
-    return InOrder(lane.lane).on_host(host, inputs, dtypes)
+    return InOrder(channel.name).on_host(host, inputs, dtypes)
 
 
 def call_in_order(
-    lane: Lane,
+    channel: Channel,
     make_call: Callable[..., Call],
     inputs: Sequence[tf.Tensor],
     dtypes: Sequence[tf.DType] | None = None,
@@ -48,9 +51,9 @@ def call_in_order(
     """
 
     def host(*arrays: np.ndarray) -> list[np.ndarray]:
-        return carry_out(lane, make_call(*arrays), list(arrays))
+        return carry_out(channel, make_call(*arrays), list(arrays))
 
-    return in_order(lane, host, inputs, dtypes or [each.dtype for each in inputs])
+    return in_order(channel, host, inputs, dtypes or [each.dtype for each in inputs])
 
 
 def ranks_now(group: RankGroup) -> tuple[Any, Any]:

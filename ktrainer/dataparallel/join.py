@@ -16,7 +16,7 @@ from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import DivergenceError, WorldError
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.channel import Channel
 
 
 def join() -> int:
@@ -41,13 +41,13 @@ def join() -> int:
     if group.size == 1:
         return group.rank
     done: queue.Queue[int | BaseException] = queue.Queue()
-    lanes = (group.gradients, group.others)
-    for lane in lanes:
+    channels = (group.gradients, group.others)
+    for channel in channels:
         threading.Thread(
-            target=_serve, args=(lane, done), name="ktrainer-join", daemon=True
+            target=_serve, args=(channel, done), name="ktrainer-join", daemon=True
         ).start()
     taken = 0
-    for _ in lanes:
+    for _ in channels:
         result = done.get()
         if isinstance(result, BaseException):
             group.world.record_interruption(result)
@@ -57,27 +57,27 @@ def join() -> int:
     return max(rank for rank, calls in enumerate(every) if calls == min(every))
 
 
-def _serve(lane: Lane, done: queue.Queue[int | BaseException]) -> None:
+def _serve(channel: Channel, done: queue.Queue[int | BaseException]) -> None:
     """Take part in calls until all ranks have joined; put their number, or an error."""
     taken = 0
     try:
-        while _take_part_in_next(lane):
+        while _take_part_in_next(channel):
             taken += 1
         done.put(taken)
     except BaseException as error:
         done.put(error)
 
 
-def _take_part_in_next(lane: Lane) -> bool:
+def _take_part_in_next(channel: Channel) -> bool:
     """Take part in the next call of the others; return False if all ranks have joined."""
     try:
-        with lane.next_call() as (present, call):
+        with channel.next_call() as (present, call):
             if call is None:
                 return False
             if call.kind in ("bucket", "slices"):
-                lane.sums.take_part(call)
+                channel.sums.take_part(call)
             else:
-                take_part(lane, call, present)
+                take_part(channel, call, present)
     except DivergenceError:
         pass  # raised on the ranks that are in different calls, too: they decide what follows
     return True

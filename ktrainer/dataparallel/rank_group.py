@@ -9,7 +9,7 @@ from ktrainer.distributed import World
 from ktrainer.errors import WorldError
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.channel import Channel
     from ktrainer.distributed.mpi_world import MpiWorld
 
 
@@ -34,14 +34,14 @@ class RankGroup:
         self.rank = self.ranks.index(world.rank) if self.included else -1
         self.size = len(self.ranks)
         self.host: World = world
-        self._gradients: Lane | None = None
-        self._others: Lane | None = None
+        self._gradients: Channel | None = None
+        self._others: Channel | None = None
         if world.size > 1 or world.heals:
             self._open(cast("MpiWorld", world), ranks)
 
     def _open(self, world: MpiWorld, ranks: Sequence[int] | None) -> None:
         # Importing MPI starts it.
-        from ktrainer.dataparallel.lane import GRADIENTS, OTHERS, Lane
+        from ktrainer.dataparallel.channel import GRADIENTS, OTHERS, Channel
         from ktrainer.distributed.mpi_communicator import MpiGroup
 
         if ranks is None:
@@ -53,7 +53,7 @@ class RankGroup:
             first = world.group(self.ranks if self.included else rest, name)
             self.host = MpiGroup(world, first.duplicate(), first.ranks, name)
         second = MpiGroup(world, first.duplicate(), first.ranks, name)
-        self._gradients, self._others = Lane(first, GRADIENTS), Lane(second, OTHERS)
+        self._gradients, self._others = Channel(first, GRADIENTS), Channel(second, OTHERS)
 
     @property
     def single(self) -> bool:
@@ -67,17 +67,17 @@ class RankGroup:
         """
         world = cast("MpiWorld", self.world)
         self.ranks, self.rank, self.size = list(world.ranks), world.rank, world.size
-        for lane in (self.gradients, self.others):
-            lane.switch(world.duplicate(), world.ranks)
+        for channel in (self.gradients, self.others):
+            channel.switch(world.duplicate(), world.ranks)
 
     @property
-    def gradients(self) -> Lane:
+    def gradients(self) -> Channel:
         """The channel of gradients; only where `single` is false."""
         assert self._gradients is not None
         return self._gradients
 
     @property
-    def others(self) -> Lane:
+    def others(self) -> Channel:
         """The channel of everything else; only where `single` is false."""
         assert self._others is not None
         return self._others
@@ -97,9 +97,11 @@ class RankGroup:
 
     def close(self) -> None:
         """Free the communicators; all ranks of the world call it together."""
-        lanes: list[Any] = [lane for lane in (self._gradients, self._others) if lane is not None]
+        channels: list[Any] = [
+            channel for channel in (self._gradients, self._others) if channel is not None
+        ]
         self._gradients = self._others = None
         if self.host is not self.world:
-            lanes.append(self.host)
-        for lane in lanes:
-            lane.close()
+            channels.append(self.host)
+        for channel in channels:
+            channel.close()

@@ -17,13 +17,13 @@ from ktrainer.distributed.collectives import Gradient, InOrder, densified
 from ktrainer.errors import ModelError
 
 if TYPE_CHECKING:
-    from ktrainer.dataparallel.lane import Lane
+    from ktrainer.dataparallel.channel import Channel
 
 _ADDS = (ReduceOp.SUM, ReduceOp.AVERAGE)
 
 
 def reduce_list(
-    lane: Lane,
+    channel: Channel,
     tensors: Sequence[Gradient],
     op: ReduceOp,
     operation: str,
@@ -46,21 +46,21 @@ def reduce_list(
     refuse_xla()
     operation = f"{operation} ({op.value})"
     if op is ReduceOp.ADASUM:
-        return _adasum(lane, [densified(tensor) for tensor in tensors], operation)
+        return _adasum(channel, [densified(tensor) for tensor in tensors], operation)
     tensors = [t if op in _ADDS else densified(t) for t in tensors]
     fused = [k for k, t in enumerate(tensors) if op in _ADDS and t.dtype.is_floating]
     mean = op is ReduceOp.AVERAGE
-    sums = lane.sums.configured(operation, compression.value, bucket_mb, mean)
+    sums = channel.sums.configured(operation, compression.value, bucket_mb, mean)
     weight = tf.ones([], tf.float64)
     static = [k for k in fused if _has_static_shape(tensors[k])]
     reduced = list(tensors)
-    found = sums.reduce([tensors[k] for k in static], weight, InOrder(lane.lane))
+    found = sums.reduce([tensors[k] for k in static], weight, InOrder(channel.name))
     for k, total in zip(static, found, strict=True):
         reduced[k] = total
     for k in sorted(set(fused) - set(static)):
-        (reduced[k],) = in_order(lane, sums.reduce_now, [weight, tensors[k]], [tensors[k].dtype])
+        (reduced[k],) = in_order(channel, sums.reduce_now, [weight, tensors[k]], [tensors[k].dtype])
     for k in sorted(set(range(len(tensors))) - set(fused)):
-        reduced[k] = _reduce_one(lane, tensors[k], op, operation)
+        reduced[k] = _reduce_one(channel, tensors[k], op, operation)
     for total, tensor in zip(reduced, tensors, strict=True):
         if isinstance(total, tf.Tensor):
             total.set_shape(tensor.shape)
@@ -68,7 +68,7 @@ def reduce_list(
 
 
 def reduce_one(
-    lane: Lane, tensor: tf.Tensor, op: ReduceOp, operation: str, compression: Compression
+    channel: Channel, tensor: tf.Tensor, op: ReduceOp, operation: str, compression: Compression
 ) -> tf.Tensor:
     """A tensor reduced over ranks; differentiable if it is a sum or an average.
 
@@ -84,9 +84,9 @@ def reduce_one(
                     "or stop the gradient with tf.stop_gradient."
                 )
             name = f"gradient of {operation}"
-            return reduce_list(lane, [upstream], op, name, compression)[0]
+            return reduce_list(channel, [upstream], op, name, compression)[0]
 
-        return reduce_list(lane, [value], op, operation, compression)[0], gradient
+        return reduce_list(channel, [value], op, operation, compression)[0], gradient
 
     return reduced(tensor)
 
@@ -95,24 +95,24 @@ def _has_static_shape(tensor: Gradient) -> bool:
     return isinstance(tensor, tf.IndexedSlices) or tensor.shape.is_fully_defined()
 
 
-def _reduce_one(lane: Lane, tensor: Gradient, op: ReduceOp, operation: str) -> tf.Tensor:
+def _reduce_one(channel: Channel, tensor: Gradient, op: ReduceOp, operation: str) -> tf.Tensor:
     make = partial(_reduction, operation, op.value)
-    return call_in_order(lane, make, [densified(tensor)])[0]
+    return call_in_order(channel, make, [densified(tensor)])[0]
 
 
 def _reduction(operation: str, op: str, array: np.ndarray) -> Any:
     return call_of(operation, "reduce", specs_of([array]), op)
 
 
-def _adasum(lane: Lane, tensors: list[tf.Tensor], operation: str) -> list[Gradient]:
-    check_ranks(lane.size)
+def _adasum(channel: Channel, tensors: list[tf.Tensor], operation: str) -> list[Gradient]:
+    check_ranks(channel.size)
     integers = [tensor.dtype.name for tensor in tensors if not tensor.dtype.is_floating]
     if integers:
         raise ModelError(f"Adasum combines gradients, which are floats, not {integers[0]}.")
     if not tensors:
         return []
     reduced = call_in_order(
-        lane, lambda *arrays: call_of(operation, "adasum", specs_of(arrays)), tensors
+        channel, lambda *arrays: call_of(operation, "adasum", specs_of(arrays)), tensors
     )
     for total, tensor in zip(reduced, tensors, strict=True):
         total.set_shape(tensor.shape)
