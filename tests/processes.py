@@ -1,10 +1,11 @@
-"""Run Python, or `ktrainer`, in a process of its own, as a user does."""
+"""Run a command, Python or `ktrainer` in a process of its own, as a user does."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.dist.harness.group import ROOT
@@ -12,10 +13,10 @@ from tests.dist.harness.group import ROOT
 Done = subprocess.CompletedProcess[str]
 
 
-def python(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
-    """Run `python` to its end; its output as text."""
+def run(command: Sequence[object], cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
+    """Run a command to its end; its output as text."""
     return subprocess.run(
-        [sys.executable, *map(str, words)],
+        list(map(str, command)),
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         stdin=subprocess.DEVNULL,
@@ -26,6 +27,11 @@ def python(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str)
     )
 
 
+def python(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
+    """`run` Python."""
+    return run([sys.executable, *words], cwd, seconds, **env)
+
+
 def ktrainer(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
-    """Run `ktrainer` to its end; its output as text."""
+    """`run` `ktrainer`."""
     return python("-m", "ktrainer.cli.main", *words, cwd=cwd, seconds=seconds, **env)

@@ -11,6 +11,7 @@ batch_source.py        the interface of sources; python_source.py: of those made
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
 tf_data_service.py, service_source.py, service_reader.py   pipelines that a tf.data service computes
+distributed_dataset.py a rank's rows, for loops of the user's own
 stage_times.py         the slowest stage of the input
 prefetch_thread.py, shuffling.py, batch_specs.py   batches ahead of time; their order; their shapes
 data_arguments.py      what `Model.fit` accepts as data

@@ -16,6 +16,8 @@ Over several hosts: `hosts` names them, `host_check` asks them by the program `h
 the ranks there too.
 
 `parameter_server_cluster` starts a cluster with parameter servers, instead of mpirun;
+`data_service_group` and `data_service_process` run a tf.data service; `cluster_job` describes a run
+for Slurm and other schedulers;
 `heal_option` holds the options of `--heal`; `orphan_prevention` keeps processes from outliving
 their parent; `horovod_recipe` is for `ktrainer horovod build`.
 """

@@ -142,7 +142,7 @@ def _networks(found: Mapping[str, Any], interface: str | None) -> list[ipaddress
 
 
 def unreachable_lines(failed: Mapping[str, Mapping[str, str]], own: Mapping[str, str]) -> list[str]:
-    """One line for each host that others do not reach, those that nobody reaches first."""
+    """One line for each host that others do not reach; first those that no other host reaches."""
     by = {name: {o: e[name] for o, e in failed.items() if name in e} for name in own}
     count = {name: len(by[name]) + len(failed[name]) for name in own}
     worst = max(count.values())

@@ -2,6 +2,7 @@
 
 compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
 keras_patches.py, step_context.py                  how Keras' step is traced as a part of an update
+inner_functions.py                                 a tf.function that a step calls
 step_helpers.py                                    a batch's rows, averaged statistics, a check
 update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks

@@ -19,6 +19,7 @@ from tests.dist.harness.group import ROOT
 SCRIPT = """
 import os, sys, time
 import numpy as np
+from tests.processes import python
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.distributed.cluster_world import ClusterWorld
 from ktrainer.errors import WorldError
@@ -155,15 +156,9 @@ def test_a_silent_server_at_the_address_is_not_waited_for() -> None:
     """As a notebook server on Slurm's port would."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addresses = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1"
-        command = [sys.executable, "-c", SCRIPT, "1", addresses, "collectives"]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
-        )
+        done = python("-c", SCRIPT, 1, addresses, "collectives", seconds=30)
         assert "Not there: rank 0" in done.stderr
-        command[3] = "0"
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
-        )
+        done = python("-c", SCRIPT, 0, addresses, "collectives", seconds=30)
         assert "cannot listen at 127.0.0.1:" in done.stderr
         assert "KTRAINER_PORT" in done.stderr
 

@@ -13,8 +13,8 @@ import pytest
 from ktrainer.launch import group_state
 from ktrainer.launch.group_state import StartupWatch
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
-from tests.dist.harness.group import ROOT
 from tests.launch.conftest import launch, script
+from tests.processes import run
 
 __all__ = ["launch", "script"]
 
@@ -43,15 +43,8 @@ def test_the_launcher_names_who_does_not_come_and_where_it_is(
 @pytest.mark.parametrize("mpi", ["under way", "not yet"])
 def test_under_mpirun_the_ranks_end_by_themselves(script: Callable[[str], Path], mpi: str) -> None:
     program = [sys.executable, str(script(SCRIPT)), mpi]
-    done = subprocess.run(
-        mpirun_command(3, program, mpirun=find_mpirun(), root=os.geteuid() == 0),
-        env={**os.environ, **mpi_environment(), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = mpirun_command(3, program, mpirun=find_mpirun(), root=os.geteuid() == 0)
+    done = run(command, seconds=60, **mpi_environment())
     assert done.returncode == 1, done.stderr
     if mpi == "under way":
         assert "waited 2 s at step 0 in 'start of all ranks'" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
-from tests.dist.harness.group import ROOT
 from tests.pipeline.trained import classes, data_of
+from tests.processes import run
 
 SCRIPT = """
 import os, signal
@@ -55,16 +54,8 @@ def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
     """A run of two stages, one of which does `fail` in the third step."""
     script = folder / "script.py"
     script.write_text(SCRIPT.replace("FAIL", fail))
-    return subprocess.run(
-        [*command, str(script), *WORDS, *QUIET, f"backend.stages={stages}"],
-        cwd=folder,
-        env={**os.environ, **mpi_environment(), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = [script, *WORDS, *QUIET, f"backend.stages={stages}"]
+    return run([*command, *words], folder, 120, **mpi_environment())
 
 
 @pytest.mark.exhaustive
