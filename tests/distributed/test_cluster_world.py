@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tests.dist.harness.group import ROOT
+from tests.processes import python
 
 SCRIPT = """
 import os, sys, time
 import numpy as np
-from tests.processes import python
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.distributed.cluster_world import ClusterWorld
 from ktrainer.errors import WorldError
