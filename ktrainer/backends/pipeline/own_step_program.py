@@ -25,6 +25,7 @@ import tensorflow as tf
 from ktrainer.backends.pipeline.check_supported import STEPS, refuse_settings
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
+from ktrainer.backends.pipeline.program import StageProgram
 from ktrainer.backends.pipeline.runtime.compiled_model import synchronize_seeds
 from ktrainer.backends.pipeline.runtime.global_norm import counting_over_stages
 from ktrainer.backends.pipeline.runtime.model_call import (
@@ -81,8 +82,8 @@ class _StageContext(StepContext):
         return [found[key] for key in sorted(found)]
 
 
-class OwnStepProgram(CompiledProgram):
-    """The steps of one model of which this process holds a partition.
+class OwnStepProgram(StageProgram, CompiledProgram):
+    """The steps of a model's own, run whole in every process.
 
     Args:
         planned: the model; cut at the first call of `build`.
@@ -112,14 +113,6 @@ class OwnStepProgram(CompiledProgram):
         self._update: StageUpdate | None = None
         self._losses: list[Any] = []  # those of the model's last call in the step that is traced
 
-    @property
-    def counts_metrics(self) -> bool:  # type: ignore[override]
-        """True on the last partition: all count, and one is enough."""
-        return self.planned.is_last
-
-    def check_unchanged(self) -> None:
-        self.planned.check_unchanged()
-
     def build(self, spec: Any, training: bool = True) -> None:
         self._place("train" if training else "test", spec)
         super().build(spec, training)
@@ -143,10 +136,6 @@ class OwnStepProgram(CompiledProgram):
         self._choose(local_batch)
         outputs = super().predict(local_batch)
         return outputs if self.counts_metrics else None
-
-    def finalize_weights(self) -> None:
-        with held_averages(self.model) as weights:
-            self.model.optimizer.finalize_variable_values(weights)
 
     # -- the model, cut
 

@@ -41,8 +41,30 @@ from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, scales_loss
 from ktrainer.steps.update_in_parts import total_denominators
 
 
-class PipelineProgram(Program):
-    """The steps of one model of which this process holds a partition.
+class StageProgram(Program):
+    """Abstract program of a model of which this process holds a partition.
+
+    Attributes:
+        planned: the model; `model` is the same.
+    """
+
+    planned: PlannedModel
+
+    @property
+    def counts_metrics(self) -> bool:  # type: ignore[override]
+        """True on the last partition: one that counts is enough."""
+        return self.planned.is_last
+
+    def check_unchanged(self) -> None:
+        self.planned.check_unchanged()
+
+    def finalize_weights(self) -> None:
+        with held_averages(self.model) as weights:
+            self.model.optimizer.finalize_variable_values(weights)
+
+
+class PipelineProgram(StageProgram):
+    """The steps of one model, by schedule.
 
     Args:
         planned: the model, cut and placed.
@@ -78,14 +100,6 @@ class PipelineProgram(Program):
         self._metrics_built = False
         self._loss_of_step: LossOfStep | None = None
         self._before: dict[int, Any] = {}  # the state before the last step
-
-    @property
-    def counts_metrics(self) -> bool:  # type: ignore[override]
-        """True on the last partition."""
-        return self.planned.is_last
-
-    def check_unchanged(self) -> None:
-        self.planned.check_unchanged()
 
     def build(self, spec: Any, training: bool = True) -> None:
         if self._seen.get(training) is not spec:
@@ -203,10 +217,6 @@ class PipelineProgram(Program):
             if id(variable) in metrics or tf.as_dtype(variable.dtype).is_floating:
                 variable.assign(self._before[id(variable)])
         return bool(bad)
-
-    def finalize_weights(self) -> None:
-        with held_averages(self.model) as weights:
-            self.model.optimizer.finalize_variable_values(weights)
 
     def test(self, batch: LocalBatchLike) -> Logs:
         microbatches = self._cut([batch])
