@@ -18,7 +18,6 @@ from typing import Any, NoReturn, cast
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import core as tf_core
 from tensorflow.python.eager import context as eager_context
 
 from ktrainer.distributed.collectives import densified
@@ -34,7 +33,7 @@ from ktrainer.verify.batch_invariant_random import (
     batch_invariant_random,
     frozen_batch_norm,
 )
-from ktrainer.verify.side_effects import CheckSkipped, KeptState, variables_kept
+from ktrainer.verify.side_effects import CheckSkipped, Untouched
 
 
 @dataclass
@@ -252,67 +251,6 @@ class _NoRanks:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise CheckSkipped("its step gathers the examples of all ranks (ktrainer.all_gather)")
-
-
-class Untouched:
-    """Sends what is assigned to Keras variables inside the block to copies, and restores what else
-    the model changes; see `side_effects`.
-
-    Raises:
-        CheckSkipped: on leaving, if a list or the like has changed, which may be more than that.
-
-    Attributes:
-        changed: names of the attributes that had to be restored.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self.model = model
-        self.changed: list[str] = []
-        self._kept: dict[int, tuple[Any, Any]] = {}
-        self._copies: set[int] = set()
-        self._replaced = ExitStack()
-
-    def __enter__(self) -> Untouched:
-        self._states = random.getstate(), np.random.get_state()
-        self._state = KeptState(list(self.model._flatten_layers(include_self=True)))
-        for variable in self.model.variables:
-            # Outside of its strategy's replicas, such a variable cannot be differentiated by.
-            if getattr(variable._value, "_distribute_strategy", None) is not None:
-                self._copy(variable)
-        original, copy = tf_core.Variable._direct_assign, self._copy
-
-        def direct_assign(variable: Any, value: Any) -> Any:
-            copy(variable)
-            return original(variable, value)
-
-        self._replaced.enter_context(variables_kept(self.changed, self._copies))
-        self._replaced.enter_context(entered_in_this_thread(self))
-        replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
-        self._replaced.enter_context(replaced_in(self, replaced))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._replaced.close()
-        for variable, value in self._kept.values():
-            variable._value = value
-        attributes, containers = self._state.restore()
-        self.changed += attributes
-        self.model._clear_losses()
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
-        if containers:
-            raise CheckSkipped(f"its step changes {', '.join(containers[:3])}")
-
-    def _copy(self, variable: Any) -> None:
-        if id(variable) in self._kept or variable._value is None:
-            return
-        value = variable._value
-        self._kept[id(variable)] = variable, value
-        with tf.init_scope():  # where a step is traced, too
-            variable._value = tf.Variable(
-                value.numpy(), dtype=value.dtype, trainable=variable.trainable
-            )
-        self._copies.add(id(variable._value))
 
 
 def _float(value: float) -> tf.Tensor:

@@ -13,7 +13,7 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 
 from ktrainer.data.local_batch import take_slice
 from ktrainer.runtime.monkeypatching import replaced
-from ktrainer.verify.eager_pass import Untouched
+from ktrainer.verify.side_effects import Untouched
 
 _WITHIN = 1e-4  # relative: metrics of both ways are computed from the same predictions
 

@@ -1,4 +1,4 @@
-"""Undo what a pass changes besides Keras' variables.
+"""Undo what a pass changes, in Keras' variables and besides.
 
 Restored are TensorFlow variables, wherever they are held, and what can be reached from a model's
 own attributes: numbers, lists, dicts, sets, arrays and plain objects. Globals are not.
@@ -6,16 +6,18 @@ own attributes: numbers, lists, dicts, sets, arrays and plain objects. Globals a
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow import core as tf_core
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from ktrainer.distributed import World
@@ -141,6 +143,67 @@ def variables_kept(changed: list[str], copies: Container[int]) -> Iterator[None]
                 shape = f"a tf.Variable of shape {tuple(variable.shape)}"
                 changed.append(shape if unnamed else variable.name)
                 variable.assign(value)
+
+
+class Untouched:
+    """Sends what is assigned to Keras variables inside the block to copies, and restores what else
+    the model changes.
+
+    Raises:
+        CheckSkipped: on leaving, if a list or the like has changed, which may be more than that.
+
+    Attributes:
+        changed: names of the attributes that had to be restored.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.changed: list[str] = []
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._copies: set[int] = set()
+        self._replaced = ExitStack()
+
+    def __enter__(self) -> Untouched:
+        self._states = random.getstate(), np.random.get_state()
+        self._state = KeptState(list(self.model._flatten_layers(include_self=True)))
+        for variable in self.model.variables:
+            # Outside of its strategy's replicas, such a variable cannot be differentiated by.
+            if getattr(variable._value, "_distribute_strategy", None) is not None:
+                self._copy(variable)
+        original, copy = tf_core.Variable._direct_assign, self._copy
+
+        def direct_assign(variable: Any, value: Any) -> Any:
+            copy(variable)
+            return original(variable, value)
+
+        self._replaced.enter_context(variables_kept(self.changed, self._copies))
+        self._replaced.enter_context(entered_in_this_thread(self))
+        replaced = [(tf_core.Variable, "_direct_assign", direct_assign)]
+        self._replaced.enter_context(replaced_in(self, replaced))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._replaced.close()
+        for variable, value in self._kept.values():
+            variable._value = value
+        attributes, containers = self._state.restore()
+        self.changed += attributes
+        self.model._clear_losses()
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        if containers:
+            raise CheckSkipped(f"its step changes {', '.join(containers[:3])}")
+
+    def _copy(self, variable: Any) -> None:
+        if id(variable) in self._kept or variable._value is None:
+            return
+        value = variable._value
+        self._kept[id(variable)] = variable, value
+        with tf.init_scope():  # where a step is traced, too
+            variable._value = tf.Variable(
+                value.numpy(), dtype=value.dtype, trainable=variable.trainable
+            )
+        self._copies.add(id(variable._value))
 
 
 @contextmanager
