@@ -14,6 +14,7 @@ from keras.src.backend.tensorflow import core as tf_core
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced
 from ktrainer.steps.step_context import StepContext, TracedContext
 
@@ -219,3 +220,19 @@ def keras_as_one_replica() -> Iterator[None]:
         (optimizer, "_tf_apply", optimizer._common_apply),
     ):
         yield
+
+
+def leave_weight(_: Any, __: Any) -> None:
+    """Assign nothing to a weight: a step that only counts changes none."""
+
+
+def refuse_weight(variable: Any, _: Any) -> None:
+    """Refuse to assign a weight in a step that XLA compiles.
+
+    Raises:
+        ModelError: naming the weight.
+    """
+    raise ModelError(
+        f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
+        "replicas do together and XLA cannot compile. Set trainer.xla=false."
+    )

@@ -33,12 +33,13 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
     ReplicaScope,
     keras_as_one_replica,
+    leave_weight,
     losses_by_replica,
     outside_stateless_scope,
+    refuse_weight,
     with_settings_of_this_thread,
 )
 from ktrainer.distributed.collectives import GradientCollectives
-from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
@@ -149,9 +150,9 @@ class Replicas:
         """
         assign_weight: Callable[[Any, Any], None] = self._assign_weight
         if context.record:  # nothing may change
-            assign_weight = _leave_weight
+            assign_weight = leave_weight
         elif context.xla:
-            assign_weight = _refuse_weight
+            assign_weight = refuse_weight
 
         def compute() -> tuple[Any, list[tf.Tensor]]:
             with (
@@ -301,16 +302,6 @@ class Replicas:
             replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
 
         return update_state
-
-
-def _leave_weight(_: Any, __: Any) -> None: ...
-
-
-def _refuse_weight(variable: Any, _: Any) -> None:
-    raise ModelError(
-        f"a layer or step assigns the weight {variable.path}, as SpectralNormalization does, which "
-        "replicas do together and XLA cannot compile. Set trainer.xla=false."
-    )
 
 
 def _done(_: Any = None) -> tf.Tensor:
