@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,13 +49,9 @@ def is_compiled_metrics(metric: Any) -> bool:
     return isinstance(getattr(type(metric), "metrics", None), property)
 
 
-def leaf_metrics(model: keras.Model) -> Iterator[Any]:
+def leaf_metrics(model: keras.Model) -> list[Any]:
     """The model's metrics, with those that are compiled one by one."""
-    for metric in model.metrics:
-        if is_compiled_metrics(metric):
-            yield from metric.metrics
-        else:
-            yield metric
+    return [leaf.metric for metric in model.metrics for leaf in metric_leaves(metric, 0)]
 
 
 def unadded_metrics(model: keras.Model) -> list[Any]:
