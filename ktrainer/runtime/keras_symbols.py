@@ -83,6 +83,9 @@ keras.src.metrics.metric
         steps: replaced on objects; the source of logs
     Metric()._metrics, _variables
         steps: read; metrics inside of metrics
+keras.src.metrics.accuracy_metrics
+    Accuracy()._direction
+        checkpoint: read; whether a higher or a lower value of a metric is better
 keras.src.metrics.reduction_metrics
     Mean.update_state(self, values, sample_weight)
         steps, pipeline: replaced; a scalar counts with the weight of the local batch
