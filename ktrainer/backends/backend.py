@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import ConfigError
-from ktrainer.runtime.devices import claim_device
+from ktrainer.runtime.devices import accelerator, claim_device
 
 if TYPE_CHECKING:
     import keras
@@ -54,6 +54,12 @@ class Backend(ABC):
     def build_model(self, build: Callable[[], Any]) -> Any:
         """Call the user's function that makes the model."""
         return build()
+
+    @property
+    def input_device(self) -> str | None:
+        """The device that needs all of this rank's batches, which are copied there while the step
+        before runs; None: the CPU, or several devices."""
+        return accelerator()
 
     @abstractmethod
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 from ktrainer.errors import ConfigError, DeadlineExceeded, SetupError
 
 _POLL = 0.1
+# How a client of HTTP/2, which gRPC speaks, begins: its preface and empty settings (RFC 9113, 3.4).
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,19 @@ def _not_written(path: Path, timeout: float, stale: TfDataServiceConfig | None) 
 
 
 def is_reachable(address: str, seconds: float = 2.0) -> bool:
-    """Return whether something listens at `host:port`."""
+    """Return whether a dispatcher answers at `host:port`: the system accepts connections to one
+    that hangs, too, so the greeting of its protocol is waited for.
+
+    Args:
+        seconds: to wait for the connection, and for the answer.
+    """
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), seconds).close()
+        with socket.create_connection((host, int(port)), seconds) as connection:
+            connection.sendall(_GREETING)
+            return connection.recv(1) != b""
     except OSError:
         return False
-    return True
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -158,7 +158,8 @@ class DataConfig:
             too heavy to run in full on every rank; every n-th, from its own rank on.
         drop_remainder: for arrays and examples, drop the last batch of an epoch when it is smaller
             than the others, in training only.
-        prefetch: batches prepared ahead of the step; 0 prepares each when it is needed.
+        prefetch: batches prepared ahead of the step; 0 prepares each when it is needed. Where a
+            process has one accelerator, the next two are also copied there while a step runs.
         service: computing the training data in other processes, by tf.data service.
     """
 

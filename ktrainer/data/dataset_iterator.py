@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -61,6 +61,38 @@ def set_state(resource: Any, state: bytes) -> None:
     """
     variant = tf.io.parse_tensor(state, tf.variant)
     tf.raw_ops.DeserializeIterator(resource_handle=resource, serialized=variant)
+
+
+def to_bytes(values: Sequence[Any]) -> bytes:
+    """Elements of a pipeline, of any structure, as bytes."""
+    leaves = [x for value in values for x in tf.nest.flatten(value, expand_composites=True)]
+    with tf.device("/CPU:0"):
+        parts = [tf.io.serialize_tensor(leaf) for leaf in leaves if leaf is not None]
+        return bytes(tf.io.serialize_tensor(tf.stack(parts)).numpy()) if parts else b""
+
+
+def from_bytes(packed: bytes, spec: Any) -> list[Any]:
+    """The inverse of `to_bytes`.
+
+    Args:
+        spec: the pipeline's `element_spec`.
+
+    Raises:
+        tf.errors.OpError: they are of another pipeline.
+    """
+    if not packed:
+        return []
+    leaves = tf.nest.flatten(spec, expand_composites=True)
+    dtypes = [leaf.dtype if isinstance(leaf, tf.TensorSpec) else None for leaf in leaves]
+    with tf.device("/CPU:0"):
+        parts = tf.unstack(tf.io.parse_tensor(packed, tf.string))
+        count, rest = len(parts) // (len(dtypes) - dtypes.count(None)), iter(parts)
+
+        def element() -> Any:
+            found = [None if d is None else tf.io.parse_tensor(next(rest), d) for d in dtypes]
+            return tf.nest.pack_sequence_as(spec, found, expand_composites=True)
+
+        return [element() for _ in range(count)]
 
 
 def _values(dataset: tf.data.Dataset, iterator: Any, signature: dict[str, Any]) -> Iterator[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -19,7 +21,7 @@ from ktrainer.data.batch_source import (
 )
 from ktrainer.data.batch_specs import any_rows
 from ktrainer.data.data_digests import tensor_digest
-from ktrainer.data.dataset_iterator import elements, set_state, state_of
+from ktrainer.data.dataset_iterator import elements, from_bytes, set_state, state_of, to_bytes
 from ktrainer.data.local_batch import (
     count_rows,
     graph_slice,
@@ -27,13 +29,16 @@ from ktrainer.data.local_batch import (
     not_examples,
     rows_in_graph,
 )
+from ktrainer.data.prefetch_thread import Prefetcher, on_device
 from ktrainer.data.stage_times import slowest_in_pipeline
 from ktrainer.distributed.world import World
 from ktrainer.errors import CheckpointError, DataError
 
 _DRAWS = b"num_random_samples"  # a shuffle's key for the seeds drawn, in a state
 _BETWEEN_PASSES = 0.2  # seconds that a state is waited for
-_SKIPPED = struct.Struct("<q")  # the start of a state: how many batches the pipeline skips
+_READ_AHEAD = 30.0  # seconds that a state waits for the batch that is being read
+# The start of a state: how many batches the pipeline skips, and bytes of those read ahead.
+_HEAD = struct.Struct("<qq")
 
 
 class DatasetSource(Source):
@@ -45,6 +50,7 @@ class DatasetSource(Source):
         sliced: whether all ranks run the same pipeline and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights as Keras does.
         prefetch: batches kept ready; 0 leaves that to the pipeline.
+        device: where the next two batches are copied to by a thread; None: nowhere.
     """
 
     reorders = True
@@ -57,7 +63,9 @@ class DatasetSource(Source):
         sliced: bool,
         class_weight: Mapping[int, float] | None = None,
         prefetch: int = 2,
+        device: str | None = None,
     ) -> None:
+        self._device = device
         if class_weight is not None:
             dataset = dataset.map(make_class_weight_map_fn(class_weight), tf.data.AUTOTUNE)
         _require_batches(dataset.element_spec)
@@ -75,6 +83,8 @@ class DatasetSource(Source):
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
         self._skipped = 0  # batches that its pipeline skips
+        self._restored: deque[Any] = deque()  # elements that were read ahead of a state
+        self._ahead: Prefetcher | None = None
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         self._open_at_epoch(epoch, skip)
@@ -82,13 +92,15 @@ class DatasetSource(Source):
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         # The pipeline must be the same for TensorFlow, up to how much it had skipped.
-        (skipped,) = _SKIPPED.unpack_from(state)
+        skipped, length = _HEAD.unpack_from(state)
+        ahead, state = state[_HEAD.size :][:length], state[_HEAD.size + length :]
         if not (epoch == 0 and self._opened and skipped == self._skipped):
             self._open_at_epoch(epoch, skipped)
         # Else it is open, by `peek`: opened once more, its shuffles would draw another seed, and so
         # would all later epochs.
         try:
-            set_state(self._iterator, state[_SKIPPED.size :])
+            set_state(self._iterator, state)
+            self._restored = deque(from_bytes(ahead, self._opened_pipeline.element_spec))
         except tf.errors.OpError as error:
             raise CheckpointError(
                 "the tf.data pipeline is not the one that the checkpoint was made with, so that "
@@ -103,6 +115,9 @@ class DatasetSource(Source):
     def state(self) -> bytes | None:
         if self._iterator is None:
             return None
+        unread = [] if self._ahead is None else self._ahead.pending(_READ_AHEAD)
+        if unread is None:
+            return None
         state = state_of(self._iterator)
         # Between two passes of an endless pipeline, its shuffle is missing for a moment.
         end = time.monotonic() + _BETWEEN_PASSES
@@ -113,7 +128,8 @@ class DatasetSource(Source):
             state = state_of(self._iterator)
         if state is None or self._lacks_shuffle(state):
             return None
-        return _SKIPPED.pack(self._skipped) + state
+        ahead = to_bytes([*unread, *self._restored])
+        return _HEAD.pack(self._skipped, len(ahead)) + ahead + state
 
     def _lacks_shuffle(self, state: bytes) -> bool:
         # Setting a state draws a seed from a shuffle, like opening, which its state takes back.
@@ -138,7 +154,8 @@ class DatasetSource(Source):
         self._opened += 1
         self._opened_pipeline = self._pipeline(skip)
         self._iterator, self._values = elements(self._opened_pipeline)
-        self._skipped = skip
+        self._skipped, self._ahead = skip, None
+        self._restored = deque()
 
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.
@@ -151,14 +168,38 @@ class DatasetSource(Source):
             self._opened += 1
 
     def _pieces(self, taken: int) -> Iterator[Piece]:
-        values = self._values
+        values = self._read()
         try:
-            for piece in self._cut_pieces(values) if self._cut else self._whole_pieces(values):
-                taken += 1
-                yield piece
+            with closing(values):
+                for piece in self._cut_pieces(values) if self._cut else self._whole_pieces(values):
+                    taken += 1
+                    yield piece
         finally:  # a reader that knows the number of batches does not ask for one more
             if taken == self.num_batches:
                 self._open_up_to(self._opened_before + self.openings)
+
+    def _read(self) -> Generator[Any, None, None]:
+        """The elements of the open pipeline after those of its state, copied ahead."""
+        restored, values = self._restored, self._values
+
+        def elements_left() -> Iterator[Any]:
+            while restored:
+                yield restored.popleft()
+            yield from itertools.chain(values)  # which is not closed with this generator
+
+        if self._device is None:
+            yield from elements_left()
+            return
+        with closing(Prefetcher(map(self._copied, elements_left()), 1, "device")) as ahead:
+            self._ahead = ahead
+            yield from ahead
+
+    def _copied(self, element: Any) -> Any:
+        assert self._device is not None
+        if not self._cut:
+            return on_device(element, self._device)
+        batch, facts = element
+        return on_device(batch, self._device), facts
 
     def _pipeline(self, skip: int) -> tf.data.Dataset:
         dataset = self._dataset.skip(skip) if skip else self._dataset

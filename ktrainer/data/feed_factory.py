@@ -44,6 +44,7 @@ def make_feed(
     batches_per_epoch: int | None = None,
     batch_size: int | None = None,
     check: bool = True,
+    device: str | None = None,
 ) -> Feed:
     """The feed for a user's data. Call it on all ranks together: they may exchange facts.
 
@@ -77,6 +78,8 @@ def make_feed(
         batches_per_epoch: after so many the next epoch continues; instead of `limit`.
         batch_size: instead of `config.batch_size`; arrays and random-access data only.
         check: compare what ranks see in every epoch, where they must see the same.
+        device: where the next batches are copied to while a step runs, unless `data.prefetch` is
+            0; None: nowhere.
 
     Raises:
         DataError: data that cannot be trained on.
@@ -92,6 +95,7 @@ def make_feed(
         batches_per_epoch,
         batch_size,
         check,
+        device if config.prefetch else None,
     )
     ready = call_on_all_ranks(
         world, lambda: _prepare(data, settings), kind=lambda ready: ready.kind
@@ -122,6 +126,7 @@ class _Settings(NamedTuple):
     batches_per_epoch: int | None
     batch_size: int | None
     check: bool
+    device: str | None
 
     @property
     def several(self) -> bool:
@@ -216,6 +221,7 @@ def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callabl
         "sliced": not per_replica,
         "class_weight": settings.class_weight,
         "prefetch": config.prefetch,
+        "device": settings.device,
     }
     if (service := settings.service) is not None:
         return _from_service(dataset, settings, shares, service)
@@ -278,6 +284,7 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
         sliced=not per_replica,
         class_weight=settings.class_weight,
         prefetch=max(1, config.prefetch),
+        device=settings.device,
     )
     make = settings.feed_maker(source, per_replica)
     if not (settings.training and config.shuffle and isinstance(source, PyDatasetSource)):
@@ -307,4 +314,5 @@ def _from_rows(data: Any, kind: str, settings: _Settings) -> IndexedFeed:
         limit=settings.limit,
         drop_remainder=training and config.drop_remainder,
         prefetch=config.prefetch,
+        device=settings.device,
     )

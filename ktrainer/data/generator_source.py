@@ -52,9 +52,8 @@ class GeneratorSource(PythonSource):
         batches, self._begun = self._begun, None
         if batches is None:
             batches = iter(()) if self._make is None else _chained([], iter(self._make()))
-        pieces = self._ahead(_chained([], batches), "generator")
-        with closing(pieces):
-            yield from itertools.islice(pieces, skip, None)
+        with closing(self._ahead(_chained([], batches), "generator", skip)) as pieces:
+            yield from pieces
 
     def close(self) -> None:
         super().close()
@@ -94,8 +93,8 @@ class LoaderSource(GeneratorSource):
             next(iter(self._loader), None)
             self._opened += 1
         self._opened += 1
-        with closing(self._ahead(_chained([], iter(self._loader)), "torch")) as pieces:
-            yield from itertools.islice(pieces, skip, None)
+        with closing(self._ahead(_chained([], iter(self._loader)), "torch", skip)) as pieces:
+            yield from pieces
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

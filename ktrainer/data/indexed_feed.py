@@ -6,13 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ktrainer.data.feed import Feed, limited
 from ktrainer.data.local_batch import LocalBatch, bounds
-from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.data.prefetch_thread import Prefetcher, on_device, prefetched
 from ktrainer.data.shuffling import Order, ShuffleOrder
 from ktrainer.distributed.world import World
 
@@ -66,6 +67,7 @@ class IndexedFeed(Feed):
         limit: batches an epoch, or a fraction of them.
         drop_remainder: skip a last, smaller batch.
         prefetch: batches read ahead when reading is slow; 0 never does.
+        device: where batches that are read ahead are copied to; None: nowhere.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class IndexedFeed(Feed):
         limit: int | float | None = None,
         drop_remainder: bool = False,
         prefetch: int = 2,
+        device: str | None = None,
     ) -> None:
+        self._device = device
         self._source, self.rows, self.spec = rows, rows.count, rows.spec
         self.replica, self.replicas = world.replica, world.replicas
         self.global_batch, self.shuffle = global_batch, shuffle
@@ -104,11 +108,16 @@ class IndexedFeed(Feed):
 
     def _prefetched(self, batches: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
         self._stop()
-        self._prefetcher = Prefetcher(batches, self._ahead, "rows")
+        copy = self._copied if self._device else None
+        self._prefetcher = prefetched(batches, self._ahead, "rows", copy)
         try:
             yield from self._prefetcher
         finally:
             self._stop()
+
+    def _copied(self, local: LocalBatch) -> LocalBatch:
+        assert self._device is not None
+        return replace(local, batch=on_device(local.batch, self._device))
 
     def _local_batches(self, epoch: int, skip: int) -> Iterator[LocalBatch]:
         order, take, drawn = self.order(epoch), self._source.take, self.shuffle_order

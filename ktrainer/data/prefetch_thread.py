@@ -1,4 +1,4 @@
-"""Background thread that makes batches ahead of time."""
+"""Background threads that make batches ahead of time, and copy them to an accelerator."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import tensorflow as tf
+
+_ON_HOST = (tf.int32, tf.string, tf.variant)  # TensorFlow keeps these in host memory
 
 
 class Prefetcher:
@@ -20,12 +24,14 @@ class Prefetcher:
         items: what to iterate over.
         depth: items kept ready; at least 1.
         name: of the thread.
+        skip: how many items to leave out, the first ones.
     """
 
-    def __init__(self, items: Iterable[Any], depth: int, name: str) -> None:
+    def __init__(self, items: Iterable[Any], depth: int, name: str, skip: int = 0) -> None:
         self._ready: deque[Any] = deque()
+        self._made: list[Any] = []  # the item that waits for room
         self._changed = threading.Condition()
-        self._depth = max(1, depth)
+        self._depth, self._skip = max(1, depth), skip
         self._stopping = self._done = self._held = self._waits = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -51,7 +57,10 @@ class Prefetcher:
 
     def _put(self, item: Any) -> bool:
         with self._changed:
-            self._waits = True
+            if self._skip and not self._stopping:
+                self._skip -= 1
+                return True
+            self._waits, self._made = True, [item]
             self._changed.notify_all()
             while (len(self._ready) >= self._depth or self._held) and not self._stopping:
                 self._changed.wait()
@@ -59,8 +68,23 @@ class Prefetcher:
             if self._stopping:
                 return False
             self._ready.append(item)
+            self._made = []
             self._changed.notify_all()
             return True
+
+    def pending(self, timeout: float) -> list[Any] | None:
+        """The items that were made and not taken, in order, once there is no room for more; also
+        after `close`. Nothing is made until one is taken. None if that is not so in time.
+
+        Args:
+            timeout: seconds that the item under way may take.
+        """
+
+        def rests() -> bool:  # one that has been given room still seems to wait for it
+            return self._done or (self._waits and len(self._ready) >= self._depth)
+
+        with self._changed:
+            return [*self._ready, *self._made] if self._changed.wait_for(rests, timeout) else None
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[bool]:
@@ -93,7 +117,7 @@ class Prefetcher:
         with self._changed:
             while not self._ready and not self._done:
                 self._changed.wait()
-            if self._ready:
+            if self._ready and not self._stopping:
                 item = self._ready.popleft()
                 self._changed.notify_all()
                 return item
@@ -106,7 +130,6 @@ class Prefetcher:
         """Stop the thread and wait for it, at most `timeout` seconds. May be called twice."""
         with self._changed:
             self._stopping = True
-            self._ready.clear()
             self._changed.notify_all()
         if self._thread is threading.current_thread():
             return
@@ -117,3 +140,58 @@ class Prefetcher:
                 "thread ends when that batch is done",
                 stacklevel=2,
             )
+
+
+class _CopyingPrefetcher(Prefetcher):
+    """The items of another prefetcher, copied by a thread of its own; two of them ahead.
+
+    Args:
+        made: the items.
+        copy: what to make of each.
+    """
+
+    def __init__(self, made: Prefetcher, copy: Callable[[Any], Any]) -> None:
+        self._source = made
+        super().__init__(map(copy, made), 1, "device")
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[bool]:
+        with self._source.paused(timeout) as idle:  # copying calls no code of the user
+            yield idle
+
+    def close(self, timeout: float = 5.0) -> None:
+        self._source.close(timeout)  # first: the thread of this one may wait for it
+        super().close(timeout)
+
+
+def prefetched(
+    items: Iterable[Any],
+    depth: int,
+    name: str,
+    copy: Callable[[Any], Any] | None = None,
+    skip: int = 0,
+) -> Prefetcher:
+    """The items, made ahead; with `copy`, the next two are copied as well, by another thread.
+
+    Args:
+        items, depth, name, skip: as for `Prefetcher`.
+        copy: what to make of each item.
+    """
+    made = Prefetcher(items, depth, name, skip)
+    return made if copy is None else _CopyingPrefetcher(made, copy)
+
+
+def on_device(batch: Any, device: str) -> Any:
+    """A batch with its numbers copied to a device, once the copies are done.
+
+    Strings, int32 numbers, sparse and ragged tensors stay where they are.
+    """
+
+    def copied(leaf: Any) -> Any:
+        stays = leaf is None or isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor))
+        if stays or tf.as_dtype(leaf.dtype) in _ON_HOST:
+            return leaf
+        return tf.identity(leaf)
+
+    with tf.device(device):
+        return tf.nest.map_structure(copied, batch)

@@ -20,7 +20,7 @@ from ktrainer.data.batch_specs import require_same_structure, spec_of, widen
 from ktrainer.data.data_arguments import class_weights, lists_to_tuples
 from ktrainer.data.data_digests import batch_digest
 from ktrainer.data.local_batch import count_rows, take_slice
-from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.data.prefetch_thread import Prefetcher, on_device, prefetched
 from ktrainer.data.stage_times import StageTimes
 from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
@@ -36,6 +36,7 @@ class PythonSource(Source):
         sliced: whether all ranks run the same code and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights.
         prefetch: batches kept ready by a background thread; at least 1.
+        device: where the next batches are copied to; None: nowhere.
     """
 
     checked = False
@@ -47,7 +48,9 @@ class PythonSource(Source):
         sliced: bool,
         class_weight: Mapping[int, float] | None,
         prefetch: int,
+        device: str | None = None,
     ) -> None:
+        self._device = device
         self._replica, self._replicas = slicing(world, sliced)
         self._cut = compared(world, sliced)
         self._class_weight, self._prefetch = class_weight, prefetch
@@ -103,10 +106,15 @@ class PythonSource(Source):
     def slow_stage(self) -> str | None:
         return self._times.slowest()
 
-    def _ahead(self, batches: Iterator[Any], name: str) -> Prefetcher:
+    def _ahead(self, batches: Iterator[Any], name: str, skip: int = 0) -> Prefetcher:
         self.close()
-        self._prefetcher = Prefetcher(self._pieces(batches), self._prefetch, name)
+        pieces, copy = self._pieces(batches), self._copied if self._device else None
+        self._prefetcher = prefetched(pieces, self._prefetch, name, copy, skip)
         return self._prefetcher
+
+    def _copied(self, piece: Piece) -> Piece:
+        assert self._device is not None
+        return piece._replace(batch=on_device(piece.batch, self._device))
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:

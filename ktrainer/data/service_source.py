@@ -67,13 +67,19 @@ class ServiceSource(DatasetSource):
         sliced: bool,
         class_weight: Mapping[int, float] | None = None,
         prefetch: int = 2,
+        device: str | None = None,
     ) -> None:
         if not round_robin and sliced and world.replicas > 1:
             dataset, sliced = split_batches(dataset, world.replicas), False
         self._round_robin, self._deadline, self._service = round_robin, deadline, service
         self.reorders = round_robin  # else no batch may be skipped, not even of a peeked epoch
         super().__init__(
-            dataset, world=world, sliced=sliced, class_weight=class_weight, prefetch=prefetch
+            dataset,
+            world=world,
+            sliced=sliced,
+            class_weight=class_weight,
+            prefetch=prefetch,
+            device=device,
         )
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)

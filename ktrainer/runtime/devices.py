@@ -40,6 +40,16 @@ def claim_device(world: World, threads: int | None = None, each: int = 1) -> Non
         )
 
 
+def accelerator() -> str | None:
+    """The device that this process's steps run on, if that is not the CPU."""
+    import tensorflow as tf
+
+    if not tf.config.list_physical_devices("GPU"):
+        return None  # without starting TensorFlow
+    gpus = tf.config.list_logical_devices("GPU")
+    return gpus[0].name if gpus else None
+
+
 def _configure(setting: Any, *args: Any, optional: bool = False) -> None:
     try:
         setting(*args)

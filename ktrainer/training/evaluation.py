@@ -168,6 +168,7 @@ def run_over_data(
         config=config,
         training=False,
         check=check,
+        device=context.backend.input_device,
         limit=call.batches_per_epoch,
     )
     require_end(feed, "steps=...")

@@ -204,6 +204,7 @@ class Run:
             world=self.context.world,
             config=data_config(config),
             check=config.health.check_data,
+            device=self.context.backend.input_device,
             **settings,
         )
         self._feeds.append(feed)

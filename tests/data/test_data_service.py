@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -125,6 +126,25 @@ def test_ranks_in_turns_train_on_the_batches_of_one_process(one, ranks: Group, s
     assert joined(ranks(size).run(feed_of, config, 1, skip=3)) == [expected[0][3:]]
 
 
+def turns_of(path: str, worker: int) -> list[int]:
+    """The first number of this rank's slice of each batch; rank 0 kills the worker in between."""
+    world = distributed.current_world()
+    config = DataConfig(service=DataServiceConfig(path))
+    with closing(make_feed(wide(300), world=world, config=config, training=True)) as feed:
+        steps = feed.read(0)
+        found = [int(next(steps).batch[0, 0]) for _ in range(20)]
+        if world.is_root:
+            os.kill(worker, signal.SIGKILL)
+        return found + [int(step.batch[0, 0]) for step in steps]
+
+
+@pytest.mark.exhaustive
+def test_ranks_in_turns_lose_nothing_with_a_worker(one, ranks: Group):
+    parts = ranks(2).run(turns_of, str(one.path), one.servers("worker")[0].pid, deadline=120)
+    for rank, part in enumerate(parts):
+        assert part == list(range(2 * rank, 1200, 4))
+
+
 def test_a_pipeline_that_calls_python_is_refused(one):
     def rows() -> Iterator[int]:
         yield from range(3)
@@ -168,6 +188,28 @@ def test_a_worker_that_fails_in_mid_epoch_loses_nothing(one):
         before = firsts(next(pieces) for _ in range(40))
         one.kill("worker")
         assert before + firsts(pieces) == list(range(0, 1200, 4))
+
+
+@pytest.mark.exhaustive
+def test_a_dispatcher_that_hangs_is_an_error_within_the_deadline(tmp_path):
+    """It still has its port, where the system accepts connections."""
+    with service(tmp_path, "-n", "1", "--threads", "1") as started:
+        (dispatcher,) = started.servers("dispatcher")
+        with closing(source(started.path, wide(300), deadline=3.0)) as remote:
+            pieces = remote.open(0, 0)
+            before = firsts(next(pieces) for _ in range(5))
+            dispatcher.suspend()
+            try:
+                # The worker needs no dispatcher for the rest of an epoch that has begun.
+                assert before + firsts(pieces) == list(range(0, 1200, 4))
+                began = time.monotonic()
+                with pytest.raises(WorldError, match="has not answered for 3 s"):
+                    next(remote.open(1, 0))
+                assert time.monotonic() - began < 10
+                with pytest.raises(DeadlineExceeded):
+                    TfDataServiceConfig.read(started.path, True, timeout=1.0)
+            finally:
+                dispatcher.resume()
 
 
 def test_numbers_that_do_not_fit(tmp_path):

@@ -26,6 +26,7 @@ from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.distributed.world import SingleWorld
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.runtime.devices import accelerator
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps.move_out_of_strategy import unwrap_variables
 
@@ -61,6 +62,12 @@ class Pipeline(Backend):
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         return build_deferred(build)
+
+    @property
+    def input_device(self) -> str | None:
+        # The first partition needs the inputs, the last one the targets too, and others neither.
+        partition = self.layout.partition_of(self.world.rank)
+        return accelerator() if partition in (0, self.layout.partitions - 1) else None
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         """The steps of `model`, which is cut when its data is known.

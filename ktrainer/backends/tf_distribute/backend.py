@@ -27,7 +27,7 @@ from ktrainer.backends.user_loop import UserLoop
 from ktrainer.config.cluster_environment import ClusterSpec, tf_config
 from ktrainer.errors import PeerLost
 from ktrainer.plan.strategy_plan import StrategyPlan
-from ktrainer.runtime.devices import claim_device
+from ktrainer.runtime.devices import accelerator, claim_device
 from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.move_out_of_strategy import unwrap_variables
 from ktrainer.steps.program_interface import Program
@@ -65,6 +65,14 @@ class TfDistribute(Backend):
     def claim_devices(self) -> None:
         claim_device(self.world, self.plan.threads, len(self.layout.devices))
         make_devices(self.layout)
+
+    @property
+    def input_device(self) -> str | None:
+        # Several devices each get a part of the batch, which is cut on the CPU; and workers of a
+        # coordinator get batches from its host.
+        away = self.layout.strategy in ("parameter_server", "central_storage", "tpu")
+        one_gpu = len(self.layout.devices) == 1 and self.layout.devices[0].startswith("GPU")
+        return accelerator() if one_gpu and not away else None
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         with self.scope():
