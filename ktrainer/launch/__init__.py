@@ -5,7 +5,7 @@
     ├─ mpirun (on loopback, if asked)                         mpirun_command, mpirun_network
     │  ├─ rank 0: runs the script                             rank_process
     │  └─ rank 1: ...
-    ├─ process that the ranks of a restart are forks of       warm_process, warm_stub
+    ├─ process that the ranks of a restart are forks of       warm_process, rank_stub
     ├─ merges output by rank, waits, forwards signals         rank_group, rank_output
     ├─ records which ranks start, are lost or fail            group_state
     ├─ kills the remaining processes                          process_tree

@@ -3,7 +3,7 @@
 The launcher starts it while the first ranks train. It makes no TensorFlow context and does not
 start MPI, so it has one thread, but for those of libraries that are made for forks. A fork of it is
 an interpreter that only has its imports behind it: mpirun's environment, files, working folder and
-umask come from `warm_stub`, the program that mpirun starts.
+umask come from `rank_stub`, the program that mpirun starts.
 
     launcher ─┬─ mpirun ─── stub ┄┄┐ unix socket
               └─ warm process ─────┴─ rank
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktrainer.launch import orphan_prevention, rank_process, warm_stub
+from ktrainer.launch import orphan_prevention, rank_process, rank_stub
 
 _IMPORTS = ("tensorflow", "keras", "numpy", "ktrainer.trainer")
 _PYTHON = ("python", "-m")  # comes before the module in a rank's command
@@ -119,7 +119,7 @@ class WarmProcess:
         if self.why_not:
             return list(command)
         at = command.index(rank_process.__name__) - len(_PYTHON)
-        stub = [sys.executable, "-I", "-S", warm_stub.__file__, str(self._path)]
+        stub = [sys.executable, "-I", "-S", rank_stub.__file__, str(self._path)]
         return [*command[:at], *stub, *command[at:]]
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class _Ranks:
         with contextlib.suppress(OSError):  # as in the fork, whichever comes first
             os.setpgid(pid, pid)
         with contextlib.suppress(OSError):
-            peer.sendall(warm_stub.LENGTH.pack(pid))
+            peer.sendall(rank_stub.LENGTH.pack(pid))
         self._of_peer[peer.fileno()] = self._of_end[os.pidfd_open(pid)] = (pid, peer)
         return None
 
@@ -191,7 +191,7 @@ class _Ranks:
         self._of_peer.pop(peer.fileno(), None)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
-            peer.sendall(warm_stub.LENGTH.pack(status))
+            peer.sendall(rank_stub.LENGTH.pack(status))
         peer.close()
 
     def _close_all(self, peer: socket.socket) -> None:
@@ -203,11 +203,11 @@ class _Ranks:
 
 
 def _receive_request(peer: socket.socket) -> tuple[list[int], Any]:
-    head, files, _, _ = socket.recv_fds(peer, warm_stub.LENGTH.size, warm_stub.FILES)
+    head, files, _, _ = socket.recv_fds(peer, rank_stub.LENGTH.size, rank_stub.FILES)
     try:
-        if len(head) < warm_stub.LENGTH.size or len(files) < warm_stub.FILES:
+        if len(head) < rank_stub.LENGTH.size or len(files) < rank_stub.FILES:
             raise ValueError("not a request of a stub")
-        left, data = warm_stub.LENGTH.unpack(head)[0], b""
+        left, data = rank_stub.LENGTH.unpack(head)[0], b""
         while len(data) < left:
             more = peer.recv(left - len(data))
             if not more:
