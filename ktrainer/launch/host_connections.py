@@ -42,7 +42,7 @@ _OF_THE_HOST = (
     *("_", "DISPLAY", "HOME", "HOST", "HOSTNAME", "LD_LIBRARY_PATH", "LD_PRELOAD", "LOGNAME"),
     *("MAIL", "OLDPWD", "PATH", "PWD", "SHELL", "SHLVL", "TEMP", "TERM", "TMP", "TMPDIR", "USER"),
 )
-_OF_MPI = ("OMPI_", "PMIX_", "PRTE_")
+_OF_MPI = ("OMPI_", "OPAL_", "PMIX_", "PRTE_")
 _OF_THE_HOST_PREFIXES = (*_OF_MPI, "SSH_", "XDG_")
 _MPI_FOLDERS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_btl_sm_backing_directory")
 
