@@ -86,7 +86,14 @@ class _Launch:
         assert self.connections is not None
         hosts = [host for host in self.connections.hosts if host.name not in lost.values()]
         args.ranks = sum(host.slots for host in hosts)
-        made = _prepare(args, hosts)
+        try:
+            made = _prepare(args, hosts)
+        except ConfigError as error:
+            if error.path != "world.heal":
+                raise
+            print(f"ktrainer run: they do not heal any more: {error}", file=sys.stderr)
+            args.heal = False  # a pipeline of fewer ranks may have one replica
+            made = _prepare(args, hosts)
         kept = {name: self.environment[name] for name in (_HASHES,) if name in self.environment}
         return replace(
             made,
@@ -175,11 +182,12 @@ def _warm_process(
 
 def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     """Check the configuration and the hosts, and derive from them how the ranks are started."""
-    requested = to_environment(heal_option.requested(args))
+    requested = heal_option.requested(args)
     config = None
     if args.check:
+        told = to_environment(requested)
         with naming_the_separator(args.args):
-            config = checked_config(args.args, args.ranks, args.workers, requested)
+            config = checked_config(args.args, args.ranks, args.workers, told)
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = mpirun_command.available_cpus()
@@ -188,7 +196,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
     network: mpirun_command.Network = "any" if hosts else args.network
     env = rank_environment(environment(), threads, network, config, several)
-    env |= to_environment(heal, args.grace)
+    env |= to_environment(heal or requested, args.grace)
     env |= heal_option.mpi_settings(heal, args.network == "loopback")
     more, listen = list[str](), LOOPBACK if network == "loopback" else None
     connections, shared = None, None

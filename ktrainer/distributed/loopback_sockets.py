@@ -10,8 +10,8 @@ under the same descriptor, by one on 127.0.0.1 (or ::1):
     the new one enters epoll with the same data, and the library notices nothing
 
 One of the two listens at every moment. A connection that waits for the library to accept it would
-close with the old socket: then all is left as it was, for another try. Linux lists what is in an epoll instance, with its data, in
-/proc/self/fdinfo.
+close with the old socket: then all is left as it was, for another try. Linux lists what is in an
+epoll instance, with its data, in /proc/self/fdinfo.
 """
 
 from __future__ import annotations

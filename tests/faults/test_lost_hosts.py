@@ -51,8 +51,11 @@ keras.config.set_floatx("float64")
 trainer = Trainer.from_cli(callbacks=[Wait()], defaults={"seed": 1})
 x = np.random.default_rng(0).normal(size=(64, 6))
 history = trainer.fit(build, (x, x[:, :3])).history
+path = f"found-{os.environ['KTRAINER_RESTART']}-{trainer.world.size}.keras"
+trainer.save(path)
 if trainer.world.is_root:
-    found = [history["loss"], *(v.numpy().tolist() for v in trainer.model.variables)]
+    model = keras.models.load_model(path)
+    found = [history["loss"], *(v.numpy().tolist() for v in model.variables)]
     print("hash seed", os.environ.get("PYTHONHASHSEED"), flush=True)
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
@@ -80,7 +83,7 @@ def found(text: str) -> tuple[int, list[np.ndarray]]:
 
 
 def start(made: Hosts, folder: Path, *options: object, slots: int = 1) -> subprocess.Popen[str]:
-    """A launch over all hosts from the first one, which has come to the step that is interrupted."""
+    """A launch over all hosts from the first one, once it is in the step to be interrupted."""
     script = folder / "script.py"
     script.write_text(TRAINS)
     hosts = ",".join(f"{name}:{slots}" for name in made.names)
