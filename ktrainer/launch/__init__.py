@@ -12,9 +12,9 @@
     └─ prints the first failure; exits or restarts            failure_report, exit_report, restarts
 
 Over several hosts: `hosts` names them, `host_check` asks them by the program `host_probe`,
-`host_differences` compares the answers, `host_connections` is connected with a `host_relay` on each,
-which carries the ranks' pipes. mpirun starts the ranks there too; where they heal, the relays do,
-and mpirun starts stubs of them (`rank_stub`, `rank_stubs`).
+`host_differences` compares the answers, `host_connections` is connected with a `host_relay` on
+each, which carries the ranks' pipes. mpirun starts the ranks there too; where they heal, the relays
+do, and mpirun starts stubs of them (`rank_stub`, `rank_stubs`).
 
 `parameter_server_cluster` starts a cluster with parameter servers, instead of mpirun;
 `heal_option` holds the options of `--heal`; `orphan_prevention` keeps processes from outliving

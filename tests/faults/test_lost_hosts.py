@@ -41,6 +41,7 @@ class Wait(Callback):
 
     def on_step_end(self, step, logs=None):
         print("updated", step, "at", time.time(), flush=True)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
 
 def build():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)])
