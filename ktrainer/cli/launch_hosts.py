@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ktrainer.config import Config, parse_known_cli
-from ktrainer.config.launch_environment import address_in, mpi_on_interface
+from ktrainer.config.launch_environment import address_in
 from ktrainer.errors import ConfigError
 from ktrainer.launch import hosts as host_list
 from ktrainer.launch.host_check import check_hosts
-from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.hosts import Host
 
 
@@ -28,14 +29,14 @@ class ConnectedHosts:
         mpirun_arguments: make mpirun start its daemons there.
         mpi_settings: environment of the ranks, which keeps MPI on the hosts' network.
         address: of this host in that network.
-        relays: carry the ranks' output.
+        connections: carry the ranks' output.
         shared: a folder that all hosts share.
     """
 
     mpirun_arguments: list[str]
     mpi_settings: dict[str, str]
     address: str
-    relays: HostRelays
+    connections: HostConnections
     shared: Path
 
 
@@ -53,7 +54,7 @@ def requested_hosts(args: argparse.Namespace) -> list[Host]:
         return []
     if args.hosts is not None and args.hostfile is not None:
         raise ConfigError("--hosts and --hostfile both name the hosts: give one of them")
-    for option in ("workers", "servers", "heal", "replace", "min_n", "max_n"):
+    for option in ("workers", "servers", "replace", "max_n"):
         if getattr(args, option, None):
             raise ConfigError(
                 f"--{option.replace('_', '-')} works on one host only; leave it out, or --hosts"
@@ -68,19 +69,27 @@ def requested_hosts(args: argparse.Namespace) -> list[Host]:
 
 
 def connect(
-    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None, threads: int
+    args: argparse.Namespace,
+    hosts: Sequence[Host],
+    config: Config | None,
+    threads: int,
+    heal: Mapping[str, Any],
 ) -> ConnectedHosts:
     """Check the hosts, and find the network between them.
 
     Args:
         threads: of each rank.
+        heal: the keys of `world` that make the ranks heal; empty: they do not.
 
     Raises:
         ConfigError: the configuration asks for what works on one host only.
         SetupError: they differ, or do not reach one another.
     """
-    if config is not None and config.world.heal:
-        raise ConfigError("works on one host only; leave it out, or --hosts", path="world.heal")
+    for key in ("replace", "max_size"):
+        if heal.get(key):
+            raise ConfigError(
+                "works on one host only; leave it out, or --hosts", path=f"world.{key}"
+            )
     rsh = args.rsh or host_list.DEFAULT_RSH
     agent = host_list.check_agent(rsh)
     addresses = host_list.resolve(hosts)
@@ -93,12 +102,12 @@ def connect(
         hosts, agent, addresses, files=files, folders=folders, interface=args.interface
     )
     here = [host.name for host in hosts if _is_here(addresses[host.name])]
-    settings = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface(network)}
+    starts = bool(heal)
     return ConnectedHosts(
-        host_list.mpirun_arguments(hosts, agent, network),
-        settings,
+        [] if starts else host_list.mpirun_arguments(hosts, agent, network),
+        host_list.mpi_settings(network, starts),
         address_in(network),
-        HostRelays(hosts, agent, here, bind=args.bind, threads=threads),
+        HostConnections(hosts, agent, here, bind=args.bind, threads=threads, start_ranks=starts),
         folders["run.dir"],
     )
 

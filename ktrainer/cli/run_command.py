@@ -27,7 +27,7 @@ from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
-from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.hosts import Host
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.launch.rank_channel import Options
@@ -64,7 +64,7 @@ class _Launch:
         grace: seconds in which they must end when asked to.
         heal: the keys of `world` that make them heal; empty: they do not.
         listen: the address that mpirun listens on; None: all.
-        relays: to the hosts of the ranks; None: all are on this one.
+        connections: to the hosts of the ranks; None: all are on this one.
         shared: a folder that all hosts share; None: it is one host.
     """
 
@@ -74,7 +74,7 @@ class _Launch:
     grace: float
     heal: dict[str, Any]
     listen: str | None
-    relays: HostRelays | None = None
+    connections: HostConnections | None = None
     shared: str | None = None
 
     def without(self, lost: Mapping[int, str], args: argparse.Namespace) -> _Launch:
@@ -83,10 +83,17 @@ class _Launch:
         Args:
             lost: rank -> its host.
         """
-        assert self.relays is not None
-        hosts = [host for host in self.relays.hosts if host.name not in lost.values()]
+        assert self.connections is not None
+        hosts = [host for host in self.connections.hosts if host.name not in lost.values()]
         args.ranks = sum(host.slots for host in hosts)
-        made = _prepare(args, hosts)
+        try:
+            made = _prepare(args, hosts)
+        except ConfigError as error:
+            if error.path != "world.heal":
+                raise
+            print(f"ktrainer run: they do not heal any more: {error}", file=sys.stderr)
+            args.heal = False  # a pipeline of fewer ranks may have one replica
+            made = _prepare(args, hosts)
         kept = {name: self.environment[name] for name in (_HASHES,) if name in self.environment}
         return replace(
             made,
@@ -143,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
                 spare=launch.spare,
                 warm=warm if isinstance(warm, WarmProcess) else None,
-                relays=launch.relays,
+                hosts=launch.connections,
             )
             env = {**launch.environment, **restarts.environment}
             try:
@@ -175,11 +182,12 @@ def _warm_process(
 
 def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     """Check the configuration and the hosts, and derive from them how the ranks are started."""
-    requested = to_environment(heal_option.requested(args))
+    requested = heal_option.requested(args)
     config = None
     if args.check:
+        told = to_environment(requested)
         with naming_the_separator(args.args):
-            config = checked_config(args.args, args.ranks, args.workers, requested)
+            config = checked_config(args.args, args.ranks, args.workers, told)
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = mpirun_command.available_cpus()
@@ -188,26 +196,27 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
     network: mpirun_command.Network = "any" if hosts else args.network
     env = rank_environment(environment(), threads, network, config, several)
-    env |= to_environment(heal, args.grace)
+    env |= to_environment(heal or requested, args.grace)
     env |= heal_option.mpi_settings(heal, args.network == "loopback")
     more, listen = list[str](), LOOPBACK if network == "loopback" else None
-    relays, shared = None, None
+    connections, shared = None, None
     if hosts:
-        connected = launch_hosts.connect(args, hosts, config, threads)
-        more, listen, relays = connected.mpirun_arguments, connected.address, connected.relays
+        connected = launch_hosts.connect(args, hosts, config, threads, heal)
+        more, listen = connected.mpirun_arguments, connected.address
+        connections = connected.connections
         shared = str(connected.shared)
         env |= connected.mpi_settings
     slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
     # Threads beyond the cores of a slice were asked for, so they may use other cores too.
     fitting = slices if slices and threads <= len(slices[0]) else []
     return _Launch(
-        _command(args, [*heal_option.mpirun_arguments(heal), *more], bool(hosts)),
+        _command(args, [*heal_option.mpirun_arguments(heal), *more], bool(more)),
         env,
         _options(fitting, args, config, several),
         args.grace or (config or Config()).trainer.interrupt.grace,
         heal,
         listen,
-        relays,
+        connections,
         shared,
     )
 

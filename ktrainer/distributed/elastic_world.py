@@ -9,8 +9,8 @@ call `heal`, in which they agree on who they are:
     rank 1  killed                           ├─► heal: shrink, open communicators again
     rank 2  broadcast  ──► revoked ──────────┘   ranks 0, 2 are now 0, 1
 
-A rank that does not answer within the deadline is killed, if it is on this host, and then counts as
-lost. How the ranks restore their states is in `ktrainer.elastic`.
+A rank that does not answer within the deadline is killed, if it is on this host or the launcher can
+reach it, and then counts as lost. How the ranks restore their states is in `ktrainer.elastic`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from mpi4py import MPI
 
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_members import Member, describe_others, failed_ranks, is_loss
+from ktrainer.distributed.launcher_events import has_listener, report_silent
+from ktrainer.distributed.lost_mpirun import outlive_mpirun
 from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_world import MpiWorld
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
@@ -33,7 +35,7 @@ from ktrainer.distributed.stall_report import StallReport, silent_ranks
 from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
 
 _ENABLED = "OMPI_MCA_mpi_ft_enable"  # mpirun sets it for `--with-ft ulfm`
-_NOTICE_SECONDS = 10.0  # for MPI to notice that a process on this host was killed
+_NOTICE_SECONDS = 10.0  # for MPI to notice that a process was killed
 
 
 class ElasticWorld(MpiWorld):
@@ -69,6 +71,7 @@ class ElasticWorld(MpiWorld):
                 "`mpirun --with-ft ulfm`"
             )
         super().__init__(start_deadline)
+        outlive_mpirun()
         self.alone = stable_rank is not None
         self._stable_rank = self.rank if stable_rank is None else stable_rank
         self.join_handshake: Any = None  # of a joining rank; see `joining_ranks`
@@ -80,6 +83,9 @@ class ElasticWorld(MpiWorld):
         self._silent: list[int] = []  # ranks that did not answer the last stall report
         if stable_rank is not None:
             self.local_rank = int(os.environ.get("KTRAINER_LOCAL_RANK", stable_rank))
+        else:  # by the processes: mpirun may have started them as if all were on its host
+            here = self._ranks_here()
+            self.local_rank, self.local_size = here.index(self.rank), len(here)
         self.nominal_size = self.size
         self.members: list[Member] = []
         self._exchange_members("members of the world")
@@ -272,8 +278,7 @@ class ElasticWorld(MpiWorld):
         )
         self._broken = self._called = False
         self._exchange_members("members of the reopened world")
-        here = self.members[self.rank].process.where
-        self.local_size = sum(member.process.where == here for member in self.members)
+        self.local_size = len(self._ranks_here())
         self.assign_replica(self.rank, self.size)
         for reopen in self.on_change:
             reopen()
@@ -282,6 +287,10 @@ class ElasticWorld(MpiWorld):
         mine = Member(self.stable_rank, self.local_rank, enable_stack_dumps())
         self.members = self.allgather(mine, what)
         self._processes = {rank: member.process for rank, member in enumerate(self.members)}
+
+    def _ranks_here(self) -> list[int]:
+        here = self._processes[self.rank].where
+        return [rank for rank, process in self._processes.items() if process.where == here]
 
     def _shrunk(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         # Open MPI 5's `Ishrink` frees what is not its own.
@@ -316,9 +325,13 @@ class ElasticWorld(MpiWorld):
         return sorted({*super()._lost_ranks(), *failed_ranks(self._comm)})
 
     def _kill_silent(self) -> bool:
-        """Kill the processes of this host that did not answer; return whether there were any."""
-        here = [kill(self._processes[rank]) for rank in self._silent]
-        return any(here)
+        """Kill the processes that did not answer, those of other hosts through the launcher; return
+        whether there were any."""
+        elsewhere = [rank for rank in self._silent if not kill(self._processes[rank])]
+        asks = bool(elsewhere) and has_listener()
+        if asks:
+            report_silent(self.members[rank].stable_rank for rank in elsewhere)
+        return asks or len(elsewhere) < len(self._silent)
 
     def _raise_killed(self, request: MPI.Request, what: str) -> None:
         """Raise once MPI notices the killed processes; return if the request has completed."""

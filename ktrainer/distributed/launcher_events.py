@@ -38,6 +38,11 @@ def report_grace(seconds: float) -> None:
     _report("grace", seconds=seconds)
 
 
+def report_silent(stable_ranks: Iterable[int]) -> None:
+    """Report ranks of other hosts that did not answer, for the launcher to kill them."""
+    _report("silent", stable_ranks=sorted(stable_ranks))
+
+
 def has_listener() -> bool:
     """Return whether a launcher receives events."""
     return listener is not None

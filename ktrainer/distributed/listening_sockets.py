@@ -9,16 +9,20 @@ under the same descriptor, by one on 127.0.0.1 (or ::1):
     dup2 puts the new one in the place of the old one, which closes with its place in epoll
     the new one enters epoll with the same data, and the library notices nothing
 
-One of the two listens at every moment. Linux lists what is in an epoll instance, with its data, in
-/proc/self/fdinfo.
+One of the two listens at every moment. A connection that waits for the library to accept it would
+close with the old socket: then all is left as it was, for another try. Linux lists what is in an
+epoll instance, with its data, in /proc/self/fdinfo.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 import socket
+import sys
+import time
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -29,6 +33,8 @@ from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
 _BACKLOG = 4096
+_HANDSHAKE_SECONDS = 0.005  # for one that had begun when the new socket was opened
+_UNACKED = slice(24, 28)  # in `struct tcp_info`
 _EPOLL_CTL_ADD = 1
 _ENTRY = re.compile(r"^tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)", re.MULTILINE)
 
@@ -123,7 +129,12 @@ def _exchange(listener: ListeningSocket, watched: _Watched, address: str) -> Non
             new.setsockopt(level, option, old.getsockopt(level, option))
         new.bind((_narrowed(old, new, address), listener.port))
         new.setblocking(os.get_blocking(descriptor))
+        if _waiting(old):  # checked twice: what comes from now on comes to the new one
+            raise OSError(errno.EBUSY, "a connection waits to be accepted")
         new.listen(_BACKLOG)
+        time.sleep(_HANDSHAKE_SECONDS)
+        if _waiting(old):
+            raise OSError(errno.EBUSY, "a connection waits to be accepted")
         os.dup2(new.fileno(), descriptor, inheritable=False)
         event = _Event(watched.events, watched.data)
         libc = ctypes.CDLL(None, use_errno=True)
@@ -131,6 +142,12 @@ def _exchange(listener: ListeningSocket, watched: _Watched, address: str) -> Non
             error = ctypes.get_errno()
             os.dup2(old.fileno(), descriptor, inheritable=False)  # which is in epoll still
             raise OSError(error, os.strerror(error))
+
+
+def _waiting(listener: socket.socket) -> int:
+    """The number of connections that wait to be accepted: `tcpi_unacked` of a listening socket."""
+    info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED.stop)
+    return int.from_bytes(info[_UNACKED.start :], sys.byteorder)
 
 
 def _at_port(port: int) -> Iterator[socket.socket]:

@@ -86,14 +86,14 @@ def conclude(end: GroupEnd, args: argparse.Namespace, heals: bool = False) -> in
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:
     """The failure; None for a group that heals if a rank reached the end and none is missed."""
+    if heals and end.ended and end.missed is None and not end.failures:
+        return None
     if end.late and all(note.follows for note in end.failures.values()):
         return late_failure(end.late, end.absent, end.faults)
     if end.lost and all(note.follows for note in end.failures.values()):
         return host_failure(end.lost, end.code)
     if heals and end.missed is not None:
         return missed_failure(end.failures, end.missed, end.faults)
-    if heals and end.ended and not end.failures:
-        return None
     if heals and not end.failures and end.code == 0:
         # With failure mitigation mpirun succeeds even if every rank is lost.
         return Failure(None, 1, "all processes have been lost")

@@ -117,11 +117,23 @@ def host_failure(lost: Mapping[int, str], code: int) -> Failure:
         lost: rank -> its host.
         code: mpirun's exit code.
     """
+    return Failure(None, code or 1, describe_lost(lost))
+
+
+def describe_lost(lost: Mapping[int, str]) -> str:
+    """The lost hosts with their ranks, for a message.
+
+    Args:
+        lost: rank -> its host.
+    """
     names = sorted(set(lost.values()))
-    listed = " and ".join(names)
-    hosts = f"host {listed} was" if len(names) == 1 else f"hosts {listed} were"
-    why = "the remote agent runs no command there any more, or no packet arrives"
-    return Failure(None, code or 1, f"{hosts} lost, with {name_ranks(sorted(lost))}: {why}")
+    hosts = (
+        f"host {' and '.join(names)} was"
+        if len(names) == 1
+        else f"hosts {' and '.join(names)} were"
+    )
+    why = "its processes have ended, or no packet arrives from there"
+    return f"{hosts} lost, with {name_ranks(sorted(lost))}: {why}"
 
 
 def late_failure(why: str, absent: Sequence[int], faults: Mapping[int, str]) -> Failure:

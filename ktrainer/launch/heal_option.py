@@ -48,7 +48,8 @@ def add_healing_arguments(parser: argparse.ArgumentParser, positive: Any) -> Non
 
 
 def requested(args: argparse.Namespace) -> dict[str, Any]:
-    """The keys of `world` that the command line sets; any of them means `heal`."""
+    """The keys of `world` that the command line sets; any of them means `heal`, but for `--heal`
+    taken back (False)."""
     given = {
         "heal": args.heal,
         "replace": args.replace,
@@ -71,7 +72,9 @@ def settings(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
         world = config.world
         keys = ("heal", "replace", "min_size", "max_size")
         found = {**{key: getattr(world, key) for key in keys}, **found}
-    if found and args.workers is not None:
+    if not found.get("heal"):
+        return {}
+    if args.workers is not None:
         raise ConfigError("--heal is for processes that MPI connects: give -n, not --workers")
     return found
 

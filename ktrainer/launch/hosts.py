@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktrainer.config.launch_environment import mpi_on_interface
 from ktrainer.errors import ConfigError, SetupError
 
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
@@ -195,6 +196,27 @@ def python_command(module: str, *words: str) -> list[str]:
     """The command that runs a module of this package on a host, by the same Python."""
     path = f"PYTHONPATH={PACKAGE.parent}"
     return ["/usr/bin/env", path, sys.executable, "-m", module, *words]
+
+
+def mpi_settings(network: str, without_daemons: bool) -> dict[str, str]:
+    """The environment that keeps MPI of mpirun and of all ranks on one network.
+
+    Args:
+        network: as `10.1.2.0/24`.
+        without_daemons: mpirun starts stubs of ranks on its own host. To it all ranks are there:
+            they connect to it by TCP, and to one another, as there is no memory that they share.
+    """
+    found = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface(network)}
+    if without_daemons:
+        found |= {
+            "OMPI_MCA_btl": "self,tcp",
+            "PMIX_MCA_gds": "hash",  # else ranks get what others have published from a shared file
+            "PMIX_MCA_ptl_tcp_if_include": network,
+            "PMIX_MCA_ptl_tcp_remote_connections": "1",
+            "PMIX_MCA_ptl_tcp_disable_ipv6": "1",
+            "PRTE_MCA_prte_if_include": network,
+        }
+    return found
 
 
 def mpirun_arguments(hosts: Sequence[Host], rsh: Sequence[str], network: str) -> list[str]:

@@ -64,12 +64,20 @@ class Note:
         follows: the failure is a consequence of the loss of another rank.
         final: another try would fail in the same way, or the script chose its exit code.
         number: the phase of the script that begins; see `HealingPhases`.
-        stable_ranks: the processes that are in it.
+        stable_ranks: the processes that are in it, or that did not answer.
         seconds: the time it needs to end when asked to, or waits for all ranks to start.
     """
 
     event: Literal[
-        "started", "failed", "interrupted", "ended", "phase", "grace", "startup", "imports"
+        "started",
+        "failed",
+        "interrupted",
+        "ended",
+        "imports",
+        "phase",
+        "grace",
+        "startup",
+        "silent",
     ]
     pid: int = 0
     time: float = 0.0

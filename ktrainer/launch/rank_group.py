@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from ktrainer.launch import orphan_prevention, process_tree
+from ktrainer.launch.failure_report import describe_lost
 from ktrainer.launch.group_state import (
     STACK_SECONDS,
     STACK_SIGNAL,
@@ -23,7 +24,7 @@ from ktrainer.launch.group_state import (
     HealingPhases,
     StartupWatch,
 )
-from ktrainer.launch.host_relay import HostRelays
+from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from ktrainer.launch.mpirun_network import SAYS, narrow_listeners
 from ktrainer.launch.rank_channel import (
@@ -60,7 +61,7 @@ class RankGroup:
         timeout: seconds after which the group is ended; None: never.
         spare: how many more processes may join later; with any, ranks may be lost.
         warm: a process for later groups, which is to import TensorFlow after this one has.
-        relays: to the ranks' hosts; None: all are on this one.
+        hosts: connections to the ranks' hosts; None: all are on this one.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class RankGroup:
         timeout: float | None = None,
         spare: int = 0,
         warm: WarmProcess | None = None,
-        relays: HostRelays | None = None,
+        hosts: HostConnections | None = None,
     ) -> None:
-        self._relays = relays
+        self._hosts = hosts
         self._ranks, self._timeout = ranks + spare, timeout
         self._given, self._fixed = grace, fixed
         self._graces: dict[int, float] = {}
@@ -121,17 +122,17 @@ class RankGroup:
             prepare(folder, self._ranks, options)
             self._open_pipes(folder)
             env = {**memory, **env}
-            if self._relays is not None:
-                token = secrets.token_hex(8)
-                name = ON_HOSTS + token
-                self._relays.open(folder, token, options, env)
+            token = secrets.token_hex(8)
+            name = name if self._hosts is None else ON_HOSTS + token
             words = [word.replace("{folder}", name) for word in command]
+            if self._hosts is not None:
+                words = self._hosts.open(folder, token, options, env, words)
             self._process = self._start(words, env)
             try:
                 self._watch()
             finally:
                 kept = self._warm.pid if self._warm is not None else None
-                if self._relays is not None:
+                if self._hosts is not None:
                     self._end_on_hosts()
                 process_tree.end_all(spare=self._process.pid, keep=kept)
                 self._process.wait()
@@ -159,8 +160,8 @@ class RankGroup:
 
     def _end_on_hosts(self) -> None:
         """End the ranks on all hosts, and read what they have left to say."""
-        assert self._relays is not None
-        relays = threading.Thread(target=self._relays.close)
+        assert self._hosts is not None
+        relays = threading.Thread(target=self._hosts.close)
         relays.start()  # while this thread empties the pipes that they write to
         while relays.is_alive():
             self._read(HASTE_SECONDS)
@@ -169,9 +170,10 @@ class RankGroup:
     def _find_lost_hosts(self) -> None:
         """Find the hosts that cannot be reached any more, if a rank did not come to its end."""
         asked = self.end.stopped_by is not None or self.end.interrupted is not None
-        if self._relays is None or asked or len(self.end.ended) == self._ranks:
+        ended = len(self.end.ended) == self._first
+        if self._hosts is None or asked or ended or self.end.lost or self._phases is not None:
             return
-        self.end.lost = self._relays.lost()
+        self.end.lost = self._hosts.unreachable()
         if self.end.lost:
             self.end.code = self.end.code or 1  # mpirun calls that a success
 
@@ -198,7 +200,7 @@ class RankGroup:
                 self._warm.start_when_due()
             self._find_lost()
             self._end_joining(now)
-            if self._is_late():
+            if self._is_late() or self._loses_host():
                 return
             if self.end.failures:
                 self._end_by(FAILURE_SECONDS)
@@ -218,17 +220,28 @@ class RankGroup:
         if text is None or self._kill_at is not None:
             return False
         self.end.late, self.end.absent = text, self._startup.missing
-        if self._relays is not None:
-            self._relays.signal(STACK_SIGNAL, self._startup.missing)
+        if self._hosts is not None:
+            self._hosts.signal(STACK_SIGNAL, self._startup.missing)
             self._read(STACK_SECONDS)
             time.sleep(STACK_SECONDS)
         else:
             self._startup.dump_stacks(self._started)
         return True
 
+    def _loses_host(self) -> bool:
+        """Return whether a host is lost, and the others cannot continue without its ranks."""
+        if self._hosts is None or not (lost := self._hosts.find_lost()):
+            return False
+        self.end.lost |= lost
+        if self._phases is not None:
+            text = f"{describe_lost(lost)}; the others continue if they can"
+            self._mergers["err"].write_line(f"ktrainer run: {text}")
+        return self._phases is None
+
     def _find_lost(self) -> None:
         """Find lost ranks of a group that heals: forked children keep the pipes of a rank open."""
-        if self._phases is None:
+        if self._phases is None or self._hosts is not None:
+            self._check_missed()
             return
         for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
             self._read(0)  # one read empties a pipe: how it ended, if it was reported
@@ -276,7 +289,7 @@ class RankGroup:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say" and (self._relays is None or rank in self._started):
+                if pipe == "say" and (self._hosts is None or rank in self._started):
                     self._record_end(rank)
             elif pipe == "say":
                 self._receive(rank, data)
@@ -297,6 +310,9 @@ class RankGroup:
                 self._graces[rank] = note.seconds
             elif note.event == "startup":
                 self._startup.record(rank, note.seconds)
+            elif note.event == "silent":
+                if self._hosts is not None:
+                    self._hosts.kill(note.stable_ranks)
             elif note.event == "imports":
                 if self._warm is not None:
                     self._warm.record_import(note.text)
@@ -344,8 +360,8 @@ class RankGroup:
             return
         self.end.stopped_by = number
         self._end_by(self._grace)
-        if self._relays is not None:
-            self._relays.signal(number)
+        if self._hosts is not None:
+            self._hosts.signal(number)
             reached = bool(self._started)
         else:
             ranks = []

@@ -108,7 +108,8 @@ def main(argv: list[str]) -> None:
             fail(error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
         fail(error, _exit_code(error))
-    if "KTRAINER_RANK" in os.environ or "KTRAINER_WORLD" in os.environ:
+    heals = json.loads(os.environ.get("KTRAINER_WORLD", "{}")).get("heal")
+    if "KTRAINER_RANK" in os.environ or heals:
         _exit_now()
 
 

@@ -3,7 +3,7 @@
 The launcher starts it while the first ranks train. It makes no TensorFlow context and does not
 start MPI, so it has one thread, but for those of libraries that are made for forks. A fork of it is
 an interpreter that only has its imports behind it: mpirun's environment, files, working folder and
-umask come from `warm_stub`, the program that mpirun starts.
+umask come from `rank_stub`, the program that mpirun starts.
 
     launcher ─┬─ mpirun ─── stub ┄┄┐ unix socket
               └─ warm process ─────┴─ rank
@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import gc
 import importlib
-import json
 import math
 import os
 import select
@@ -32,13 +31,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktrainer.launch import orphan_prevention, rank_process, warm_stub
+from ktrainer.launch import orphan_prevention, rank_process, rank_stub
+from ktrainer.launch.rank_stubs import accept, listen, split_command, stub_command
 
 _IMPORTS = ("tensorflow", "keras", "numpy", "ktrainer.trainer")
-_PYTHON = ("python", "-m")  # comes before the module in a rank's command
 _LATER_SECONDS = 5.0  # from the first rank's import to that of the warm process
-_BACKLOG = 1024
-_REQUEST_SECONDS = 5.0
 _END_SECONDS = 5.0
 
 
@@ -91,9 +88,7 @@ class WarmProcess:
 
     def _start(self) -> None:
         # Ranks that ask for a fork while it imports wait for that.
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._path))
-            listener.listen(_BACKLOG)
+        with listen(self._path) as listener:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(listener.fileno())],
                 env=self._environment,
@@ -118,9 +113,8 @@ class WarmProcess:
         """The `command` of mpirun, with programs that stand for ranks if they can be forks."""
         if self.why_not:
             return list(command)
-        at = command.index(rank_process.__name__) - len(_PYTHON)
-        stub = [sys.executable, "-I", "-S", warm_stub.__file__, str(self._path)]
-        return [*command[:at], *stub, *command[at:]]
+        own, of_rank = split_command(command)
+        return [*own, *stub_command(self._path), *of_rank]
 
     def close(self) -> None:
         """End it, and its ranks."""
@@ -163,14 +157,9 @@ class _Ranks:
                         os.killpg(self._of_peer.pop(file)[0], signal.SIGKILL)
 
     def _begin(self) -> tuple[list[int], Any] | None:
-        peer, _ = self._listener.accept()
-        peer.settimeout(_REQUEST_SECONDS)
-        try:
-            files, request = _receive_request(peer)
-        except (OSError, ValueError):
-            peer.close()
+        if (accepted := accept(self._listener)) is None:
             return None
-        peer.settimeout(None)
+        peer, files, request = accepted
         pid = os.fork()
         if pid == 0:
             os.setpgid(0, 0)
@@ -181,7 +170,7 @@ class _Ranks:
         with contextlib.suppress(OSError):  # as in the fork, whichever comes first
             os.setpgid(pid, pid)
         with contextlib.suppress(OSError):
-            peer.sendall(warm_stub.LENGTH.pack(pid))
+            peer.sendall(rank_stub.LENGTH.pack(pid))
         self._of_peer[peer.fileno()] = self._of_end[os.pidfd_open(pid)] = (pid, peer)
         return None
 
@@ -191,7 +180,7 @@ class _Ranks:
         self._of_peer.pop(peer.fileno(), None)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(OSError):
-            peer.sendall(warm_stub.LENGTH.pack(status))
+            peer.sendall(rank_stub.LENGTH.pack(status))
         peer.close()
 
     def _close_all(self, peer: socket.socket) -> None:
@@ -200,24 +189,6 @@ class _Ranks:
         for end, (_, other) in self._of_end.items():
             os.close(end)
             other.close()
-
-
-def _receive_request(peer: socket.socket) -> tuple[list[int], Any]:
-    head, files, _, _ = socket.recv_fds(peer, warm_stub.LENGTH.size, warm_stub.FILES)
-    try:
-        if len(head) < warm_stub.LENGTH.size or len(files) < warm_stub.FILES:
-            raise ValueError("not a request of a stub")
-        left, data = warm_stub.LENGTH.unpack(head)[0], b""
-        while len(data) < left:
-            more = peer.recv(left - len(data))
-            if not more:
-                raise ConnectionError("the stub was ended")
-            data += more
-        return files, json.loads(data)
-    except (OSError, ValueError):
-        for file in files:
-            os.close(file)
-        raise
 
 
 def _become(files: Sequence[int], request: Any) -> list[str]:

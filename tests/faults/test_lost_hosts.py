@@ -1,9 +1,12 @@
-"""A host is lost: the launch restarts on those that are left, or ends and names it."""
+"""A host is lost: the others heal, or the launch restarts on them, or ends and names the host."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -24,15 +27,21 @@ import keras, numpy as np
 from ktrainer import Callback, Trainer
 
 class Wait(Callback):
-    again = False
+    waited = again = False
 
     def on_step_begin(self, step):
-        if os.environ["KTRAINER_RESTART"] == "0" and self.world.size > 1 and step == 3:
+        first = os.environ["KTRAINER_RESTART"] == "0"
+        if first and self.world.size > 1 and step == 3 and not self.waited:
+            self.waited = True
             print("now", flush=True)
             time.sleep(4)
-        if os.environ["KTRAINER_RESTART"] == "1" and not self.again:
+        if not first and not self.again:
             print("again from", step, flush=True)
             self.again = True
+
+    def on_step_end(self, step, logs=None):
+        print("updated", step, "at", time.time(), flush=True)
+        time.sleep(float(os.environ.get("PAUSE", "0")))
 
 def build():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(3)])
@@ -43,8 +52,11 @@ keras.config.set_floatx("float64")
 trainer = Trainer.from_cli(callbacks=[Wait()], defaults={"seed": 1})
 x = np.random.default_rng(0).normal(size=(64, 6))
 history = trainer.fit(build, (x, x[:, :3])).history
+path = f"found-{os.environ['KTRAINER_RESTART']}-{trainer.world.size}.keras"
+trainer.save(path)
 if trainer.world.is_root:
-    found = [history["loss"], *(v.numpy().tolist() for v in trainer.model.variables)]
+    model = keras.models.load_model(path)
+    found = [history["loss"], *(v.numpy().tolist() for v in model.variables)]
     print("hash seed", os.environ.get("PYTHONHASHSEED"), flush=True)
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
@@ -71,25 +83,133 @@ def found(text: str) -> tuple[int, list[np.ndarray]]:
     return int(size), [np.asarray(value) for value in json.loads(values)]
 
 
-def lose(made: Hosts, how: str, folder: Path, *options: object) -> Lost:
-    """Lose the second host in mid-step: how the launch on the first one ends, and what it says."""
+def start(made: Hosts, folder: Path, *options: object, slots: int = 1) -> subprocess.Popen[str]:
+    """A launch over all hosts from the first one, once it is in the step to be interrupted."""
     script = folder / "script.py"
     script.write_text(TRAINS)
-    words = ("--hosts", ",".join(made.names), "--rsh", made.agent, *options, script)
-    more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}")
+    hosts = ",".join(f"{name}:{slots}" for name in made.names)
+    keys = [str(option) for option in options if "=" in str(option)]
+    named = [str(option) for option in options if "=" not in str(option)]
+    words = ("--hosts", hosts, "--rsh", made.agent, *named, script)
+    more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}", *keys)
     launcher = made.start(0, *LAUNCH, *words, *more, env=ENV, cwd=folder)
     assert launcher.stdout is not None
     assert any("now" in line for line in launcher.stdout), launcher.communicate(timeout=60)
+    return launcher
+
+
+def lose(made: Hosts, how: str, folder: Path, *options: object, slots: int = 1) -> Lost:
+    """Lose the last host in mid-step: how the launch on the others ends, and what it says."""
+    launcher, last = start(made, folder, *options, slots=slots), len(made.names) - 1
     began = time.monotonic()
-    {"killed": made.kill, "cut": made.cut}[how](1)
+    if how == "stopped":
+        for pid in ranks_on(made, last):
+            os.kill(pid, signal.SIGSTOP)
+    else:
+        {"killed": made.kill, "cut": made.cut}[how](last)
     out, errors = launcher.communicate(timeout=150)
     reap_adopted()  # agents of the lost host, which this process inherits from the launcher
     return Lost(launcher.returncode, out, errors, time.monotonic() - began)
 
 
+def ranks_on(made: Hosts, host: int) -> list[int]:
+    """Process ids of the ranks on a host."""
+    found = []
+    for pid in made.pids(host):
+        with contextlib.suppress(OSError):
+            if "ktrainer.launch.rank_process" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(pid)
+    return found
+
+
+def assert_equals_one_process(values: list[np.ndarray], folder: Path) -> None:
+    """Compare losses and weights with those of one process that nothing disturbs."""
+    words = (*LAUNCH, folder / "script.py", *WORDS, *MORE[:1])
+    alone = subprocess.run(
+        list(map(str, words)), cwd=folder, capture_output=True, text=True, timeout=90, check=True
+    )
+    for one, other in zip(values, found(alone.stdout)[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["killed", "cut", "stopped"])
+def test_the_ranks_of_other_hosts_heal(
+    hosts: Callable[[int], Hosts], tmp_path: Path, how: str
+) -> None:
+    """With the numbers of one process. A host that was cut off ends its ranks, and says why."""
+    made = hosts(3)
+    lost = lose(made, how, tmp_path, "--heal")
+    assert lost.code == 0, lost.errors
+    assert "rank 2 was lost; 2 ranks continue after step" in lost.errors
+    assert (f"host {made.names[2]} was lost, with rank 2" in lost.errors) == (how != "stopped")
+    size, values = found(lost.out)
+    assert size == 2
+    assert_equals_one_process(values, tmp_path)
+    if how == "cut":
+        (log,) = made.folder.glob("*/tmp/ktrainer-*-lost-launcher.log")
+        assert made.names[2] in log.name
+        assert "has lost the launcher: it has not been heard of for 4 s" in log.read_text()
+        assert not ranks_on(made, 2)
+
+
+@pytest.mark.exhaustive
+def test_two_ranks_of_a_lost_host(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+    """Sums are hierarchical before, and not after."""
+    made = hosts(2)
+    lost = lose(made, "killed", tmp_path, "--heal", slots=2)
+    assert lost.code == 0, lost.errors
+    assert f"host {made.names[1]} was lost, with ranks 2, 3" in lost.errors
+    assert "ranks 2, 3 were lost; 2 ranks continue after step" in lost.errors
+    assert_equals_one_process(found(lost.out)[1], tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_ranks_save_and_end_when_the_launcher_is_lost(
+    hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """With its host, and rank 0. Started on the others, the run resumes from there."""
+    made = hosts(3)
+    launcher = start(made, tmp_path, "--heal")
+    made.kill(0)
+    launcher.communicate(timeout=20)
+    deadline = time.monotonic() + 40
+    while ranks_on(made, 1) or ranks_on(made, 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    logs = {path.parents[1].name: path for path in made.folder.glob("*/tmp/*-lost-launcher.log")}
+    assert set(logs) == set(made.names[1:])
+    for log in logs.values():
+        text = log.read_text()
+        assert "has lost the launcher: the connection was closed" in text
+        assert re.search(r"ended with exit code 75: .*checkpoint .*/step-0000000[34];", text), text
+    words = (*LAUNCH, "--heal", "--hosts", ",".join(made.names[1:]), "--rsh", made.agent)
+    more = (*WORDS, *MORE, f"run.dir={tmp_path / 'lost'}", "checkpoint.resume=auto")
+    done = made.run(1, *words, tmp_path / "script.py", *more, env=ENV, cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "updated 3 " not in done.stdout
+    assert_equals_one_process(found(done.stdout)[1], tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_a_replicated_pipeline_restarts_from_its_last_update(
+    hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """On the other host, which has a replica of each stage; no checkpoint was due before."""
+    made = hosts(2)
+    words = ("--heal", "--max-restarts", 2, "backend=pipeline", "backend.partitions=2")
+    lost = lose(made, "killed", tmp_path, *words, "checkpoint.every=null", slots=2)
+    assert lost.code == 0, lost.errors
+    assert f"host {made.names[1]} was lost, with ranks 2, 3" in lost.errors
+    assert "again from 3\n" in lost.out
+    size, values = found(lost.out)
+    assert size == 2
+    assert_equals_one_process(values, tmp_path)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["killed", "cut"])
-def test_the_run_continues_on_the_hosts_that_are_left(
+def test_a_launch_restarts_on_the_other_hosts(
     hosts: Callable[[int], Hosts], tmp_path: Path, how: str
 ) -> None:
     """With the numbers of one process: each example once, the interrupted update again."""
@@ -102,12 +222,7 @@ def test_the_run_continues_on_the_hosts_that_are_left(
     assert "[0] hash seed 0\n" in lost.out, "sets must iterate as they did before the loss"
     size, values = found(lost.out)
     assert size == 1
-    words = (*LAUNCH, tmp_path / "script.py", *WORDS, *MORE[:1])
-    alone = subprocess.run(
-        list(map(str, words)), cwd=tmp_path, capture_output=True, text=True, timeout=90, check=True
-    )
-    for one, other in zip(values, found(alone.stdout)[1], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+    assert_equals_one_process(values, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -20,6 +20,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -35,18 +36,92 @@ _MAX_HOSTS = 200
 _SETS = itertools.count()
 _NAMES = Path("/etc/netns")  # NAME/hosts there is /etc/hosts for `ip netns exec NAME`
 
-# HOST COMMAND...; words before HOST are options of ssh. The command's words are joined and read by
-# a shell, as ssh has it. All agents of a host share its first process's namespaces.
-_AGENT = """#!/bin/sh
-while :; do case "$1" in -[opliFJ]) shift 2;; -*) shift;; *) break;; esac; done
-host=$1; shift
-[ -d "{folder}/$host" ] || {{ echo "agent: unknown host $host" >&2; exit 255; }}
-first=$(cat "{folder}/$host/pid") || {{ echo "agent: $host is down" >&2; exit 255; }}
-export KT_COMMAND="$*"
-exec nsenter --target "$first" --net --uts --ipc --pid --mount unshare --mount \
-  env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/sh LANG=C.UTF-8 \
-  PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin TMPDIR="{folder}/$host/tmp" \
-  sh -c '. "$0"; cd "$HOME"; exec sh -c "$1"' "{folder}/$host/prelude" "$KT_COMMAND"
+# `agent HOST COMMAND...`; words before HOST are options of ssh. The command's words are joined and
+# read by a shell, as ssh has it; its input and output go over the network, so a cut link cuts them.
+# All agents of a host share its first process's namespaces.
+_AGENT = r"""#!{python} -IS
+import os, socket, subprocess, sys, threading, time
+FOLDER = "{folder}"
+ENTER = '. "$0"; cd "$HOME"; exec sh -c "$1"'
+CONNECT = (
+    "import os, socket, sys\n"
+    "for number in range(3):\n"
+    "    link = socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)\n"
+    "    link.settimeout(None)\n"
+    "    link.send(bytes([number]))\n"
+    "    os.dup2(link.fileno(), number)\n"
+    "    link.close()\n"
+    "os.execvp(sys.argv[3], sys.argv[3:])\n"
+)
+
+
+def fail(text):
+    print("agent: " + text, file=sys.stderr)
+    sys.exit(255)
+
+
+def copy(read, write, end):
+    try:
+        while data := read(1 << 16):
+            while data:
+                data = data[write(data):]
+    except OSError:
+        pass
+    end()
+
+
+def main(words):
+    while words[0].startswith("-"):
+        del words[:2 if words[0][1] in "opliFJ" and len(words[0]) == 2 else 1]
+    host, command = words[0], " ".join(words[1:])
+    own = FOLDER + "/" + host
+    if not os.path.isdir(own):
+        fail("unknown host " + host)
+    try:
+        first = open(own + "/pid").read()
+    except FileNotFoundError:
+        fail(host + " is down")
+    listener = socket.create_server((socket.gethostbyname(socket.gethostname()), 0))
+    address, port = listener.getsockname()
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    login = ("HOME=/root", "USER=root", "LOGNAME=root", "SHELL=/bin/sh", "LANG=C.UTF-8")
+    process = subprocess.Popen(
+        ["nsenter", "--target", first, "--net", "--uts", "--ipc", "--pid", "--mount",
+         "unshare", "--mount", "env", "-i", *login, "PATH=" + path, "TMPDIR=" + own + "/tmp",
+         sys.executable, "-IS", "-c", CONNECT, address, str(port),
+         "sh", "-c", ENTER, own + "/prelude", command],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    listener.settimeout(0.1)
+    links, until = dict(), time.monotonic() + 6
+    while len(links) < 3 and process.poll() is None and time.monotonic() < until:
+        try:
+            link, _ = listener.accept()
+            link.settimeout(None)
+            links[link.recv(1)[0]] = link
+        except (OSError, IndexError):
+            pass
+    if len(links) < 3:
+        process.kill()
+        fail("connect to host " + host + ": Connection timed out")
+    copies = [(lambda size: os.read(0, size), links[0].send, lambda: close(links[0]))]
+    copies += [(links[n].recv, lambda data, n=n: os.write(n, data), lambda: None) for n in (1, 2)]
+    threads = [threading.Thread(target=copy, args=each, daemon=True) for each in copies]
+    for thread in threads:
+        thread.start()
+    for thread in threads[1:]:
+        thread.join()
+    code = process.wait()
+    os._exit(code if code >= 0 else 255)
+
+
+def close(link):
+    try:
+        link.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+
+
+main(sys.argv[1:])
 """
 # The first process of a host; its end ends all that agents have started. It reaps orphans.
 _BOOT = "echo up; while :; do sleep 3600 & wait; done"
@@ -270,7 +345,10 @@ class Hosts:
         assert not left, f"hosts left behind: {left}"
 
     def _make(self) -> None:
-        self.agent.write_text(_AGENT.format(folder=self.folder))
+        python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+        self.agent.write_text(
+            _AGENT.replace("{python}", python).replace("{folder}", str(self.folder))
+        )
         self.agent.chmod(0o755)
         _call("ip", "link", "add", self._bridge, "type", "bridge")
         _call("ip", "link", "set", self._bridge, "up")

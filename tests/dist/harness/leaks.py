@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -82,9 +84,20 @@ def wait_for_none(before: Snapshot, seconds: float = 2.0) -> list[str]:
     found = compare(before, take())
     while found and time.monotonic() < deadline:
         gc.collect()
+        _reap_adopted()
         time.sleep(0.05)
         found = compare(before, take())
     return found
+
+
+def _reap_adopted() -> None:
+    """Collect ended processes that others have started and left to this one: until then the first
+    process of their process namespace does not end either."""
+    own = {each.pid for each in gc.get_objects() if isinstance(each, subprocess.Popen)}
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid not in own and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:

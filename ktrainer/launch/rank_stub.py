@@ -1,11 +1,13 @@
-"""A program that mpirun starts in place of a rank, which is a fork of a warm process.
+"""A program that mpirun starts in place of a rank, which another process starts.
 
     mpirun ── this program ┄┄ unix socket ┄┄ warm process ── rank
+    mpirun ── this program ┄┄ unix socket ┄┄ launcher ┄┄ remote agent ┄┄ relay of a host ── rank
 
-It hands its environment and files to the warm process, passes signals on to the rank, and ends as
-the rank does. Without a warm process it becomes the rank: it executes the rank's own command.
+It hands over its environment and files, passes signals on to a rank of this host, and ends as the
+rank does. If the other side ends before the rank, it ends as a rank that was killed. Where there is
+no warm process it becomes the rank: it executes the rank's own COMMAND, if it has one.
 
-Started as `python -I -S warm_stub.py SOCKET COMMAND...`. Standard library only, and little of it.
+Started as `python -I -S rank_stub.py SOCKET [COMMAND...]`. Standard library only, and little of it.
 """
 
 from __future__ import annotations
@@ -33,16 +35,17 @@ def main(path: str, command: list[str]) -> None:
         started = _hand_over(peer, command)
     except OSError:
         started = None
-    if started is None:
+    if started is None and command:
         os.execv(command[0], command)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for name in _PASSED_ON:
-        signal.signal(getattr(signal, name), lambda number, _frame: _send(started, number))
-    _end_as(receive(peer))
+    if started:
+        for name in _PASSED_ON:
+            signal.signal(getattr(signal, name), lambda number, _frame: _send(started, number))
+    _end_as(receive(peer) if started is not None else None)
 
 
 def _hand_over(peer: socket.socket, command: list[str]) -> int | None:
-    """Ask for a rank; returns its process id, None if there is none."""
+    """Ask for a rank; returns its process id, 0 on another host, None if there is no rank."""
     umask = os.umask(0)
     os.umask(umask)
     request = json.dumps([dict(os.environ), os.getcwd(), umask, command]).encode()
