@@ -76,7 +76,7 @@ class Checkpoint(Callback):
         self._given = Path(directory) if directory is not None else None
         self.directory = self._given
         self.every = Every(every)
-        self.keep, self.allow_nan = keep, allow_nan
+        self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
         self._best = BestMetric(best, mode)
         self.asynchronous, self.iterators = asynchronous, iterators
         self.callbacks = list(callbacks)
@@ -110,6 +110,11 @@ class Checkpoint(Callback):
             self.asynchronous,
             alone=self.train_state.joining,
         )
+
+    @property
+    def best_value(self) -> float | None:
+        """The best value of the metric `best` so far."""
+        return self._best.value
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         self._validated = logs if self._best.name is not None else None

@@ -15,14 +15,14 @@ from typing import Any
 
 from ktrainer.launch import rank_process, rank_stub
 
-_PYTHON = ("python", "-m")  # comes before the module in a rank's command
+PYTHON = ("python", "-m")  # comes before the module in a rank's command
 _BACKLOG = 1024
 _REQUEST_SECONDS = 5.0
 
 
 def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """The `command` of mpirun, split into its own words and the command of a rank."""
-    at = command.index(rank_process.__name__) - len(_PYTHON)
+    at = command.index(rank_process.__name__) - len(PYTHON)
     return list(command[:at]), list(command[at:])
 
 

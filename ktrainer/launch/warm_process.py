@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.launch import orphan_prevention, rank_process, rank_stub
-from ktrainer.launch.rank_stubs import accept, listen, split_command, stub_command
+from ktrainer.launch.rank_stubs import PYTHON, accept, listen, split_command, stub_command
 
 _IMPORTS = ("tensorflow", "keras", "numpy", "ktrainer.trainer")
 _LATER_SECONDS = 5.0  # from the first rank's import to that of the warm process
@@ -205,7 +205,7 @@ def _become(files: Sequence[int], request: Any) -> list[str]:
     sys.path[0] = folder  # as `python -m`
     # Its state was drawn in the warm process; that of `random` is drawn again by a fork itself.
     sys.modules["numpy"].random.seed()
-    words: list[str] = command[len(_PYTHON) + 1 :]
+    words: list[str] = command[len(PYTHON) + 1 :]
     return words
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ktrainer.distributed import loopback_sockets
-from ktrainer.distributed.loopback_sockets import ListeningSocket
+from ktrainer.distributed import listening_sockets
+from ktrainer.distributed.listening_sockets import ListeningSocket
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def test_a_connection_that_waits_is_not_lost(library: tuple[socket.socket, selec
     here = ListeningSocket(listener.fileno(), port)
     with socket.create_connection(("127.0.0.1", port), 5) as early:
         with pytest.raises(OSError, match="waits to be accepted"):
-            loopback_sockets.narrow(here)
+            listening_sockets.narrow(here)
         assert watched.poll(5) == [(listener.fileno(), select.EPOLLIN)]
         accepted, _ = listener.accept()
         with accepted:
-            assert loopback_sockets.narrow(here)
+            assert listening_sockets.narrow(here)
             early.sendall(b"kept")
             assert accepted.recv(4) == b"kept"
     assert listener.getsockname() == ("127.0.0.1", port)

@@ -1,6 +1,6 @@
 """Ranks that need not import TensorFlow: forks of a process that has, as those of a restart are.
 
-mpirun ── warm_stub ┄┄ unix socket ┄┄ warm process ── rank
+mpirun ── rank_stub ┄┄ unix socket ┄┄ warm process ── rank
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ktrainer.launch import warm_stub
+from ktrainer.launch import rank_stub
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.warm_process import fork_when_asked
 from tests.dist.harness import worker
@@ -54,7 +54,7 @@ class WarmProcesses:
 
     def command(self, worker: list[str]) -> list[str]:
         """The program that mpirun starts for a rank with the command `worker`."""
-        stub = f'exec "$0" -I -S {warm_stub.__file__} {self.folder}/$OMPI_COMM_WORLD_RANK "$0" "$@"'
+        stub = f'exec "$0" -I -S {rank_stub.__file__} {self.folder}/$OMPI_COMM_WORLD_RANK "$0" "$@"'
         return ["sh", "-c", stub, *worker]
 
     def close(self) -> None:
