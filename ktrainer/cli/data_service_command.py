@@ -27,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run a tf.data service on this host: workers that compute input pipelines, and the "
         "dispatchers that hand out their work. Training jobs find it by the file that it writes "
-        "when it is ready and removes when it ends: data.service.config=FILE.json. TensorFlow's "
-        "servers listen on all interfaces, without encryption or passwords: close their ports to "
-        "other hosts."
+        "when it is ready and removes when it ends: data.service.config=FILE.json. Its servers "
+        "listen at --address, without encryption or passwords: close their ports to other hosts."
     )
     parser.add_argument(
         "-n", "--workers", type=positive(int), default=1, help="worker processes (default: 1)"

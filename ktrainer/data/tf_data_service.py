@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ from ktrainer.config.data_service_file import (
     is_reachable,
     write_json,
 )
+from ktrainer.config.launch_environment import LOOPBACK
 from ktrainer.data.dataset_source import calls_python
+from ktrainer.distributed.listening_sockets import keep_at
 from ktrainer.errors import ConfigError, DataError, SetupError
 
 _MODES = ("distributed_epoch", "parallel_epochs")
@@ -169,7 +172,7 @@ def data_service(
         compute_config: as read from the file of the service.
         rank: this training process.
         address: the address under which workers reach this host; None: 127.0.0.1 if the service
-            runs on this host alone. TensorFlow listens on all interfaces whatever it is.
+            runs on this host alone. Where it listens.
 
     Raises:
         ConfigError: there is no dispatcher of this number.
@@ -192,7 +195,10 @@ def data_service(
         tf.data.experimental.service.DispatcherConfig(port=0)
     )
     port = server.target.rpartition(":")[2]
-    found = f"{address or '127.0.0.1'}:{port}"
+    own = address or LOOPBACK
+    if not keep_at(own, int(port)):
+        warnings.warn(f"the dispatcher at port {port} listens on all interfaces", stacklevel=3)
+    found = f"{own}:{port}"
     write_json(place, found)
     try:
         yield f"grpc://{found}"

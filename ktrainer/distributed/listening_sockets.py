@@ -33,6 +33,7 @@ from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
 _BACKLOG = 4096
+_KEEP_SECONDS = 3.0  # how long to try
 _HANDSHAKE_SECONDS = 0.005  # for one that had begun when the new socket was opened
 _UNACKED = slice(24, 28)  # in `struct tcp_info`
 _EPOLL_CTL_ADD = 1
@@ -82,6 +83,23 @@ def narrow_at(ports: Container[int], address: str = LOOPBACK) -> bool:
     except (OSError, psutil.Error):
         return False
     return all(moved)
+
+
+def keep_at(address: str, port: int) -> bool:
+    """Move what listens at a port on all interfaces to the address of one, between two incoming
+    connections; return whether that succeeded.
+
+    Args:
+        address: of this host, as others know it: a name or an IPv4 address.
+    """
+    until = time.monotonic() + _KEEP_SECONDS
+    with suppress(OSError):
+        here = socket.gethostbyname(address)
+        while time.monotonic() < until:
+            if narrow_at((port,), here):
+                return True
+            time.sleep(_HANDSHAKE_SECONDS)
+    return False
 
 
 def narrow(listener: ListeningSocket, address: str = LOOPBACK) -> bool:

@@ -295,11 +295,12 @@ def _rank_in(members: list[Member], member: Member) -> int:
 def _say(healed: Healed) -> None:
     if healed.lost:
         what = f"{name_ranks(healed.lost)} {'was' if len(healed.lost) == 1 else 'were'} lost"
+        more = "; the training metrics of this epoch may lack their part of one update"
     else:
-        what = "a rank joined"
+        what, more = "a rank joined", ""
     ranks = "1 rank continues" if healed.size == 1 else f"{healed.size} ranks continue"
     print(
-        f"ktrainer: {what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s)",
+        f"ktrainer: {what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s){more}",
         file=sys.stderr,
         flush=True,
     )

@@ -115,7 +115,7 @@ class DataServiceGroup:
             if self.work_dir is not None:
                 folder = str(self._journals / f"dispatcher-{i}")
                 os.makedirs(folder)
-            self._add(f"dispatcher {i}", port, [folder], i)
+            self._add(f"dispatcher {i}", port, [self.address, folder], i)
         addresses = tuple(f"{self.address}:{port}" for port in ports)
         self.config = replace(self.config, addresses=addresses)
         if self.start_workers is None:
@@ -203,7 +203,7 @@ class DataServiceGroup:
 
     def _may_continue(self, server: _Server, code: int) -> bool:
         """Start a server that failed again, if its jobs survive that."""
-        journal = server.role == "dispatcher" and bool(server.words[0])
+        journal = server.role == "dispatcher" and bool(server.words[1])
         if server.restarts >= RESTARTS or not (server.role == "worker" or journal):
             hint = "; with --work-dir DIR it would be started again and its readers continue"
             reason = "" if server.role == "worker" else hint

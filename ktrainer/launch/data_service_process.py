@@ -1,9 +1,10 @@
 """One dispatcher or worker of a tf.data service, started by `ktrainer data-service`.
 
-    python -m ktrainer.launch.data_service_process dispatcher PORT WORK_DIR
+    python -m ktrainer.launch.data_service_process dispatcher PORT ADDRESS WORK_DIR
     python -m ktrainer.launch.data_service_process worker PORT ADDRESS DISPATCHER
 
-WORK_DIR is empty for a dispatcher that forgets its jobs when it fails.
+WORK_DIR is empty for a dispatcher that forgets its jobs when it fails. TensorFlow listens on all
+interfaces; its socket is moved to ADDRESS, which is one of this host.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 
+from ktrainer.distributed.listening_sockets import keep_at
 from ktrainer.launch.orphan_prevention import end_with_parent
 
 HEARTBEAT_MS = 500
@@ -29,16 +31,16 @@ def main(argv: list[str]) -> None:
 
     service = tf.data.experimental.service
     tf.config.set_visible_devices([], "GPU")
-    role, port, *rest = argv
+    role, port, address, rest = argv
     if role == "dispatcher":
-        (work_dir,) = rest
+        work_dir = rest
         server = service.DispatchServer(
             service.DispatcherConfig(
                 port=int(port), work_dir=work_dir or None, fault_tolerant_mode=bool(work_dir)
             )
         )
     else:
-        address, dispatcher = rest
+        dispatcher = rest
         _wait_for(dispatcher, ended)
         server = service.WorkerServer(
             service.WorkerConfig(
@@ -48,6 +50,8 @@ def main(argv: list[str]) -> None:
                 heartbeat_interval_ms=HEARTBEAT_MS,
             )
         )
+    if not keep_at(address, int(port)):
+        print(f"listens on all interfaces: port {port} cannot be kept at {address}", flush=True)
     while not ended.wait(0.5):
         pass
     server._stop()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 
@@ -180,6 +181,18 @@ def test_horovods_names(one):
     found = Theirs.read(one.path, wait_for_file_creation=True)
     sent = tf.data.Dataset.range(6).send_to_data_service(found, 0, 1)
     assert sorted(int(x) for x in sent) == list(range(6))
+
+
+def test_servers_listen_at_the_address_of_the_service_alone(one):
+    def addresses() -> set[str]:
+        servers = [*one.servers("dispatcher"), *one.servers("worker")]
+        found = [c for server in servers for c in server.net_connections("inet")]
+        return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+    end = time.monotonic() + 5
+    while addresses() != {"127.0.0.1"} and time.monotonic() < end:
+        time.sleep(0.05)
+    assert addresses() == {"127.0.0.1"}
 
 
 def test_a_worker_that_fails_in_mid_epoch_loses_nothing(one):
