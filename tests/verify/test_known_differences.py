@@ -74,6 +74,7 @@ def displayed(kind: str, optimizer: str, *words: str, fits: int = 1) -> list[str
     return [each.strip() for each in text.getvalue().splitlines() if "unlike" in each]
 
 
+@pytest.mark.exhaustive
 def test_ranks(ranks: Callable[..., Any]) -> None:
     words = "known", "adam", "backend=data_parallel"
     first, second = ranks(2).run(displayed, *words, fits=2, deadline=120)
