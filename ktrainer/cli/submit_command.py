@@ -14,6 +14,9 @@ from ktrainer.config import Config
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.launch.cluster_job import SCHEDULERS, ClusterJob
 
+_MINUTES = 60
+_RUNTIME = "deepspeed-distributed"
+_NOT_OF_ALL = ("time", "grace", "image", "runtime")
 _SIGNAL_MARGIN = 60  # Slurm may send its signal so many seconds late
 
 
@@ -38,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time",
         type=_minutes,
-        default=60,
         metavar="H:MM",
         help="time limit, but for skypilot (default: 1:00)",
     )
@@ -53,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", default="", help="of containers, for mpijob and trainjob")
     parser.add_argument(
         "--runtime",
-        default="deepspeed-distributed",
-        help="of a trainjob: a ClusterTrainingRuntime with an MPI policy (default: %(default)s)",
+        help=f"of a trainjob: a ClusterTrainingRuntime with an MPI policy (default: {_RUNTIME})",
     )
     parser.add_argument(
         "-o", "--output", type=Path, help="the file (default: the job's name, here)"
@@ -75,7 +76,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"there is no script {args.script!r}; give the path from the current folder"
         )
-    if scheduler.needs_image and not args.image:
+    for option in _NOT_OF_ALL:
+        if getattr(args, option) and option not in scheduler.options:
+            has = [name for name, each in SCHEDULERS.items() if option in each.options]
+            raise ConfigError(
+                f"--{option} is for --to {' or '.join(has)}, not for {args.to}: leave it out."
+            )
+    if "image" in scheduler.options and not args.image:
         raise ConfigError(
             f"--to {args.to} runs in containers: give --image, with ktrainer, an MPI with mpirun, "
             "and sshd in it."
@@ -97,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace, config: Config) -> ClusterJob:
     grace = args.grace or int(config.trainer.interrupt.grace) + _SIGNAL_MARGIN
-    if args.to == "slurm" and grace >= args.time * 60:
+    minutes = args.time or _MINUTES
+    if args.to == "slurm" and grace >= minutes * 60:
         raise ConfigError(f"--grace: {grace} s are no less than the time limit; give more --time.")
     name = args.name or re.sub(r"[^a-z0-9]+", "-", Path(args.script).stem.lower()).strip("-")
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > 50:
@@ -110,12 +118,12 @@ def _job(args: argparse.Namespace, config: Config) -> ClusterJob:
         args.nodes,
         args.ranks,
         args.cores,
-        args.time,
+        minutes,
         grace,
         args.script,
         _without_separator(args.args),
         args.image,
-        args.runtime,
+        args.runtime or _RUNTIME,
     )
 
 

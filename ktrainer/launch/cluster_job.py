@@ -19,6 +19,7 @@ from ktrainer.errors import RUN_AGAIN
 
 MOST_RESTARTS = 100
 _HOSTFILE = "/etc/mpi/hostfile"  # where Kubeflow mounts it
+_KUBECTL = ("kubectl", "create", "-f")
 _MPI_ENVIRONMENT = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
@@ -174,19 +175,19 @@ class Scheduler:
         write: makes the text of the job's file.
         ending: of the file's name.
         start: the command that starts it, but for the file.
-        needs_image: whether the job runs in containers.
+        options: those of `ktrainer submit` that not all schedulers have; `image` is then required.
     """
 
     write: Callable[[ClusterJob], str]
     ending: str
     start: tuple[str, ...]
-    needs_image: bool = False
+    options: tuple[str, ...] = ()
 
 
 SCHEDULERS: Mapping[str, Scheduler] = {
-    "slurm": Scheduler(sbatch_script, "sbatch", ("sbatch",)),
-    "mpijob": Scheduler(mpi_job, "yaml", ("kubectl", "create", "-f"), needs_image=True),
-    "trainjob": Scheduler(train_job, "yaml", ("kubectl", "create", "-f"), needs_image=True),
+    "slurm": Scheduler(sbatch_script, "sbatch", ("sbatch",), ("time", "grace")),
+    "mpijob": Scheduler(mpi_job, "yaml", _KUBECTL, ("time", "image")),
+    "trainjob": Scheduler(train_job, "yaml", _KUBECTL, ("time", "image", "runtime")),
     "skypilot": Scheduler(sky_task, "yaml", ("sky", "launch")),
 }
 

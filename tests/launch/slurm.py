@@ -37,6 +37,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 SlurmdParameters=config_overrides
 KillWait=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
 PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
@@ -89,6 +90,9 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         _until(lambda: _output(idle, env) == "idle", "a node of Slurm")
         yield env
     finally:
+        if len(started) == len(commands):  # steps are not children of the daemons
+            _output(["scancel", "--full", "--signal=KILL", "--user=root"], env)
+            _output(["scancel", "--user=root"], env)
         children = [child for daemon in started for child in daemon.children(recursive=True)]
         for process in [*children, *reversed(started)]:
             process.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -128,6 +129,9 @@ def test_what_cannot_work_is_refused(
         ("-o", str(tmp_path / "none" / "x"), str(script)): "give --output",
         ("-o", str(script), str(script)): "is the script itself",
         (str(script), "trainer.epoch=3"): "unknown key",
+        ("--image", "x", str(script)): "--image is for --to mpijob or trainjob, not for slurm",
+        ("--to", "skypilot", "--time", "1:00", str(script)): "not for skypilot",
+        ("--to", "mpijob", "--grace", "9", "--image", "x", str(script)): "is for --to slurm",
     }.items():
         assert main.main(["submit", *words]) == 2
         assert said in capsys.readouterr().err
@@ -168,7 +172,7 @@ def test_slurm_runs_the_job_and_resumes_it_after_a_signal(
         pytest.skip(reason)
     expected = _one_process(script)
     words = ["backend=data_parallel", "run.dir=run", "checkpoint.every=1ep", *WORDS]
-    path = _submit(script, "slurm", "-n", "2", words=words)
+    submit = (sys.executable, "-m", "ktrainer.cli.main", "submit", "-n", "2", "--start")
     with slurm(tmp_path_factory.mktemp("slurm")) as env:
 
         def call(*command: str) -> str:
@@ -183,7 +187,9 @@ def test_slurm_runs_the_job_and_resumes_it_after_a_signal(
                 assert time.monotonic() < end, f"{call('scontrol', 'show', 'job', job)}\n{text}"
                 time.sleep(0.2)
 
-        job = call("sbatch", "--parsable", str(path))
+        started = re.search(r"Submitted batch job (\d+)", call(*submit, str(script), *words))
+        assert started is not None
+        job = started[1]
         until((script.parent / "staying").exists, job)
         call("scancel", "--signal=TERM", job)
         until(lambda: "PENDING" in call("squeue", "--noheader", "--format=%T", "--job", job), job)
