@@ -187,7 +187,8 @@ def test_servers_listen_at_the_address_of_the_service_alone(one):
     def addresses() -> set[str]:
         servers = [*one.servers("dispatcher"), *one.servers("worker")]
         found = [c for server in servers for c in server.net_connections("inet")]
-        return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+        listening = [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+        return {address.removeprefix("::ffff:") for address in listening}
 
     end = time.monotonic() + 5
     while addresses() != {"127.0.0.1"} and time.monotonic() < end:
