@@ -15,6 +15,7 @@ from ktrainer.errors import WorldError
 
 _STARTS = 20  # of a worker within one pass
 _POLL = 1.0  # seconds between two looks at a service that sends nothing
+_CLOSE_SECONDS = 10.0  # for TensorFlow to let go of the service
 
 
 def in_order(reader: ServiceReader, first: int, step: int, left: int | None) -> Iterator[Any]:
@@ -69,6 +70,7 @@ class ServiceReader:
         self._thread = threading.Thread(
             target=self._run, args=(distributed,), name="ktrainer-feed-service", daemon=True
         )
+        self._lost = False
         self._thread.start()
 
     def _run(self, distributed: Callable[[], tf.data.Dataset]) -> None:
@@ -106,6 +108,7 @@ class ServiceReader:
             raise error
 
     def _gone(self, what: str) -> WorldError:
+        self._lost = True
         return WorldError(
             f"the dispatcher of the tf.data service at {self._address} {what}. See the output of "
             f"`ktrainer data-service --config {self._path}`; start it again and resume. With "
@@ -116,4 +119,4 @@ class ServiceReader:
     def close(self) -> None:
         """Stop the thread; one that waits for a lost service is left to itself."""
         self._asked.put(False)
-        self._thread.join(_POLL)
+        self._thread.join(_POLL if self._lost else _CLOSE_SECONDS)
