@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import time
 from collections.abc import Callable
@@ -64,6 +65,21 @@ def test_links_are_cut_mended_and_slow(hosts: Callable[[int], Hosts]) -> None:
     # 1 MB/s, after a burst of 256 KiB.
     assert time.monotonic() - start > ((1 << 20) - (1 << 18)) / 1e6
     made.slow(0)
+
+
+def test_a_cut_link_cuts_the_agent_over_the_network(hosts: Callable[[int], Hosts]) -> None:
+    made = hosts(2)
+    words = (made.names[1], "cat; echo $ANSWER >&2; exit 7")
+    made.prelude(1, "export ANSWER=42")
+    done = made.run(0, made.network_agent, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "42\n")
+    agent = made.start(0, made.network_agent, made.names[1], "echo up; sleep 1; echo on; sleep 60")
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "up\n"
+    made.cut(1)
+    assert not select.select([agent.stdout], [], [], 2)[0]
+    made.mend(1)
+    assert agent.stdout.readline() == "on\n"
 
 
 def test_a_killed_host_ends_what_the_agent_started(hosts: Callable[[int], Hosts]) -> None:

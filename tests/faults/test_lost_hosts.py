@@ -90,7 +90,7 @@ def start(made: Hosts, folder: Path, *options: object, slots: int = 1) -> subpro
     hosts = ",".join(f"{name}:{slots}" for name in made.names)
     keys = [str(option) for option in options if "=" in str(option)]
     named = [str(option) for option in options if "=" not in str(option)]
-    words = ("--hosts", hosts, "--rsh", made.agent, *named, script)
+    words = ("--hosts", hosts, "--rsh", made.network_agent, *named, script)
     more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}", *keys)
     launcher = made.start(0, *LAUNCH, *words, *more, env=ENV, cwd=folder)
     assert launcher.stdout is not None
@@ -183,7 +183,7 @@ def test_ranks_save_and_end_when_the_launcher_is_lost(
         text = log.read_text()
         assert "has lost the launcher: the connection was closed" in text
         assert re.search(r"ended with exit code 75: .*checkpoint .*/step-0000000[34];", text), text
-    words = (*LAUNCH, "--heal", "--hosts", ",".join(made.names[1:]), "--rsh", made.agent)
+    words = (*LAUNCH, "--heal", "--hosts", ",".join(made.names[1:]), "--rsh", made.network_agent)
     more = (*WORDS, *MORE, f"run.dir={tmp_path / 'lost'}", "checkpoint.resume=auto")
     done = made.run(1, *words, tmp_path / "script.py", *more, env=ENV, cwd=tmp_path, timeout=90)
     assert done.returncode == 0, done.stderr

@@ -36,10 +36,21 @@ _MAX_HOSTS = 200
 _SETS = itertools.count()
 _NAMES = Path("/etc/netns")  # NAME/hosts there is /etc/hosts for `ip netns exec NAME`
 
-# `agent HOST COMMAND...`; words before HOST are options of ssh. The command's words are joined and
-# read by a shell, as ssh has it; its input and output go over the network, so a cut link cuts them.
-# All agents of a host share its first process's namespaces.
-_AGENT = r"""#!{python} -IS
+# HOST COMMAND...; words before HOST are options of ssh. The command's words are joined and read by
+# a shell, as ssh has it. All agents of a host share its first process's namespaces.
+_AGENT = """#!/bin/sh
+while :; do case "$1" in -[opliFJ]) shift 2;; -*) shift;; *) break;; esac; done
+host=$1; shift
+[ -d "{folder}/$host" ] || {{ echo "agent: unknown host $host" >&2; exit 255; }}
+first=$(cat "{folder}/$host/pid") || {{ echo "agent: $host is down" >&2; exit 255; }}
+export KT_COMMAND="$*"
+exec nsenter --target "$first" --net --uts --ipc --pid --mount unshare --mount \
+  env -i HOME=/root USER=root LOGNAME=root SHELL=/bin/sh LANG=C.UTF-8 \
+  PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin TMPDIR="{folder}/$host/tmp" \
+  sh -c '. "$0"; cd "$HOME"; exec sh -c "$1"' "{folder}/$host/prelude" "$KT_COMMAND"
+"""
+# The same, but the command's input and output go over the hosts' network, and are cut with a link.
+_NETWORK_AGENT = r"""#!{python} -IS
 import os, socket, subprocess, sys, threading, time
 FOLDER = "{folder}"
 ENTER = '. "$0"; cd "$HOME"; exec sh -c "$1"'
@@ -154,7 +165,9 @@ class Hosts:
     Attributes:
         names: host names; each resolves on every host.
         addresses: IPv4 addresses on `eth0`, by host.
-        agent: path of the remote agent: `AGENT HOST COMMAND...`, for mpirun and for `--rsh`.
+        agent: path of the remote agent: `AGENT HOST COMMAND...`, for mpirun and for `--rsh`. It has
+            a network of its own, so to speak: a cut link does not cut it.
+        network_agent: one over the hosts' network.
         folder: holds all files of the hosts.
     """
 
@@ -167,6 +180,7 @@ class Hosts:
         self.names = [f"k{self._id}h{i + 1}" for i in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
         self.agent = self.folder / "agent"
+        self.network_agent = self.folder / "network_agent"
         self._bridge = f"kb{self._id}"
         self._started: list[subprocess.Popen[str]] = []
         try:
@@ -346,10 +360,11 @@ class Hosts:
 
     def _make(self) -> None:
         python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
-        self.agent.write_text(
-            _AGENT.replace("{python}", python).replace("{folder}", str(self.folder))
-        )
-        self.agent.chmod(0o755)
+        networked = _NETWORK_AGENT.replace("{python}", python)
+        self.agent.write_text(_AGENT.format(folder=self.folder))
+        self.network_agent.write_text(networked.replace("{folder}", str(self.folder)))
+        for agent in (self.agent, self.network_agent):
+            agent.chmod(0o755)
         _call("ip", "link", "add", self._bridge, "type", "bridge")
         _call("ip", "link", "set", self._bridge, "up")
         pairs = zip(self.addresses, self.names, strict=True)
