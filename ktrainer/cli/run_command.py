@@ -91,7 +91,7 @@ class _Launch:
         except ConfigError as error:
             if error.path != "world.heal":
                 raise
-            print(f"ktrainer run: they do not heal any more: {error}", file=sys.stderr)
+            print(f"ktrainer run: the ranks do not heal from now on: {error}", file=sys.stderr)
             args.heal = False  # a pipeline of fewer ranks may have one replica
             made = _prepare(args, hosts)
         kept = {name: self.environment[name] for name in (_HASHES,) if name in self.environment}

@@ -22,6 +22,7 @@ from ktrainer.errors import SetupError
 VARIABLE = "KTRAINER_WORLD"
 JOINED_SIZE = "KTRAINER_JOINED_SIZE"  # in a process that joins others: how many ranks with it
 NETWORK = "KTRAINER_NETWORK"  # of a launch over several hosts, as 10.1.2.0/24
+RELAYED = "KTRAINER_RELAYED"  # in ranks that the relay of their host starts, in the place of mpirun
 LOOPBACK = "127.0.0.1"
 _GRACE = "interrupt.grace"
 _INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"

@@ -16,6 +16,7 @@ reach it, and then counts as lost. How the ranks restore their states is in `ktr
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from ktrainer.config.launch_environment import RELAYED
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.elastic_members import Member, describe_others, failed_ranks, is_loss
 from ktrainer.distributed.launcher_events import has_listener, report_silent
@@ -71,7 +73,9 @@ class ElasticWorld(MpiWorld):
                 "`mpirun --with-ft ulfm`"
             )
         super().__init__(start_deadline)
-        outlive_mpirun()
+        if RELAYED in os.environ and not outlive_mpirun():
+            text = "this MPI ends its ranks when mpirun is lost; they save no checkpoint then"
+            print(f"ktrainer: {text}", file=sys.stderr, flush=True)
         self.alone = stable_rank is not None
         self._stable_rank = self.rank if stable_rank is None else stable_rank
         self.join_handshake: Any = None  # of a joining rank; see `joining_ranks`

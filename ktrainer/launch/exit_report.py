@@ -86,7 +86,7 @@ def conclude(end: GroupEnd, args: argparse.Namespace, heals: bool = False) -> in
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:
     """The failure; None for a group that heals if a rank reached the end and none is missed."""
-    if heals and end.ended and end.missed is None and not end.failures:
+    if heals and end.ended and end.missed is None and not end.failures and not end.late:
         return None
     if end.late and all(note.follows for note in end.failures.values()):
         return late_failure(end.late, end.absent, end.faults)

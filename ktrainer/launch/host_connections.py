@@ -112,6 +112,20 @@ class HostConnections:
         Raises:
             SetupError: a relay does not start.
         """
+        try:
+            return self._open(folder, token, options, env, command)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self,
+        folder: Path,
+        token: str,
+        options: Options,
+        env: Mapping[str, str],
+        command: Sequence[str],
+    ) -> list[str]:
         first, of_rank = split_command(command)
         request = {
             "bind": self._bind,
@@ -132,19 +146,21 @@ class HostConnections:
             relay = _Relay(started, here, folder, ranks, self._stubs)
             self._relays[host.name] = relay
             relay.tell({**request, "ranks": ranks})
+        self._closed.clear()  # a relay that is ready early hears from the launcher, too
+        self._beats = threading.Thread(target=self._beat, name="beats to hosts", daemon=True)
+        self._beats.start()
+        self._wait_until_ready()
+        return list(command)
+
+    def _wait_until_ready(self) -> None:
         until = time.monotonic() + READY_SECONDS
         self._unanswering = silent_hosts(self._others)
         for name, relay in self._relays.items():
             if not relay.ready.wait(max(0.0, until - time.monotonic())):
-                self.close()
                 raise SetupError(
                     f"host {name}: ktrainer did not start there within {READY_SECONDS:g} s; "
                     "see what the remote agent printed above"
                 )
-        self._closed.clear()
-        self._beats = threading.Thread(target=self._beat, name="beats to hosts", daemon=True)
-        self._beats.start()
-        return list(command)
 
     def _beat(self) -> None:
         """Tell all relays again and again that the launcher lives, also while its output blocks."""
@@ -161,12 +177,16 @@ class HostConnections:
                 relay.heard = max(relay.heard, now - host_relay.SILENT_SECONDS)
         self._looked = now
         names = [name for name, relay in self._relays.items() if relay.is_lost(now)]
-        for name in names:
-            self._relays.pop(name).close(now)
         lost = {rank: name for rank, name in self.host_of.items() if name in names}
         if self._stubs is not None:
             self._stubs.lose(lost)
+        for relay in [self._relays.pop(name) for name in names]:
+            relay.close(now)
         return lost
+
+    def take_ended(self) -> list[int]:
+        """The ranks that relays have started and that have ended since the last call."""
+        return [] if self._stubs is None else self._stubs.take_ended()
 
     def unreachable(self) -> dict[int, str]:
         """Rank -> its host, for hosts that cannot be reached any more; see `lost_hosts`."""
@@ -181,8 +201,8 @@ class HostConnections:
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks which others have waited for in vain, also where the relay cannot."""
         self.signal(signal.SIGKILL, ranks)
-        if self._stubs is not None:
-            self._stubs.lose(ranks)
+        if (stubs := self._stubs) is not None:
+            stubs.lose(ranks)
 
     def close(self) -> None:
         """End all relays, and what still runs on their hosts."""
@@ -203,6 +223,8 @@ class HostConnections:
         own = {k: v for k, v in environment.items() if k.startswith(_OF_MPI)}
         if (relay := self._relays.get(self.host_of[rank])) is not None:
             relay.tell({"start": rank, "environment": own})
+        elif self._stubs is not None:  # its host was lost before
+            self._stubs.lose([rank])
 
     def _kill_rank(self, rank: int) -> None:
         """Kill a rank of which mpirun has ended the stub."""
@@ -275,7 +297,8 @@ class _Relay:
         """Kill the relay at this time, by the monotonic clock, if it has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
-        self._process.kill()
+        if self._process.poll() is None:  # with what an agent has started here
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._thread.join(max(0.0, until + _CLOSE_SECONDS - time.monotonic()))
         assert self._process.stdin is not None

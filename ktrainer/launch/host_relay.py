@@ -8,10 +8,10 @@ Every host has a private folder as the launcher has for a launch on one host. Th
 its secrets, comes on standard input and is kept there in a file for the owner alone; ranks read it
 as they start.
 
-The relay and the launcher tell each other every `BEAT_SECONDS` that they live. A relay that has not
-heard of the launcher for `SILENT_SECONDS`, or has lost the connection, ends the ranks of its host:
-those that it has started save a checkpoint first, if they can. What they print from then on, and
-the reason, is in a file beside the folder; see `lost_launcher_path`.
+The relay and the launcher tell each other every `BEAT_SECONDS` that they live. A relay that has
+lost the connection ends the ranks of its host. So does one that has started them and has not heard
+from the launcher for `SILENT_SECONDS`; they save a checkpoint first, if they can. What they print
+from then on, and the reason, is in a file beside the folder; see `lost_launcher_path`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import IO, Any
 
 import psutil
 
+from ktrainer.config.launch_environment import RELAYED
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.group_state import STACK_SIGNAL
 from ktrainer.launch.mpirun_command import available_cpus, cpu_slices
@@ -148,27 +149,30 @@ class _Relay:
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             self._send("alive", -1, b"")
-        if now - self._heard > SILENT_SECONDS:
-            raise _LauncherLostError(f"it has not been heard of for {SILENT_SECONDS:g} s")
+        self._check_launcher()
+
+    def _check_launcher(self) -> None:
+        starts_ranks = self._request["command"] is not None
+        if starts_ranks and time.monotonic() - self._heard > SILENT_SECONDS:
+            raise _LauncherLostError(f"nothing was heard from it for {SILENT_SECONDS:g} s")
 
     def _send(self, kind: str, rank: int, data: bytes) -> None:
         """Send a frame to the launcher; once that is lost, keep what ranks print."""
         if self._log is not None:
             if kind in ("out", "err"):
-                self._log.write(data)
+                with contextlib.suppress(OSError):
+                    self._log.write(data)
             return
         frame = b"frame %s %d %d\n" % (kind.encode(), rank, len(data)) + data
         while frame:
             try:
                 frame = frame[os.write(1, frame) :]
             except BlockingIOError:  # its user may have paused the output
-                ready, _, _ = select.select([0], [1], [], SILENT_SECONDS)
-                if ready:
+                heard = [] if self._asked_to_end else [0]
+                if select.select(heard, [1], [], SILENT_SECONDS)[0]:
                     self._read_input()
-                elif time.monotonic() - self._heard > SILENT_SECONDS:
-                    raise _LauncherLostError(
-                        f"it has not been heard of for {SILENT_SECONDS:g} s"
-                    ) from None
+                elif not self._asked_to_end:
+                    self._check_launcher()
             except OSError as error:
                 raise _LauncherLostError(f"the connection was closed ({error.strerror})") from error
 
@@ -192,13 +196,13 @@ class _Relay:
     def _end_without_launcher(self, reason: str) -> None:
         """End the ranks after the launcher was lost; those that can save a checkpoint first."""
         self._selector.unregister(0)
-        self._log = open(lost_launcher_path(self._folder), "wb", buffering=0)  # noqa: SIM115
+        for process in self._started.values():
+            process.terminate()
+        self._log = _open_log(lost_launcher_path(self._folder))
         self._note(
             f"host {socket.gethostname()} has lost the launcher: {reason}. If it lives, the run "
             "continues on its side; here all ranks end"
         )
-        for process in self._started.values():
-            process.terminate()
         until = time.monotonic() + max(self._grace.values(), default=_GRACE_SECONDS)
         while self._started and time.monotonic() < until:
             self._step(BEAT_SECONDS)
@@ -207,7 +211,8 @@ class _Relay:
 
     def _note(self, text: str) -> None:
         assert self._log is not None
-        self._log.write(f"ktrainer run: {text}\n".encode())
+        with contextlib.suppress(OSError):
+            self._log.write(f"ktrainer run: {text}\n".encode())
 
     # -- the ranks
 
@@ -217,7 +222,7 @@ class _Relay:
         own = {f"OMPI_COMM_WORLD_LOCAL_{key}": str(value) for key, value in local.items()}
         process = subprocess.Popen(
             self._request["command"],
-            env={**os.environ, **environment, **own},
+            env={**os.environ, **environment, **own, RELAYED: "1"},
             cwd=self._request["cwd"],
             stdin=subprocess.DEVNULL,
             stdout=2,  # until it has its pipes; the other one is for frames
@@ -228,6 +233,10 @@ class _Relay:
     def _report_end(self, key: selectors.SelectorKey, rank: int) -> None:
         self._selector.unregister(key.fileobj)
         os.close(key.fd)
+        for other in list(self._selector.get_map().values()):
+            if other.data == ("say", rank):  # before its end: how it came about
+                with contextlib.suppress(BlockingIOError):
+                    self._carry(other, "say", rank, os.read(other.fd, _CHUNK))
         code = self._started.pop(rank).wait()
         self._pids.pop(rank, None)
         self._send("status", rank, b"%d" % (code << 8 if code >= 0 else -code))
@@ -246,7 +255,8 @@ class _Relay:
 
     def _read_note(self, rank: int, note: Note) -> None:
         if note.event == "started":
-            self._pids[rank] = note.pid
+            if self._request["command"] is None or rank in self._started:
+                self._pids[rank] = note.pid
         elif note.event == "grace":
             self._grace[rank] = note.seconds
         elif note.event in ("interrupted", "failed") and self._log is not None:
@@ -254,10 +264,13 @@ class _Relay:
             self._note(f"rank {rank} ended with exit code {note.code}: {note.text.rstrip()}")
 
     def _signal(self, number: int, ranks: list[int] | None) -> None:
-        own = [rank for rank in ranks or self._ranks if rank in self._pids]
+        pids = dict(self._pids)
+        if number == signal.SIGKILL:  # also those that have not begun
+            pids |= {rank: process.pid for rank, process in self._started.items()}
+        own = [rank for rank in (self._ranks if ranks is None else ranks) if rank in pids]
         for rank in own:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[rank], number)
+                os.kill(pids[rank], number)
         if number == STACK_SIGNAL:
             time.sleep(_STACK_SECONDS)
             for rank in own:
@@ -278,6 +291,15 @@ class _Relay:
                         each.kill()
         for started in self._started.values():
             started.wait()
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    """Open a new file for the owner alone; where that fails, one that takes nothing."""
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        number = os.open(os.devnull, os.O_WRONLY)
+    return open(number, "wb", buffering=0)
 
 
 def lost_launcher_path(folder: Path) -> Path:

@@ -234,16 +234,21 @@ class RankGroup:
             return False
         self.end.lost |= lost
         if self._phases is not None:
+            for rank in lost:
+                self._record_end(rank)
             text = f"{describe_lost(lost)}; the others continue if they can"
             self._mergers["err"].write_line(f"ktrainer run: {text}")
         return self._phases is None
 
     def _find_lost(self) -> None:
         """Find lost ranks of a group that heals: forked children keep the pipes of a rank open."""
-        if self._phases is None or self._hosts is not None:
-            self._check_missed()
+        if self._phases is None:
             return
-        for rank in [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]:
+        if self._hosts is not None:
+            ended = self._hosts.take_ended()
+        else:
+            ended = [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]
+        for rank in ended:
             self._read(0)  # one read empties a pipe: how it ended, if it was reported
             self._record_end(rank)
         self._check_missed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -90,6 +90,7 @@ class RemoteStubs:
         self._listener = listen(self._path)
         self._awake, self._wake = socket.socketpair()
         self._peers: dict[int, socket.socket] = {}  # by rank
+        self._ended: list[int] = []
         self._thread = threading.Thread(target=self._serve, name="stubs of ranks", daemon=True)
         self._thread.start()
 
@@ -100,9 +101,15 @@ class RemoteStubs:
 
     def end_as(self, rank: int, status: int) -> None:
         """End a rank's stub with a status of waitpid(2), as the rank has."""
+        self._ended.append(rank)
         if (peer := self._peers.get(rank)) is not None:
             with contextlib.suppress(OSError):
                 peer.sendall(rank_stub.LENGTH.pack(status))
+
+    def take_ended(self) -> list[int]:
+        """The ranks that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def lose(self, ranks: Iterable[int]) -> None:
         """End the stubs of lost ranks as if these had been killed."""
@@ -119,19 +126,21 @@ class RemoteStubs:
             each.close()
 
     def _serve(self) -> None:
-        while True:
-            ranks = {peer: rank for rank, peer in self._peers.items()}
-            ready, _, _ = select.select([self._awake, self._listener, *ranks], [], [])
-            if self._awake in ready:
-                return
-            for peer in ready:
-                if peer is self._listener:
-                    self._begin()
-                else:  # the stub has ended
-                    self._peers.pop(ranks[peer]).close()
-                    self._kill(ranks[peer])
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._awake, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._awake:
+                        return
+                    if key.fileobj is self._listener:
+                        self._begin(selector)
+                    else:  # the stub has ended
+                        selector.unregister(key.fileobj)
+                        self._peers.pop(key.data).close()
+                        self._kill(key.data)
 
-    def _begin(self) -> None:
+    def _begin(self, selector: selectors.BaseSelector) -> None:
         if (accepted := accept(self._listener)) is None:
             return
         peer, files, (environment, *_) = accepted
@@ -139,6 +148,7 @@ class RemoteStubs:
             os.close(file)
         rank = int(environment["OMPI_COMM_WORLD_RANK"])
         self._peers[rank] = peer
+        selector.register(peer, selectors.EVENT_READ, rank)
         with contextlib.suppress(OSError):
             peer.sendall(rank_stub.LENGTH.pack(0))  # it has no process here
         self._start(rank, environment)

@@ -333,7 +333,8 @@ def test_ranks_on_hosts_print_as_on_one_and_secrets_stay_off_command_lines(
 
 
 @pytest.mark.exhaustive
-def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
+@pytest.mark.parametrize("options", [[], ["--heal"]])
+def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts, options: list[str]) -> None:
     Path("script.py").write_text(
         "import signal, time, socket\n"
         "def end(*_):\n    print('ended on', socket.gethostname(), flush=True)\n"
@@ -341,7 +342,7 @@ def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
         "signal.signal(signal.SIGTERM, end)\nprint('up', flush=True)\n"
         "while True:\n    time.sleep(0.1)\n"
     )
-    words = launch_command(*over(pair), "script.py")
+    words = launch_command(*over(pair), *options, "script.py")
     env = {"PYTHONPATH": str(ROOT)}
     process = pair.start(0, *words, env=env, cwd=Path.cwd())
     assert process.stdout is not None
@@ -356,6 +357,30 @@ def test_a_signal_reaches_the_ranks_of_all_hosts(pair: Hosts) -> None:
         for host in (0, 1)
         for pid in pair.pids(host)
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("raise ValueError('mine')", "ValueError: mine"),
+        ("subprocess.Popen(['sleep', '60']); os._exit(3)", "rank 1 "),
+    ],
+)
+def test_a_rank_that_ends_before_training_ends_ranks_that_heal(
+    pair: Hosts, end: str, last: str
+) -> None:
+    """Even if a child of it keeps its pipes open."""
+    Path("script.py").write_text(
+        "import os, subprocess, time\n"
+        f"if os.environ['OMPI_COMM_WORLD_RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
+    )
+    began = time.monotonic()
+    done = start(pair, *over(pair), "--heal", "script.py")
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1, done.stderr
+    assert last in done.stderr.strip().splitlines()[-1], done.stderr
+    reap_adopted()
 
 
 @pytest.mark.exhaustive

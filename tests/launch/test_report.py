@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
+from ktrainer.launch.exit_report import conclude
 from ktrainer.launch.failure_report import first_failure, others
+from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.rank_channel import Note, decode, encode
 
 SIGNALLED = """\
@@ -104,3 +107,8 @@ def test_rank_that_left_before_the_end_of_mpi_is_named() -> None:
     assert first is not None
     assert (first.rank, first.code) == (1, 1)
     assert "rank 1 left by os._exit" in first.headline
+
+
+def test_ranks_that_heal_and_waited_in_vain_at_the_start_have_failed() -> None:
+    late = GroupEnd(started=True, late="rank 0 waited 9 s for rank 1", absent=[1], ended={1})
+    assert conclude(late, Namespace(ranks=2), heals=True) == 1
