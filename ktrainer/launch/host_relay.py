@@ -51,7 +51,7 @@ from ktrainer.launch.rank_channel import (
 )
 
 BEAT_SECONDS = 0.5
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 6.0
 _CHUNK = 1 << 16
 _STACK_SECONDS = 0.3  # for a rank to write its stack
 _GRACE_SECONDS = 30.0  # for ranks to end, unless they have said how long they need
@@ -146,6 +146,8 @@ class _Relay:
             _LauncherLostError: nothing was heard of it for long.
         """
         now = time.monotonic()
+        if now - self._last_beat > 3 * BEAT_SECONDS:  # this host was stopped, or is loaded
+            self._heard = max(self._heard, now - SILENT_SECONDS / 2)
         if now - self._last_beat >= BEAT_SECONDS:
             self._last_beat = now
             self._send("alive", -1, b"")
