@@ -23,7 +23,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from ktrainer.config.launch_environment import LOOPBACK
 _WILDCARDS = ("0.0.0.0", "::")
 _BACKLOG = 4096
 _KEEP_SECONDS = 3.0  # how long to try
+_ACCEPT_SECONDS = 0.2  # for the library to accept what came before the new socket was opened
 _HANDSHAKE_SECONDS = 0.005  # for one that had begun when the new socket was opened
 _UNACKED = slice(24, 28)  # in `struct tcp_info`
 _EPOLL_CTL_ADD = 1
@@ -71,15 +72,23 @@ def on_all_interfaces() -> list[ListeningSocket]:
     ]
 
 
-def narrow_at(ports: Container[int], address: str = LOOPBACK) -> bool:
+def narrow_at(
+    ports: Container[int],
+    address: str = LOOPBACK,
+    accept_pending: Callable[[], object] = lambda: None,
+) -> bool:
     """Move what listens at these ports on all interfaces to an IPv4 address.
+
+    Args:
+        accept_pending: makes a library without a thread of its own accept connections.
 
     Returns:
         Whether that succeeded. The system does not allow it while an incoming connection has not
         been accepted by the library.
     """
     try:
-        moved = [narrow(each, address) for each in on_all_interfaces() if each.port in ports]
+        found = [each for each in on_all_interfaces() if each.port in ports]
+        moved = [narrow(each, address, accept_pending) for each in found]
     except (OSError, psutil.Error):
         return False
     return all(moved)
@@ -102,8 +111,15 @@ def keep_at(address: str, port: int) -> bool:
     return False
 
 
-def narrow(listener: ListeningSocket, address: str = LOOPBACK) -> bool:
+def narrow(
+    listener: ListeningSocket,
+    address: str = LOOPBACK,
+    accept_pending: Callable[[], object] = lambda: None,
+) -> bool:
     """Move a socket that is watched by epoll to an IPv4 address; one for IPv6 alone to loopback.
+
+    Args:
+        accept_pending: see `narrow_at`.
 
     Returns:
         Whether it was moved: False if it is not watched.
@@ -114,7 +130,7 @@ def narrow(listener: ListeningSocket, address: str = LOOPBACK) -> bool:
     watched = _watched(listener.descriptor)
     if watched is None:
         return False
-    _exchange(listener, watched, address)
+    _exchange(listener, watched, address, accept_pending)
     return True
 
 
@@ -131,7 +147,12 @@ def _watched(descriptor: int) -> _Watched | None:
     return None
 
 
-def _exchange(listener: ListeningSocket, watched: _Watched, address: str) -> None:
+def _exchange(
+    listener: ListeningSocket,
+    watched: _Watched,
+    address: str,
+    accept_pending: Callable[[], object],
+) -> None:
     descriptor = listener.descriptor
     with socket.socket(fileno=os.dup(descriptor)) as old, socket.socket(old.family) as new:
         for shared in _at_port(listener.port):  # connections that came in keep the port, too
@@ -151,8 +172,12 @@ def _exchange(listener: ListeningSocket, watched: _Watched, address: str) -> Non
             raise OSError(errno.EBUSY, "a connection waits to be accepted")
         new.listen(_BACKLOG)
         time.sleep(_HANDSHAKE_SECONDS)
-        if _waiting(old):
-            raise OSError(errno.EBUSY, "a connection waits to be accepted")
+        until = time.monotonic() + _ACCEPT_SECONDS
+        while _waiting(old):  # for a thread of the library
+            if time.monotonic() > until:
+                raise OSError(errno.EBUSY, "a connection waits to be accepted")
+            accept_pending()
+            time.sleep(_HANDSHAKE_SECONDS)
         os.dup2(new.fileno(), descriptor, inheritable=False)
         event = _Event(watched.events, watched.data)
         libc = ctypes.CDLL(None, use_errno=True)

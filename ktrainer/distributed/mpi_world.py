@@ -41,7 +41,7 @@ _interrupted_by: BaseException | None = None  # the start of all ranks, before a
 def keep_on_interface(comm: MPI.Comm) -> None:
     """Move MPI's listening sockets to the launch's interface, if it asked for that."""
     ports, until = ports_on_interface(), time.monotonic() + _NARROW_SECONDS
-    while ports and not narrow_at(ports, listening_address()):
+    while ports and not narrow_at(ports, listening_address(), comm.Iprobe):
         if time.monotonic() > until:
             text = (
                 f"MPI of rank {comm.rank} listens on all interfaces, as its socket could not be "
