@@ -15,7 +15,7 @@ from ktrainer.errors import WorldError
 
 _STARTS = 20  # of a worker within one pass
 _POLL = 1.0  # seconds between two looks at a service that sends nothing
-_CLOSE_SECONDS = 10.0  # for TensorFlow to let go of the service
+_CLOSE_SECONDS = 5.0  # for TensorFlow to let go of the service
 
 
 def in_order(reader: ServiceReader, first: int, step: int, left: int | None) -> Iterator[Any]:
@@ -119,4 +119,4 @@ class ServiceReader:
     def close(self) -> None:
         """Stop the thread; one that waits for a lost service is left to itself."""
         self._asked.put(False)
-        self._thread.join(_POLL if self._lost else _CLOSE_SECONDS)
+        self._thread.join(_POLL if self._lost else min(_CLOSE_SECONDS, self._deadline))
