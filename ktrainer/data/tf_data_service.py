@@ -196,7 +196,7 @@ def data_service(
     )
     port = server.target.rpartition(":")[2]
     own = address or LOOPBACK
-    if not keep_at(own, int(port)):
+    if not keep_at(own, (int(port),)):
         warnings.warn(f"the dispatcher at port {port} listens on all interfaces", stacklevel=3)
     found = f"{own}:{port}"
     write_json(place, found)

@@ -33,7 +33,7 @@ from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
 _BACKLOG = 4096
-_KEEP_SECONDS = 3.0  # how long to try
+_POLL_SECONDS = 0.02
 _ACCEPT_SECONDS = 0.2  # for the library to accept what came before the new socket was opened
 _HANDSHAKE_SECONDS = 0.005  # for one that had begun when the new socket was opened
 _UNACKED = slice(24, 28)  # in `struct tcp_info`
@@ -94,21 +94,30 @@ def narrow_at(
     return all(moved)
 
 
-def keep_at(address: str, port: int) -> bool:
-    """Move what listens at a port on all interfaces to the address of one, between two incoming
-    connections; return whether that succeeded.
+def keep_at(
+    address: str,
+    ports: Container[int],
+    accept_pending: Callable[[], object] = lambda: None,
+    seconds: float = 3.0,
+) -> bool:
+    """`narrow_at`, tried again between two incoming connections.
 
     Args:
         address: of this host, as others know it: a name or an IPv4 address.
+        accept_pending: see `narrow_at`.
+        seconds: how long to try.
     """
-    until = time.monotonic() + _KEEP_SECONDS
-    with suppress(OSError):
+    until = time.monotonic() + seconds
+    try:
         here = socket.gethostbyname(address)
-        while time.monotonic() < until:
-            if narrow_at((port,), here):
-                return True
-            time.sleep(_HANDSHAKE_SECONDS)
-    return False
+    except OSError:
+        return False
+    while not narrow_at(ports, here, accept_pending):
+        if time.monotonic() > until:
+            return False
+        accept_pending()
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def narrow(

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from ktrainer.config.launch_environment import NETWORK, listening_address, ports_on_interface
 from ktrainer.distributed.deadlines import call_with_deadline
-from ktrainer.distributed.listening_sockets import narrow_at
+from ktrainer.distributed.listening_sockets import keep_at
 from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (
@@ -33,24 +33,19 @@ _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microsec
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
-_NARROW_POLL_SECONDS = 0.02
 _NARROW_SECONDS = 5.0  # how long to try to move listening sockets
 _interrupted_by: BaseException | None = None  # the start of all ranks, before all had come
 
 
 def keep_on_interface(comm: MPI.Comm) -> None:
     """Move MPI's listening sockets to the launch's interface, if it asked for that."""
-    ports, until = ports_on_interface(), time.monotonic() + _NARROW_SECONDS
-    while ports and not narrow_at(ports, listening_address(), comm.Iprobe):
-        if time.monotonic() > until:
-            text = (
-                f"MPI of rank {comm.rank} listens on all interfaces, as its socket could not be "
-                f"moved; let a firewall close the TCP ports {ports.start} to {ports.stop - 1}"
-            )
-            print(f"ktrainer: {text}", file=sys.stderr, flush=True)
-            return
-        comm.Iprobe()  # lets MPI accept pending connections
-        time.sleep(_NARROW_POLL_SECONDS)
+    ports = ports_on_interface()
+    if ports and not keep_at(listening_address(), ports, comm.Iprobe, _NARROW_SECONDS):
+        text = (
+            f"MPI of rank {comm.rank} listens on all interfaces, as its socket could not be moved; "
+            f"let a firewall close the TCP ports {ports.start} to {ports.stop - 1}"
+        )
+        print(f"ktrainer: {text}", file=sys.stderr, flush=True)
 
 
 class MpiWorld(MpiComm):

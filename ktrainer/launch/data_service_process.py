@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
                 heartbeat_interval_ms=HEARTBEAT_MS,
             )
         )
-    if not keep_at(address, int(port)):
+    if not keep_at(address, (int(port),)):
         print(f"listens on all interfaces: port {port} cannot be kept at {address}", flush=True)
     while not ended.wait(0.5):
         pass
