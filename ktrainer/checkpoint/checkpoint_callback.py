@@ -76,7 +76,7 @@ class Checkpoint(Callback):
         self._given = Path(directory) if directory is not None else None
         self.directory = self._given
         self.every = Every(every)
-        self.keep, self.best, self.mode, self.allow_nan = keep, best, mode, allow_nan
+        self.keep, self.allow_nan = keep, allow_nan
         self._best = BestMetric(best, mode)
         self.asynchronous, self.iterators = asynchronous, iterators
         self.callbacks = list(callbacks)
@@ -112,12 +112,22 @@ class Checkpoint(Callback):
         )
 
     @property
+    def best(self) -> str | None:
+        """The metric that decides, in the logs; None: none does."""
+        return self._best.name
+
+    @property
+    def mode(self) -> str:
+        """Whether `min` or `max` is better; `auto` asks the metric."""
+        return self._best.mode
+
+    @property
     def best_value(self) -> float | None:
         """The best value of the metric `best` so far."""
         return self._best.value
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
-        self._validated = logs if self._best.name is not None else None
+        self._validated = logs if self.best is not None else None
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         validated, self._validated = self._validated, None
@@ -151,7 +161,7 @@ class Checkpoint(Callback):
             "progress": progress,
             "history": self._history(epoch, logs, progress),
         }
-        if self._best.name is not None and self._save_if_better(logs or {}, **at_end):
+        if self.best is not None and self._save_if_better(logs or {}, **at_end):
             return
         if due:
             self.save(logs, **at_end)
@@ -171,12 +181,13 @@ class Checkpoint(Callback):
         missing_is_fine: bool = False,
         **at_end: Any,
     ) -> bool:
-        value = as_floats(logs).get(str(self._best.name))
+        assert self.best is not None
+        value = as_floats(logs).get(self.best)
         if value is None:
             if not missing_is_fine:
                 warnings.warn(
-                    f"checkpoint.best={self._best.name!r} is not in the logs of this epoch, which "
-                    f"has: {', '.join(sorted(logs))}",
+                    f"checkpoint.best={self.best!r} is not in the logs of this epoch, which has: "
+                    f"{', '.join(sorted(logs))}",
                     stacklevel=3,
                 )
             return False
@@ -270,9 +281,8 @@ class Checkpoint(Callback):
 
     def _pruning(self) -> Callable[[Store], None]:
         """The function that removes older checkpoints after a new one is written."""
-        name = self._best.name
-        mode = self._best.direction(self.model) if name else "min"
-        return lambda store: store.prune(self.keep, name, mode)
+        mode = self._best.direction(self.model) if self.best else "min"
+        return lambda store: store.prune(self.keep, self.best, mode)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """The position to resume from: the next epoch, unless a stop cut this one short."""
