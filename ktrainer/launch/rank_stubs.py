@@ -9,6 +9,7 @@ import selectors
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class RemoteStubs:
         self._listener = listen(self._path)
         self._awake, self._wake = socket.socketpair()
         self._peers: dict[int, socket.socket] = {}  # by rank
-        self._ended: list[int] = []
+        self._ended: deque[int] = deque()  # other threads add to it
         self._thread = threading.Thread(target=self._serve, name="stubs of ranks", daemon=True)
         self._thread.start()
 
@@ -108,8 +109,7 @@ class RemoteStubs:
 
     def take_ended(self) -> list[int]:
         """The ranks that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def lose(self, ranks: Iterable[int]) -> None:
         """End the stubs of lost ranks as if these had been killed."""
