@@ -15,7 +15,6 @@ from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.launch.cluster_job import SCHEDULERS, ClusterJob
 
 _MINUTES = 60
-_RUNTIME = "deepspeed-distributed"
 _NOT_OF_ALL = ("time", "grace", "image", "runtime")
 _SIGNAL_MARGIN = 60  # Slurm may send its signal so many seconds late
 
@@ -55,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", default="", help="of containers, for mpijob and trainjob")
     parser.add_argument(
         "--runtime",
-        help=f"of a trainjob: a ClusterTrainingRuntime with an MPI policy (default: {_RUNTIME})",
+        help=f"of a trainjob: a ClusterTrainingRuntime with an MPI policy "
+        f"(default: {ClusterJob.runtime})",
     )
     parser.add_argument(
         "-o", "--output", type=Path, help="the file (default: the job's name, here)"
@@ -123,7 +123,7 @@ def _job(args: argparse.Namespace, config: Config) -> ClusterJob:
         args.script,
         _without_separator(args.args),
         args.image,
-        args.runtime or _RUNTIME,
+        args.runtime or ClusterJob.runtime,
     )
 
 

@@ -127,11 +127,8 @@ def describe_lost(lost: Mapping[int, str]) -> str:
         lost: rank -> its host.
     """
     names = sorted(set(lost.values()))
-    hosts = (
-        f"host {' and '.join(names)} was"
-        if len(names) == 1
-        else f"hosts {' and '.join(names)} were"
-    )
+    listed = " and ".join(names)
+    hosts = f"host {listed} was" if len(names) == 1 else f"hosts {listed} were"
     why = "its processes have ended, or no packet arrives from there"
     return f"{hosts} lost, with {name_ranks(sorted(lost))}: {why}"
 
