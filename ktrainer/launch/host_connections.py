@@ -112,33 +112,27 @@ class HostConnections:
         Raises:
             SetupError: a relay does not start.
         """
-        try:
-            return self._open(folder, token, options, env, command)
-        except BaseException:
-            self.close()
-            raise
+        of_mpirun, of_rank = split_command(command)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            if self._start_ranks:
+                self._stubs = RemoteStubs(folder, self._start_rank, self._kill_rank)
+                command = [*of_mpirun, *self._stubs.command]
+            request = {
+                "bind": self._bind,
+                "options": asdict(replace(options, terminal_out=None, terminal_err=None)),
+                "environment": travelling(env),
+                "folders": [v for k, v in env.items() if k in _MPI_FOLDERS],
+                "command": of_rank if self._start_ranks else None,
+                "cwd": os.getcwd(),
+            }
+            self._start_relays(folder, python_command(host_relay.__name__, token), request)
+            self._wait_until_ready()
+            undo.pop_all()
+        return list(command)
 
-    def _open(
-        self,
-        folder: Path,
-        token: str,
-        options: Options,
-        env: Mapping[str, str],
-        command: Sequence[str],
-    ) -> list[str]:
-        first, of_rank = split_command(command)
-        request = {
-            "bind": self._bind,
-            "options": asdict(replace(options, terminal_out=None, terminal_err=None)),
-            "environment": travelling(env),
-            "folders": [v for k, v in env.items() if k in _MPI_FOLDERS],
-            "command": of_rank if self._start_ranks else None,
-            "cwd": os.getcwd(),
-        }
-        if self._start_ranks:
-            self._stubs = RemoteStubs(folder, self._start_rank, self._kill_rank)
-            command = [*first, *self._stubs.command]
-        words = python_command(host_relay.__name__, token)
+    def _start_relays(self, folder: Path, words: Sequence[str], request: Mapping[str, Any]) -> None:
+        """Start a relay on each host by these words, and tell it what to do and that this lives."""
         for host in self.hosts:
             here = host.name in self._here
             ranks = [rank for rank, name in self.host_of.items() if name == host.name]
@@ -149,8 +143,6 @@ class HostConnections:
         self._closed.clear()  # a relay that is ready early hears from the launcher, too
         self._beats = threading.Thread(target=self._beat, name="beats to hosts", daemon=True)
         self._beats.start()
-        self._wait_until_ready()
-        return list(command)
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + READY_SECONDS

@@ -143,7 +143,7 @@ class _Relay:
         """Tell the launcher that this relay lives, and check that the launcher does.
 
         Raises:
-            _LauncherLostError: nothing was heard of it for long.
+            _LauncherLostError: nothing was heard from it for long.
         """
         now = time.monotonic()
         if now - self._last_beat > 3 * BEAT_SECONDS:  # this host was stopped, or is loaded
@@ -266,9 +266,8 @@ class _Relay:
             self._note(f"rank {rank} ended with exit code {note.code}: {note.text.rstrip()}")
 
     def _signal(self, number: int, ranks: list[int] | None) -> None:
-        pids = dict(self._pids)
-        if number == signal.SIGKILL:  # also those that have not begun
-            pids |= {rank: process.pid for rank, process in self._started.items()}
+        # Only SIGKILL is for those that have not begun, too: they could not handle another one.
+        pids = self._all_pids() if number == signal.SIGKILL else self._pids
         own = [rank for rank in (self._ranks if ranks is None else ranks) if rank in pids]
         for rank in own:
             with contextlib.suppress(ProcessLookupError):
@@ -278,6 +277,10 @@ class _Relay:
             for rank in own:
                 self._send_fault(rank)
 
+    def _all_pids(self) -> dict[int, int]:
+        """Rank -> process id, of those that have not begun too."""
+        return self._pids | {rank: process.pid for rank, process in self._started.items()}
+
     def _send_fault(self, rank: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if data := fault_path(self._folder, rank).read_bytes():
@@ -285,7 +288,7 @@ class _Relay:
 
     def _kill(self) -> None:
         """Kill the ranks of this host, and their children."""
-        for pid in {*self._pids.values(), *(each.pid for each in self._started.values())}:
+        for pid in self._all_pids().values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 for each in [*process.children(recursive=True), process]:
