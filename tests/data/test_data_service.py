@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -136,7 +137,13 @@ def turns_of(path: str, worker: int) -> list[int]:
         found = [int(next(steps).batch[0, 0]) for _ in range(20)]
         if world.is_root:
             os.kill(worker, signal.SIGKILL)
-        return found + [int(step.batch[0, 0]) for step in steps]
+        found += [int(step.batch[0, 0]) for step in steps]
+    # TensorFlow's reader of the killed worker sleeps longer between attempts, the longer the next
+    # worker takes to start; it cannot be woken.
+    for thread in threading.enumerate():
+        if thread.name == "ktrainer-feed-service":
+            thread.join(60)
+    return found
 
 
 @pytest.mark.exhaustive
