@@ -31,6 +31,7 @@ from ktrainer.distributed.elastic_members import Member, describe_others, failed
 from ktrainer.distributed.launcher_events import has_listener, report_silent
 from ktrainer.distributed.lost_mpirun import outlive_mpirun
 from ktrainer.distributed.mpi_communicator import MpiGroup
+from ktrainer.distributed.mpi_progress import has_completed, start_agreement
 from ktrainer.distributed.mpi_world import MpiWorld
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.distributed.stall_report import StallReport, silent_ranks
@@ -304,7 +305,7 @@ class ElasticWorld(MpiWorld):
     def _all_agree(self, comm: MPI.Intracomm, mine: bool) -> bool:
         flag = np.array([int(mine)], np.int32)
         try:
-            self._poll(cast(Any, comm).Iagree(flag), "agree on the surviving ranks", flag)
+            self._poll(start_agreement(comm, flag), "agree on the surviving ranks", flag)
         except MPI.Exception:  # the same on all: one more was lost meanwhile
             return False
         return bool(flag[0])
@@ -313,7 +314,7 @@ class ElasticWorld(MpiWorld):
         """Wait for a request that completes in spite of failures."""
         end = time.monotonic() + self.deadline
         try:
-            while not request.Test():
+            while not has_completed(request):
                 if time.monotonic() > end:
                     others = self._describe_others()
                     raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
@@ -341,7 +342,7 @@ class ElasticWorld(MpiWorld):
         """Raise once MPI notices the killed processes; return if the request has completed."""
         end = time.monotonic() + _NOTICE_SECONDS
         try:
-            while not request.Test():
+            while not has_completed(request):
                 if time.monotonic() > end:
                     break
                 time.sleep(1e-3)

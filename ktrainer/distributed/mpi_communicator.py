@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from ktrainer.distributed import mpi_chunks
 from ktrainer.distributed.deadlines import call_with_deadline
+from ktrainer.distributed.mpi_progress import has_completed, receive_any, send
 from ktrainer.distributed.world import ReduceOp, World, for_reduction
 from ktrainer.errors import name_ranks
 
@@ -272,21 +273,18 @@ class Mailbox:
 
     def send(self, value: Any, rank: int) -> None:
         """Send a picklable `value` to a rank of the world."""
-        self._sent.append(self._comm.isend(value, rank, 0))
+        self._sent.append(send(self._comm, value, rank, 0))
 
     def take(self) -> list[tuple[int, Any]]:
         """(rank, value) of the messages that have arrived, in the order of arrival."""
         found = []
-        # Matched probes: another thread of this rank cannot take the message in between.
-        while message := self._comm.improbe(MPI.ANY_SOURCE, 0):
-            status = MPI.Status()
-            value = message.recv(status)
-            found.append((status.Get_source(), value))
+        while message := receive_any(self._comm, 0):
+            found.append(message)
         return found
 
     def all_taken(self) -> bool:
         """Return whether all that was sent has left this rank."""
-        self._sent = [request for request in self._sent if not request.Test()]
+        self._sent = [request for request in self._sent if not has_completed(request)]
         return not self._sent
 
     def close(self) -> None:

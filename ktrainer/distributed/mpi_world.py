@@ -18,6 +18,7 @@ from ktrainer.config.launch_environment import NETWORK, listening_address, ports
 from ktrainer.distributed.deadlines import call_with_deadline
 from ktrainer.distributed.listening_sockets import keep_at
 from ktrainer.distributed.mpi_communicator import MpiComm, MpiGroup, keep_for_mpi
+from ktrainer.distributed.mpi_progress import has_completed
 from ktrainer.distributed.stack_dump import Process, enable_stack_dumps, has_ended, stack_dumps
 from ktrainer.distributed.stall_report import (
     ANSWER_SECONDS,
@@ -104,7 +105,7 @@ class MpiWorld(MpiComm):
         start = time.monotonic()
         next_poll, others = POLL_SECONDS, None
         try:
-            while not request.Test():
+            while not has_completed(request):
                 waited = time.monotonic() - start
                 # Also after the deadline: this process may not have run for a while.
                 if others is None and waited > self.deadline - self.answer_seconds:

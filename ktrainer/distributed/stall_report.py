@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from mpi4py import MPI
 
+from ktrainer.distributed.mpi_progress import receive_any, send
 from ktrainer.errors import name_ranks
 
 POLL_SECONDS = 0.1  # how often a waiting rank looks for questions
@@ -34,12 +35,10 @@ class StallReport:
 
     def answer(self, doing: str) -> None:
         """Answer the questions that have arrived, if any. Any thread may call this."""
-        # Matched probes: another thread of this rank cannot take the message in between.
-        while question := self.comm.improbe(MPI.ANY_SOURCE, self._ask_tag):
-            rank, number = question.recv()
-            self._sent.append(
-                self.comm.isend((self.comm.rank, number, doing), rank, self._answer_tag)
-            )
+        while question := receive_any(self.comm, self._ask_tag):
+            _, (rank, number) = question
+            mine = self.comm.rank, number, doing
+            self._sent.append(send(self.comm, mine, rank, self._answer_tag))
 
     def ask(self, doing: str, seconds: float) -> dict[int, str]:
         """Ask what each other rank is doing; ranks that do not answer are absent from the result.
@@ -55,13 +54,14 @@ class StallReport:
         self._asked += 1
         others = [rank for rank in range(self.comm.size) if rank != self.comm.rank]
         for rank in others:
-            self._sent.append(self.comm.isend((self.comm.rank, self._asked), rank, self._ask_tag))
+            mine = self.comm.rank, self._asked
+            self._sent.append(send(self.comm, mine, rank, self._ask_tag))
         answers: dict[int, str] = {}
         end = time.monotonic() + seconds
         while len(answers) < len(others) and time.monotonic() < end:
             self.answer(doing)
-            while message := self.comm.improbe(MPI.ANY_SOURCE, self._answer_tag):
-                rank, number, theirs = message.recv()
+            while message := receive_any(self.comm, self._answer_tag):
+                _, (rank, number, theirs) = message
                 if number == self._asked:
                     answers[rank] = theirs
             time.sleep(0.01)

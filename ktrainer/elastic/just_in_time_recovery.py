@@ -153,10 +153,12 @@ class JustInTimeRecovery:
                 if not self.world.has_lost(another):
                     raise
                 cause = another
-        ranks = " and ".join(self.grid.name(rank) for rank in sorted(lost))
-        were = "was" if len(lost) == 1 else "were"
+        names = " and ".join(self.grid.name(rank) for rank in sorted(lost))
+        if not lost:  # all have answered since
+            names = f"no rank, though MPI reported one ({cause}),"
+        were = "were" if len(lost) > 1 else "was"
         step = self._point.order[0] if self._point is not None else 0
-        message = f"{ranks} {were} lost after step {step}: {text}{self._advice(path)}"
+        message = f"{names} {were} lost after step {step}: {text}{self._advice(path)}"
         raise RanksLost(message, str(path) if path else None) from cause
 
     def _save(self) -> tuple[str, Path | None]:

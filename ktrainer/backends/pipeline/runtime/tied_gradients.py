@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.backends.pipeline.stage.gradient_accumulators import GradientAccumulators
+from ktrainer.distributed.mpi_progress import has_completed
 
 Slices = dict[int, list[Any]]  # values and indices in turn, by the variable's `id()`
 Gradient = Any  # an array, (values, indices), or None
@@ -87,7 +88,7 @@ class TiedGradients:
     def progress(self) -> None:
         """Allocate buffers for gradients whose headers have arrived; call between actions."""
         for (variable, source), incoming in self._incoming.items():
-            if incoming.arrays is None and all(request.Test() for request in incoming.requests):
+            if incoming.arrays is None and all(map(has_completed, incoming.requests)):
                 self._receive_arrays(variable, source, incoming)
 
     def __call__(self, slices: Slices) -> None:

@@ -23,6 +23,7 @@ from ktrainer.backends.pipeline.runtime.message_buffers import (
 )
 from ktrainer.backends.pipeline.schedules.transfers import Transfer
 from ktrainer.distributed import World, mpi_chunks
+from ktrainer.distributed.mpi_progress import has_completed
 
 _KINDS = {"activation": 0, "gradient": 1}
 _PARTS = 64  # more tensors than this over one cut reuse message tags, in order
@@ -82,7 +83,7 @@ class Transport:
             for piece in message.pieces:
                 request = self._comm.Isend(piece, to, self._tag(transfer, part))
                 self._sending.append((request, message, self._what(transfer, "to", to)))
-        self._sending = [entry for entry in self._sending if not entry[0].Test()]
+        self._sending = [entry for entry in self._sending if not has_completed(entry[0])]
 
     def post_receive(self, transfer: Transfer, specs: Sequence[tf.TensorSpec]) -> None:
         """Post the receives of a transfer, so that it arrives during computation."""
