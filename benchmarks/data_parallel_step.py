@@ -109,7 +109,7 @@ def show(times: dict[str, list[float]]) -> None:
     for name, values in times.items():
         ratios = [v / n for v, n in zip(values, times["none"], strict=True)]
         print(
-            f"{name:17s} {statistics.median(values):7.2f} ms a step   "
+            f"{name:20s} {statistics.median(values):7.2f} ms a step   "
             f"{statistics.median(ratios):5.2f} x none   (min {min(values):.2f})"
         )
 

@@ -3,10 +3,12 @@
     ktrainer run -n 2 benchmarks/distributed_tape.py
 
 The loop is one function that gets the library: no tape of either (no communication),
-`ktrainer.dataparallel`, or `horovod.tensorflow`. The model, the batches and the way of measuring
-are those of data_parallel_step.py: 2.9 million parameters, 64 examples a process, one thread each;
-the variants take turns, and ratios are those to the loop without communication. Horovod's tape
-knows no Keras 3 variables, so all variants differentiate by the TensorFlow variables inside them.
+`ktrainer.dataparallel`, or `horovod.tensorflow`. `trainer.run` is the same step without a tape of
+either library, run by a Trainer with that engine, whose optimizer sums. The model, the batches and
+the way of measuring are those of data_parallel_step.py: 2.9 million parameters, 64 examples a
+process, one thread each; the variants take turns, and ratios are those to the loop without
+communication. Horovod's tape knows no Keras 3 variables, so the loops with a tape differentiate by
+the TensorFlow variables inside them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ktrainer.dataparallel as sdp  # before TensorFlow, to keep its log quiet
+from ktrainer import Trainer
 
 # isort: split
 import keras
@@ -42,6 +45,23 @@ def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
     return lambda batch: step(*batch)
 
 
+def run_by_trainer(trainer: Trainer) -> Callable[[Any], tf.Tensor]:
+    """The step as `trainer.run` takes it: a loss divided by the size of the global batch."""
+    model = build_model()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+    model.optimizer.build(model.trainable_variables)
+    rows = BATCH * trainer.world.size
+
+    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True)) / rows
+        gradients = tape.gradient(value, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    return lambda batch: trainer.run(step, *batch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30, help="steps a round")
@@ -54,11 +74,18 @@ def main() -> None:
     sdp.init()
     hvd.init()
     loops = {"none": loop_of(None), "ktrainer": loop_of(sdp), "horovod": loop_of(hvd)}
+    trainers = []
+    for engine in ("mpi", "horovod"):
+        words = ["backend=data_parallel", f"backend.engine={engine}", "logging.progress=none"]
+        trainers.append(Trainer(overrides=words))
+        loops[f"trainer.run, {engine}"] = run_by_trainer(trainers[-1])
     data = batches(sdp.rank(), args.steps)
     times = in_turns(loops, data, sdp.barrier, args.rounds)
     if sdp.rank() == 0:
         print(f"{sdp.size()} processes, batch {BATCH} each")
         show(times)
+    for trainer in trainers:
+        trainer.close()
     sdp.shutdown()
 
 

@@ -1,7 +1,8 @@
 """Broadcast one rank's variables to all ranks before the first step.
 
 Events used: `on_train_begin` (arm), `on_epoch_begin` (broadcast, before any step), `on_restore`
-(broadcast again).
+(broadcast again). Under `Model.fit` alone, a model without an Input layer gets its variables when
+its training step is traced: the first call of Keras' `train_function` does that, then broadcasts.
 
 Horovod's callback broadcasts at the end of the first batch, so its first step trains on
 different weights; here it happens before the first step.
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
@@ -27,7 +29,7 @@ from ktrainer.steps.named_variables import (
     view_of,
 )
 from ktrainer.steps.variable_broadcast import broadcast_variables
-from ktrainer.steps.variable_placement import Placement, placement_of
+from ktrainer.steps.variable_placement import Placement, finalize_normalization, placement_of
 
 
 class BroadcastVariables(Callback):
@@ -40,7 +42,7 @@ class BroadcastVariables(Callback):
     are made equal within every replica; then all replicas get the variables of replica `root`.
 
     Raises:
-        ModelError: several ranks, and a model that has no variables yet.
+        ModelError: several ranks, and a model that has no variables yet and runs eagerly.
         DivergenceError: ranks hold different lists of variables; it names the differences.
     """
 
@@ -57,13 +59,29 @@ class BroadcastVariables(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        if self._pending:
-            broadcast_model(self.model, self.world, self.root, self.local)
-            self._pending = False
+        if not self._pending:
+            return
+        keras_trains = self.model.train_function is not None and not self.model.run_eagerly
+        if _has_variables(self.model) or self.world.size == 1 or not keras_trains:
+            self._broadcast()
+            return
+        self._train = self.model.train_function
+        self.model.train_function = self._broadcast_and_train
 
-    def on_restore(self, progress: Progress) -> None:
+    def _broadcast(self) -> None:
         broadcast_model(self.model, self.world, self.root, self.local)
         self._pending = False
+
+    def _broadcast_and_train(self, iterator: Any) -> Any:
+        """The first call of Keras' `train_function`."""
+        self.model.train_function = self._train
+        # Tracing a step makes all variables, and computes nothing.
+        tf.function(self.model.train_step).get_concrete_function(iterator.element_spec)
+        self._broadcast()
+        return self._train(iterator)
+
+    def on_restore(self, progress: Progress) -> None:
+        self._broadcast()
 
     def on_heal(self, progress: Progress) -> None:
         self._pending = progress.step == 0  # later they are equal already
@@ -94,6 +112,7 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
     own = {id(v) for _, v in named if id(getattr(v, "_value", v)) in values}
     own |= {*slots_of(built_optimizers(model), own), *local_variables(model)}
     broadcast_variables([(name, v) for name, v in named if id(v) not in own], world, root)
+    finalize_normalization(model)
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:

@@ -16,6 +16,7 @@ from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import DataError, ModelError
 from ktrainer.steps.variable_broadcast import broadcast_variables as broadcast_named
+from ktrainer.steps.variable_placement import finalize_normalization
 
 
 def broadcast_variables(
@@ -47,6 +48,8 @@ def broadcast_variables(
     # The ranks compare their lists of variables there.
     call = call_of(operation, "run")
     carry_out(group.others, call, lambda world: broadcast_named(named, world, root))
+    if isinstance(variables, keras.Model):
+        finalize_normalization(variables)
 
 
 def broadcast_object(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import keras
+
 from ktrainer.distributed.world import World
 
 
@@ -69,3 +71,13 @@ def placement_of(model: Any) -> Placement | None:
 def remove_placement(model: Any) -> None:
     """Note that all variables of `model` are in every process again."""
     _placements.pop(model, None)
+
+
+def finalize_normalization(model: keras.Model) -> None:
+    """Let `Normalization` layers compute with the present values of their variables, of which they
+    keep copies: call it after these were assigned."""
+    placement = placement_of(model)
+    for layer in model._flatten_layers():
+        here = all(placement is None or placement.holds(v) for v in layer.variables)
+        if here and isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()

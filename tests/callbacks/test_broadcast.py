@@ -67,17 +67,43 @@ def test_after_a_restore_on_rank_zero(ranks) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def _unbuilt() -> None:
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    fit(model, [BroadcastVariables()])
+def _unbuilt(**compiled: Any) -> list:
+    keras.utils.set_random_seed(distributed.current_world().rank)
+    inner = [keras.layers.Dense(3), keras.layers.Dropout(0.3)]
+    model = keras.Sequential([*inner, keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", **compiled)
+    fit(model, [BroadcastVariables()], epochs=2)
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
 
 
-def test_a_model_without_variables_is_refused(ranks) -> None:
-    for outcome in ranks(2).outcomes(_unbuilt):
+def test_a_model_without_an_input_layer(ranks) -> None:
+    """As Horovod's examples have them: Keras makes the variables in the first step."""
+    for each in ranks(2).run(_unbuilt):
+        assert [v.tobytes() for v in each] == [v.tobytes() for v in _unbuilt()]
+
+
+def test_an_eager_model_without_variables_is_refused(ranks) -> None:
+    for outcome in ranks(2).outcomes(_unbuilt, run_eagerly=True):
         assert isinstance(outcome.error, ModelError)
         assert "build" in str(outcome.error)
-    _unbuilt()  # nothing to broadcast in one process
+    _unbuilt(run_eagerly=True)  # nothing to broadcast in one process
+
+
+def _normalised() -> np.ndarray:
+    rank = distributed.current_world().rank
+    normalise = keras.layers.Normalization()
+    normalise.adapt(data(seed=rank)[0] * (rank + 1))  # each rank its own part of the data
+    model = keras.Sequential([keras.Input((4,)), normalise])
+    callback = BroadcastVariables()
+    callback.set_model(model)
+    callback.on_restore(callback.progress)
+    return model.predict(data(seed=5)[0], verbose=0)
+
+
+def test_normalization_computes_with_the_statistics_of_the_root(ranks) -> None:
+    """Keras' layer computes with copies of its variables."""
+    for found in ranks(2).run(_normalised):
+        assert found.tobytes() == _normalised().tobytes()
 
 
 def _different_models() -> None:

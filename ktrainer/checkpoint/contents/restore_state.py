@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from ktrainer.checkpoint.contents.callback_state import (
@@ -26,7 +25,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import built_optimizers
-from ktrainer.steps.variable_placement import placement_of
+from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
 Pairs = list[tuple[Any, str]]  # (variable, name of its array)
 
@@ -92,11 +91,7 @@ def assign_state(
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
-    placement = placement_of(model)
-    for layer in model._flatten_layers():
-        here = all(placement is None or placement.holds(v) for v in layer.variables)
-        if here and isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()  # it computes with copies of its weights
+    finalize_normalization(model)
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
         restore_metrics(model, arrays, state, world, counted)
