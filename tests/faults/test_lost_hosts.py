@@ -61,6 +61,7 @@ if trainer.world.is_root:
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
+MIRRORED = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 MORE = ("logging.progress=none", "checkpoint.every=1ba", "world.deadline=8")
 LAUNCH = (sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks")
 ENV = {"PYTHONPATH": str(ROOT)}
@@ -207,13 +208,17 @@ def test_a_replicated_pipeline_restarts_from_its_last_update(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["killed", "cut"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("killed", ()), ("cut", ()), ("killed", MIRRORED), ("cut", MIRRORED)],
+    ids=["killed", "cut", "killed-mirrored", "cut-mirrored"],
+)
 def test_a_launch_restarts_on_the_other_hosts(
-    hosts: Callable[[int], Hosts], tmp_path: Path, how: str
+    hosts: Callable[[int], Hosts], tmp_path: Path, how: str, words: tuple[str, ...]
 ) -> None:
     """With the numbers of one process: each example once, the interrupted update again."""
     made = hosts(2)
-    lost = lose(made, how, tmp_path, "--max-restarts", 2)
+    lost = lose(made, how, tmp_path, "--max-restarts", 2, *words)
     assert lost.code == 0, lost.errors
     assert f"host {made.names[1]} was lost, with rank 1" in lost.errors
     # The checkpoint before the interrupted update may still have been on its way to the disk.
