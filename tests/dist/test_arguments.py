@@ -126,6 +126,7 @@ def refused() -> list[str]:
         ]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_ranks_cannot_train_on(ranks: Callable[..., Any], size: int) -> None:
     for rank, (python, dataset, epochs, first) in enumerate(ranks(size).run(refused)):

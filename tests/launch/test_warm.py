@@ -69,7 +69,7 @@ _ENDS = {
 }
 
 
-@pytest.mark.quick("raises")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("end", _ENDS)
 def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: str) -> None:
     """Its rank, files, folder, path, signals and numbers; how it ends is how the launch ends."""
