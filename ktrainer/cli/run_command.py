@@ -102,7 +102,7 @@ class _Launch:
         )
 
     @property
-    def spare(self) -> int:
+    def joining(self) -> int:
         """The number of ranks that may join later."""
         return SPARE if self.heal else 0
 
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
                 fixed=args.grace is not None,
                 signals=signals,
                 timeout=None if until is None else max(0.0, until - time.monotonic()),
-                spare=launch.spare,
+                joining=launch.joining,
                 warm=warm if isinstance(warm, WarmProcess) else None,
                 hosts=launch.connections,
             )
@@ -338,7 +338,7 @@ def _mergers(args: argparse.Namespace, launch: _Launch) -> tuple[LineMerger, Lin
     out, err = (
         LineMerger(
             stream.buffer,
-            args.ranks + launch.spare,
+            args.ranks + launch.joining,
             prefix=prefix,
             only=0 if stream is sys.stdout and not args.all_ranks else None,
             beside_display=terminal is not None,

@@ -1,7 +1,7 @@
 """The launcher's connections to the hosts of its ranks, over the remote agent.
 
     launcher                                      host
-    RankGroup <- RANK.out, .err, .say             RANK.out, .err, .say <- ranks
+    RankGroup <- RANK.out, .err, .notes           RANK.out, .err, .notes <- ranks
           └──── HostConnections <──── frames ──── host_relay ┘
                                 ────> environment, options, then signals
 

@@ -1,7 +1,7 @@
 """The relay: a program on every host of a launch, which carries the pipes of its ranks.
 
     launcher                                 host
-    HostConnections <──── frames ──── relay <- RANK.out, .err, .say <- ranks
+    HostConnections <──── frames ──── relay <- RANK.out, .err, .notes <- ranks
                     ────> messages ──>  └─ starts the ranks, where mpirun does not
 
 Every host has a private folder as the launcher has for a launch on one host. The environment, with
@@ -236,22 +236,22 @@ class _Relay:
         self._selector.unregister(key.fileobj)
         os.close(key.fd)
         for other in list(self._selector.get_map().values()):
-            if other.data == ("say", rank):  # before its end: how it came about
+            if other.data == ("notes", rank):  # before its end: how it came about
                 with contextlib.suppress(BlockingIOError):
-                    self._carry(other, "say", rank, os.read(other.fd, _CHUNK))
+                    self._carry(other, "notes", rank, os.read(other.fd, _CHUNK))
         code = self._started.pop(rank).wait()
         self._pids.pop(rank, None)
         self._send("status", rank, b"%d" % (code << 8 if code >= 0 else -code))
 
     def _carry(self, key: selectors.SelectorKey, pipe: str, rank: int, data: bytes) -> None:
-        if pipe == "say":
+        if pipe == "notes":
             *lines, self._said[rank] = (self._said[rank] + data).split(b"\n")
             for line in lines:
                 self._read_note(rank, decode(line))
         if not data:
             self._selector.unregister(key.fileobj)
             os.close(key.fd)
-            if pipe == "say":
+            if pipe == "notes":
                 self._send_fault(rank)
         self._send(pipe, rank, data)
 

@@ -153,7 +153,7 @@ class ParameterServerCluster:
             kind="ktrainer.launch.parameter_server_cluster.Killed",
             text=f"{task.name} {process_tree.ending(code)}",
         )
-        os.write(self._held[task.rank, "say"], encode(note))
+        os.write(self._held[task.rank, "notes"], encode(note))
 
 
 def _devices(task: LocalTask, environ: Mapping[str, str]) -> dict[str, str]:

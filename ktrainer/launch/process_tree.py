@@ -33,17 +33,17 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def end_all(spare: int | None = None, seconds: float = 3.0, keep: int | None = None) -> None:
-    """End every descendant: those under `spare` at once, then `spare` itself, then the rest.
+def end_all(mpirun: int | None = None, seconds: float = 3.0, keep: int | None = None) -> None:
+    """End every descendant: those under `mpirun` at once, then `mpirun` itself, then the rest.
 
     Args:
-        spare: process id of mpirun, which gets `seconds` to notice and to remove its own files
+        mpirun: process id of mpirun, which gets `seconds` to notice and to remove its own files
             and shared memory before it is killed too.
         keep: process id of one that is spared; not so those under it.
     """
     every = descendants(keep)
-    send((p for p in every if p.pid != spare), signal.SIGKILL)
-    top = [p for p in every if p.pid == spare]
+    send((p for p in every if p.pid != mpirun), signal.SIGKILL)
+    top = [p for p in every if p.pid == mpirun]
     _wait(top, seconds)
     send(top, signal.SIGTERM)
     _wait(top, seconds)

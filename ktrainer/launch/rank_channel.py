@@ -3,7 +3,7 @@
 | pipe | carries |
 |---|---|
 | `RANK.out`, `RANK.err` | the rank's standard output and error, as bytes |
-| `RANK.say` | JSON lines, one `Note` each: start, phase, failure or interruption, end |
+| `RANK.notes` | JSON lines, one `Note` each: start, phase, failure or interruption, end |
 
 Unlike mpirun's forwarding, pipes keep the output of ranks and of mpirun apart, and lose nothing
 when mpirun ends the group.
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-PIPES = ("out", "err", "say")
+PIPES = ("out", "err", "notes")
 ON_HOSTS = "hosts:"  # and a token, instead of the folder: each host has its own
 ENVIRONMENT = "environment.json"  # in a host's folder: variables of the ranks
 

@@ -59,7 +59,7 @@ class RankGroup:
         fixed: whether `grace` overrides what they report.
         signals: those that this process has received, to be forwarded; grows while it waits.
         timeout: seconds after which the group is ended; None: never.
-        spare: how many more processes may join later; with any, ranks may be lost.
+        joining: how many more processes may join later; with any, ranks may be lost.
         warm: a process for later groups, which is to import TensorFlow after this one has.
         hosts: connections to the ranks' hosts; None: all are on this one.
     """
@@ -74,22 +74,22 @@ class RankGroup:
         fixed: bool = False,
         signals: list[int],
         timeout: float | None = None,
-        spare: int = 0,
+        joining: int = 0,
         warm: WarmProcess | None = None,
         hosts: HostConnections | None = None,
     ) -> None:
         self._hosts = hosts
-        self._ranks, self._timeout = ranks + spare, timeout
+        self._ranks, self._timeout = ranks + joining, timeout
         self._given, self._fixed = grace, fixed
         self._graces: dict[int, float] = {}
         self._first = ranks
-        self._phases = HealingPhases(ranks) if spare else None
+        self._phases = HealingPhases(ranks) if joining else None
         self._startup = StartupWatch(ranks)
         self._warm = warm
         self._mergers = {"out": out, "err": err}
         self._selector = selectors.DefaultSelector()
         self._mpirun_output = b""
-        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + spare), b"")
+        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + joining), b"")
         self._started: dict[int, int] = {}
         self._signals = signals
         self._kill_at: float | None = None
@@ -134,7 +134,7 @@ class RankGroup:
                 kept = self._warm.pid if self._warm is not None else None
                 if self._hosts is not None:
                     self._end_on_hosts()
-                process_tree.end_all(spare=self._process.pid, keep=kept)
+                process_tree.end_all(mpirun=self._process.pid, keep=kept)
                 self._process.wait()
                 process_tree.reap_adopted(kept)
             self._finish(folder)
@@ -294,9 +294,9 @@ class RankGroup:
                 continue
             if not data:
                 self._close(key)
-                if pipe == "say" and (self._hosts is None or rank in self._started):
+                if pipe == "notes" and (self._hosts is None or rank in self._started):
                     self._record_end(rank)
-            elif pipe == "say":
+            elif pipe == "notes":
                 self._receive(rank, data)
             elif pipe == "mpirun":
                 self._mpirun_output = (self._mpirun_output + data)[-_MPIRUN_OUTPUT:]

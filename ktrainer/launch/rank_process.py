@@ -88,22 +88,24 @@ def main(argv: list[str]) -> None:
     if options.cpus:
         os.sched_setaffinity(0, options.cpus[local_rank % len(options.cpus)])
     _redirect(folder, rank, options)
-    say = os.open(pipe_path(folder, rank, "say"), os.O_WRONLY)
-    _send(say, Note("started", pid=os.getpid()))
-    launcher_events.listener = partial(_send_event, say)
+    notes = os.open(pipe_path(folder, rank, "notes"), os.O_WRONLY)
+    _send(notes, Note("started", pid=os.getpid()))
+    launcher_events.listener = partial(_send_event, notes)
     _handle_faults(fault_path(folder, rank))
     # Registered first, so called last: after the exit handlers of the script.
-    atexit.register(_send, say, Note("ended", pid=os.getpid()))
+    atexit.register(_send, notes, Note("ended", pid=os.getpid()))
     # Uncaught errors of this thread reach `_fail` below; other threads may call the hook.
-    fail = partial(_fail, say, options.ranks)
+    fail = partial(_fail, notes, options.ranks)
     sys.excepthook = lambda kind, error, trace: fail(error, 1)
     try:
-        _run(script, rank, options, folder, partial(_report_import, say))
+        _run(script, rank, options, folder, partial(_report_import, notes))
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
             code, text = int(str(error.code)), str(error)
-            _send(say, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text))
+            _send(
+                notes, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text)
+            )
         elif error.code not in (None, 0):
             fail(error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
@@ -205,7 +207,7 @@ def _exit_code(error: BaseException) -> int:
     return int(vars(error)["exit_code"]) if _name(type(error)) == _LOST else 1
 
 
-def _fail(say: int, ranks: int, error: BaseException, code: int) -> NoReturn:
+def _fail(notes: int, ranks: int, error: BaseException, code: int) -> NoReturn:
     """Report a failure, and exit without MPI_Finalize, which would wait for the other ranks."""
     note = Note(
         "failed",
@@ -217,7 +219,7 @@ def _fail(say: int, ranks: int, error: BaseException, code: int) -> NoReturn:
         follows=_is_consequence(error),
         final=_is_one_of(type(error), _FINAL),
     )
-    _send(say, note)
+    _send(notes, note)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -227,21 +229,21 @@ def _fail(say: int, ranks: int, error: BaseException, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _send(say: int, note: Note) -> None:
+def _send(notes: int, note: Note) -> None:
     # There may be no launcher to read it.
     with contextlib.suppress(OSError):
         data = encode(note)
         while data:
-            data = data[os.write(say, data) :]
+            data = data[os.write(notes, data) :]
 
 
-def _report_import(say: int, changed: list[str]) -> None:
-    _send(say, Note("imports", pid=os.getpid(), time=time.time(), text=", ".join(changed)))
+def _report_import(notes: int, changed: list[str]) -> None:
+    _send(notes, Note("imports", pid=os.getpid(), time=time.time(), text=", ".join(changed)))
 
 
-def _send_event(say: int, event: str, **fields: Any) -> None:
+def _send_event(notes: int, event: str, **fields: Any) -> None:
     """Send an event of `ktrainer.distributed.launcher_events`."""
-    _send(say, Note(event, pid=os.getpid(), time=time.time(), **fields))  # type: ignore[arg-type]
+    _send(notes, Note(event, pid=os.getpid(), time=time.time(), **fields))  # type: ignore[arg-type]
 
 
 def _format(error: BaseException, ranks: int) -> str:
