@@ -23,7 +23,7 @@ from ktrainer.cli import launch_hosts
 from ktrainer.cli.launch_config import checked_config, naming_the_separator, split_words
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
-from ktrainer.config.launch_environment import LOOPBACK, SPARE, to_environment
+from ktrainer.config.launch_environment import LOOPBACK, MAY_JOIN, to_environment
 from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
@@ -104,7 +104,7 @@ class _Launch:
     @property
     def joining(self) -> int:
         """The number of ranks that may join later."""
-        return SPARE if self.heal else 0
+        return MAY_JOIN if self.heal else 0
 
 
 def run(args: argparse.Namespace) -> int:

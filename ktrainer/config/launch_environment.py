@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 _GRACE = "interrupt.grace"
 _INTERFACE, _PORTS = "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_port_"
 _MPI_PORTS = range(61000, 65500)  # above Linux's ephemeral ports
-SPARE = 64  # the most processes that may join one launch: each has pipes of its own
+MAY_JOIN = 64  # the most processes that may join one launch: each has pipes of its own
 
 
 def as_launched(config: Config, environ: Mapping[str, str] = os.environ) -> Config:

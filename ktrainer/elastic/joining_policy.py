@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ktrainer.config.launch_environment import SPARE
+from ktrainer.config.launch_environment import MAY_JOIN
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.joining_ranks import SpawnedRank, admit, free_local_rank
 
@@ -48,9 +48,9 @@ class JoiningPolicy:
             if self._failures == _FAILURES:
                 _say(f"{_FAILURES} processes that were to join have failed: no more are started")
         if self._recruit is None and self._is_wanted():
-            if self._next_rank == self.started + SPARE:
+            if self._next_rank == self.started + MAY_JOIN:
                 self._failures = _FAILURES
-                _say(f"{SPARE} processes have joined: no more are started")
+                _say(f"{MAY_JOIN} processes have joined: no more are started")
                 return False
             local_rank, size = free_local_rank(self.world), self.world.size + 1
             self._recruit = SpawnedRank(self._next_rank, local_rank, size)
