@@ -3,7 +3,7 @@
 #   make setup    install ktrainer and all that it needs
 #   make train    train the quick-start example with two data-parallel processes
 #   make test     run the tests; those that need Horovod are skipped where it is not built
-#   make test-all build Horovod once, then run all tests, also those that repeat others
+#   make test-all build Horovod once, install PySpark, then run all tests
 #   make horovod  build Horovod once
 #   make test-keras run the contracts with the oldest supported Keras
 #   make lint     formatting, lints, types and import layers
@@ -25,7 +25,7 @@ WORKERS ?= 2
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test test-all test-keras lint docs clean horovod
+.PHONY: setup train test test-all test-keras lint docs clean horovod spark
 
 setup: $(INSTALLED)
 
@@ -47,6 +47,11 @@ train: setup
 horovod: setup
 	@$(BIN)/ktrainer horovod build
 
+# Its test is skipped where it cannot be installed.
+spark: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[spark]" || \
+	  echo "make: PySpark could not be installed" >&2
+
 # A file stays on one worker, with the groups of ranks that its tests share.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
@@ -54,7 +59,7 @@ test: setup
 	$(PYTEST) $(PYTEST_ARGS)
 
 # What `make test` leaves out, and what it skipped without Horovod.
-test-all: test horovod
+test-all: test horovod spark
 	$(PYTEST) -m "exhaustive or horovod" $(PYTEST_ARGS)
 
 # Beside the newest Keras, which .venv has: the package alone, in a folder that comes first.
