@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 
@@ -82,10 +83,12 @@ def run(args: argparse.Namespace) -> int:
         0 after SIGTERM, 130 after Ctrl-C, else the code of the process that failed first.
 
     Raises:
-        ConfigError: numbers that do not fit together, or no folder for the file.
+        ConfigError: numbers that do not fit together, an address of another host, or no folder for
+            the file.
         SetupError: a process did not start.
     """
     each = check_workers(args.workers, args.dispatchers)
+    require_own_address(args.address)
     path = listed_path(args)
     if args.work_dir and args.dispatcher_side == "training":
         raise ConfigError("--work-dir is for dispatchers that run here: leave it out")
@@ -111,6 +114,18 @@ def run(args: argparse.Namespace) -> int:
             err,
             signals,
         ).run()
+
+
+def require_own_address(address: str) -> None:
+    """Refuse an address on which nothing here can listen: servers would listen on all."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"--address: nothing can listen at {address!r} here ({error.strerror}): give an "
+            "address of this host, as `ip address` lists them, or its name"
+        ) from error
 
 
 def listed_path(args: argparse.Namespace) -> Path:

@@ -21,7 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ktrainer.cli.data_service_command import add_arguments, environment_of, listed_path
+from ktrainer.cli.data_service_command import (
+    add_arguments,
+    environment_of,
+    listed_path,
+    require_own_address,
+)
 from ktrainer.cli.run_command import recorded_signals
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_workers
 from ktrainer.errors import KtrainerError, SetupError
@@ -64,6 +69,7 @@ def _serve(context: Any, args: argparse.Namespace) -> int:
             "executors, or -n fewer"
         )
     each = check_workers(workers, args.dispatchers)
+    require_own_address(args.address)
     config = TfDataServiceConfig(
         args.dispatchers, each, token=secrets.token_hex(4), timeout=args.deadline
     )

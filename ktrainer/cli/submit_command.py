@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the job's file; return the exit status, with `--start` the scheduler's.
 
     Raises:
-        ConfigError: the options or the configuration cannot work.
+        ConfigError: the options or the configuration cannot work, or there is another file.
         SetupError: the file cannot be written, or the scheduler's program is not here.
     """
     scheduler = SCHEDULERS[args.to]
@@ -91,10 +91,14 @@ def run(args: argparse.Namespace) -> int:
         config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
     job = _job(args, config)
     path = args.output or Path(f"{job.name}.{scheduler.ending}")
-    if path.exists() and path.samefile(args.script):
-        raise ConfigError(f"{path} is the script itself; give --output another name.")
+    text = scheduler.write(job)
     try:
-        path.write_text(scheduler.write(job))
+        if path.exists() and path.read_bytes() != text.encode():
+            raise ConfigError(
+                f"{path} exists, with another text, so it is not overwritten: remove it, or give "
+                "--output another name."
+            )
+        path.write_text(text)
     except OSError as error:
         raise SetupError(f"cannot write {path}: {error.strerror}; give --output.") from error
     start = [*scheduler.start, str(path)]

@@ -186,9 +186,9 @@ class Scheduler:
 
 SCHEDULERS: Mapping[str, Scheduler] = {
     "slurm": Scheduler(sbatch_script, "sbatch", ("sbatch",), ("time", "grace")),
-    "mpijob": Scheduler(mpi_job, "yaml", _KUBECTL, ("time", "image")),
-    "trainjob": Scheduler(train_job, "yaml", _KUBECTL, ("time", "image", "runtime")),
-    "skypilot": Scheduler(sky_task, "yaml", ("sky", "launch")),
+    "mpijob": Scheduler(mpi_job, "mpijob.yaml", _KUBECTL, ("time", "image")),
+    "trainjob": Scheduler(train_job, "trainjob.yaml", _KUBECTL, ("time", "image", "runtime")),
+    "skypilot": Scheduler(sky_task, "sky.yaml", ("sky", "launch")),
 }
 
 

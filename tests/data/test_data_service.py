@@ -288,6 +288,10 @@ def test_the_command_refuses_what_cannot_work(tmp_path):
     assert (told.returncode, "3 / 2 = 1.5" in told.stderr) == (2, True)
     told = command("--config", str(tmp_path / "none" / "a.json"))
     assert (told.returncode, "there is no folder" in told.stderr) == (2, True)
+    for address in ("no-such-host", "10.9.9.9"):
+        told = command("--config", str(tmp_path / "a.json"), "--address", address)
+        assert (told.returncode, f"listen at '{address}' here" in told.stderr) == (2, True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_resume_in_mid_epoch_of_first_come_first_served(one):

@@ -127,7 +127,7 @@ def test_what_cannot_work_is_refused(
         ("--time", "0:01", str(script)): "90 s are no less than the time limit",
         (str(tmp_path / "none.py"),): "there is no script",
         ("-o", str(tmp_path / "none" / "x"), str(script)): "give --output",
-        ("-o", str(script), str(script)): "is the script itself",
+        ("-o", str(script), str(script)): "exists, with another text",
         (str(script), "trainer.epoch=3"): "unknown key",
         ("--image", "x", str(script)): "--image is for --to mpijob or trainjob, not for slurm",
         ("--to", "skypilot", "--time", "1:00", str(script)): "not for skypilot",
