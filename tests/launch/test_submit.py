@@ -69,6 +69,7 @@ def script(tmp_path: Path) -> Path:
 
 def _submit(script: Path, to: str, *options: str, words: list[str]) -> Path:
     path = script.parent / f"job.{to}"
+    path.unlink(missing_ok=True)  # of an earlier call with other words
     image = ["--image", "registry/train:1"] if to.endswith("job") else []
     command = ["submit", "--to", to, *image, *options, "--output", str(path), str(script)]
     assert main.main([*command, *words]) == 0
