@@ -82,6 +82,7 @@ class DatasetSource(Source):
         self._opened = self._opened_before = 0  # how often, and before this pass
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
+        self._whole: tf.data.Dataset | None = None  # the pipeline that skips none
         self._skipped = 0  # batches that its pipeline skips
         self._restored: deque[Any] = deque()  # elements that were read ahead of a state
         self._ahead: Prefetcher | None = None
@@ -202,11 +203,20 @@ class DatasetSource(Source):
         return on_device(batch, self._device), facts
 
     def _pipeline(self, skip: int) -> tf.data.Dataset:
+        """The pipeline after `skip` batches; one that skips none is made once.
+
+        TensorFlow optimizes a dataset when it is opened first, which takes longer the more data it
+        holds in memory.
+        """
+        if not skip and self._whole is not None:
+            return self._whole
         dataset = self._dataset.skip(skip) if skip else self._dataset
         if self._cut:
             dataset = dataset.map(self._slice)
         if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
             dataset = dataset.prefetch(self._prefetch)
+        if not skip:
+            self._whole = dataset
         return dataset
 
     def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from ktrainer.data.dataset_iterator import elements
+from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.errors import DataError
 from tests.data.feeds import Recorder, feed, flat, numbered, rows
 
@@ -47,6 +48,22 @@ def test_structures_and_composites_are_sliced() -> None:
                 tf.sparse.to_dense(local_batch.batch["s"]), np.eye(6)[want]
             )
             assert local_batch.batch["deep"][1].dtype == tf.float64
+
+
+def test_epochs_after_the_first_open_the_same_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, traced = DatasetSource._slice, []
+
+    def counted(source: DatasetSource, *parts: Any) -> Any:
+        traced.append(parts)
+        return original(source, *parts)
+
+    monkeypatch.setattr(DatasetSource, "_slice", counted)
+    made = feed(batches(70).shuffle(3, seed=1), 0, 2)
+    orders = [flat(rows(made.epoch(epoch))) for epoch in range(3)]
+    assert len(traced) == 1  # opening it is then independent of how much data it holds in memory
+    assert len({tuple(order) for order in orders}) > 1  # its shuffle still draws a new order
+    assert flat(rows(made.epoch(3, skip=1)))  # a pipeline of its own
+    assert len(traced) == 2
 
 
 def test_spec_leaves_the_batch_open() -> None:

@@ -1,0 +1,118 @@
+"""What data parallelism costs through `Trainer.fit`, beside the same processes without it.
+
+    ktrainer run -n 2 benchmarks/data_parallel_fit.py backend=data_parallel
+
+An MLP of 2.9 million parameters (784-1024-1024-1024-10), SGD with momentum, 64 examples a
+process, one thread a process. "alone" is Keras' `Model.fit` in each process on its part of the
+data, at the same time and without communication: the bound. "arrays" and "tf.data" are
+`Trainer.fit` on all of the data with all processes, one update a global batch. All take turns in
+one run, so that the ratios hold on a noisy machine; rank 0 prints the median milliseconds of a
+step, over all epochs but each first one, and the ratio to "alone".
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+
+BATCH = 64
+
+
+def build_model() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+    return model
+
+
+class EpochTimes(keras.callbacks.Callback):
+    """Seconds of each epoch but the first, to the beginning of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.starts.append(time.perf_counter())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.starts.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        return np.diff(self.starts)[1:].tolist()
+
+
+def rows(steps: int, processes: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    count = steps * BATCH * processes
+    return random.random((count, 784), dtype=np.float32), random.integers(0, 10, count)
+
+
+def alone(data: Any, epochs: int) -> list[float]:
+    times = EpochTimes()
+    build_model().fit(*data, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[times])
+    return times.seconds
+
+
+def together(trainer: Trainer, data: Any, epochs: int) -> list[float]:
+    times, size = EpochTimes(), BATCH * trainer.world.size
+    if isinstance(data, tf.data.Dataset):
+        trainer.fit(build_model(), data, epochs=epochs, callbacks=[times])
+    else:
+        trainer.fit(build_model(), *data, batch_size=size, epochs=epochs, callbacks=[times])
+    return times.seconds
+
+
+def measure(trainer: Trainer, steps: int, epochs: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a step, of each epoch; the variants take turns."""
+    world = trainer.world
+    data = rows(steps, world.size)
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(BATCH * world.size).cache().prefetch(4)
+    part = tuple(array[world.rank :: world.size] for array in data)
+    times: dict[str, list[float]] = {"alone": [], "arrays": [], "tf.data": []}
+    for _ in range(rounds):
+        for name, run in (
+            ("alone", lambda: alone(part, epochs)),
+            ("arrays", lambda: together(trainer, data, epochs)),
+            ("tf.data", lambda: together(trainer, dataset, epochs)),
+        ):
+            world.barrier()
+            times[name] += [seconds / steps * 1e3 for seconds in run()]
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60, help="steps an epoch")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs a round; the first compiles")
+    parser.add_argument("--rounds", type=int, default=5)
+    args, overrides = parser.parse_known_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    defaults = {"logging": {"progress": "none"}, "world": {"threads": 1}}
+    trainer = Trainer.from_cli(argv=overrides, defaults=defaults)
+    times = measure(trainer, args.steps, args.epochs, args.rounds)
+    if trainer.world.is_root:
+        print(f"{trainer.world.size} processes, batch {BATCH} each, {args.steps} steps an epoch")
+        bound = statistics.median(times["alone"])
+        for name, values in times.items():
+            middle = statistics.median(values)
+            print(f"{name:10s} {middle:7.2f} ms a step   {middle / bound:5.2f} x alone")
+
+
+if __name__ == "__main__":
+    main()
