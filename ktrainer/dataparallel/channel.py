@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, call_of, difference, rows_spec, specs_of
@@ -188,8 +187,8 @@ class ChannelSums(MpiGradients):
 
     def reduce_now(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         """The sums over ranks of `weight * array`, as one bucket, of floats of one type."""
-        specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
-        return self._timed(self.bucket_call(specs))(weight, *arrays)
+        copies = [np.array(array) for array in arrays]  # sums are made in place
+        return self._timed(self.bucket_call(copies[0].dtype))(weight, *copies)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         run = super()._timed(call)
@@ -212,8 +211,7 @@ class ChannelSums(MpiGradients):
         if call.kind == "slices":
             sums.gather_slices(_NO_WEIGHT, *arrays)
         else:
-            specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
-            sums.bucket_call(specs)(_NO_WEIGHT, *arrays)
+            sums.bucket_call(arrays[0].dtype)(_NO_WEIGHT, *arrays)
 
 
 def _settings(compression: str, bucket_mb: float, mean: bool) -> tuple[tuple[str, Any], ...]:

@@ -1,9 +1,10 @@
 """Gradients over plain MPI: fused buckets through mpi4py, without an extension to compile.
 
-Dense gradients are packed, already weighted, into buckets of at most `bucket_mb`, in the
-reverse order of the variables, which is about the order in which the backward pass finishes
-them; each bucket is one all-reduce, which starts when its last gradient is there and the previous
-bucket is summed.
+Dense gradients are grouped into buckets of at most `bucket_mb`, in the reverse order of the
+variables, which is about the order in which the backward pass finishes them. Each bucket is one
+host function, which starts when its last gradient is there and the previous bucket is summed, and
+which sums gradients where they are: TensorFlow's memory is MPI's buffer, without a copy. See
+`_private` for why nothing else reads that memory.
 
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32: each rank sums one segment of the bucket and sends the sum to the
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,10 +28,10 @@ from mpi4py import MPI
 
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
-from ktrainer.distributed.gradient_buffers import BufferPool, offsets, reduce_in_pieces
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups, sum_in_segments
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
+from ktrainer.distributed.reduce_in_pieces import reduce_in_pieces
 
 _HALVES = (tf.float16, tf.bfloat16)
 _WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
@@ -103,10 +105,12 @@ class MpiGradients(GradientCollectives):
         gradients = [tf.convert_to_tensor(g) if self.sparse_as_dense else g for g in gradients]
         reduced: list[Gradient] = list(gradients)
         for bucket in self._buckets(gradients):
-            parts = [gradients[i] for i in bucket]
-            call = self._timed(self.bucket_call(parts))
+            parts, factor = [gradients[i] for i in bucket], weight
+            if self._wire_of(parts[0].dtype) is None and not tf.executing_eagerly():
+                parts, factor = _private(parts, weight)
+            call = self._timed(self.bucket_call(parts[0].dtype))
             dtypes = [part.dtype for part in parts]
-            outputs = order.on_host(call, [weight, *parts], dtypes)
+            outputs = order.on_host(call, [factor, *parts], dtypes)
             for i, output in zip(bucket, outputs, strict=True):
                 reduced[i] = tf.ensure_shape(output, gradients[i].shape)
         for i, gradient in enumerate(gradients):
@@ -135,18 +139,8 @@ class MpiGradients(GradientCollectives):
     def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
         whole = [array for array in arrays if self._wire_of(array.dtype) is None]
         halves = [array for array in arrays if self._wire_of(array.dtype) is not None]
-        for array in whole:
-            if weight == 0:
-                array.fill(0)
-            elif weight != 1:
-                np.multiply(array, array.dtype.type(weight), out=array)
+        self._timed(self._sum_in_place)(np.array(weight), *whole)
         halve = partial(self._halves_in_place, np.array(weight))
-        if (hosts := self.hosts) is not None:
-            self._timed(reduce_in_pieces)(whole, lambda array: hosts.sum(array, array))
-        else:
-            self._timed(reduce_in_pieces)(
-                whole, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
-            )
         self._timed(reduce_in_pieces)(halves, halve)
 
     def close(self) -> None:
@@ -174,25 +168,13 @@ class MpiGradients(GradientCollectives):
             open_bucket[gradient.dtype] = (bucket, filled + nbytes)
         return buckets
 
-    def bucket_call(self, parts: Sequence[Any]) -> Callable[..., list[np.ndarray]]:
-        """The host function of (weight, *arrays) that reduces one bucket; it owns its buffers.
+    def bucket_call(self, dtype: tf.DType) -> Callable[..., list[np.ndarray]]:
+        """The host function of (weight, *arrays) that reduces one bucket of one dtype.
 
-        Args:
-            parts: tensors, or `tf.TensorSpec`s, of one dtype and static shapes.
+        Unless they are sent as 16 bits, arrays are overwritten by what it returns.
         """
-        dtype = parts[0].dtype
         wire = self._wire_of(dtype)
-        if wire is not None:
-            return partial(self._reduce_halves, wire)
-        sizes = [part.shape.num_elements() for part in parts]
-        if None in sizes:
-            raise ValueError(f"gradients must have static shapes, got {[p.shape for p in parts]}")
-        itemsize = dtype.size
-        starts = offsets(sizes, itemsize)
-        numpy_dtype = np.dtype(dtype.as_numpy_dtype)
-        send = BufferPool(starts[-1], numpy_dtype)
-        receive = BufferPool(starts[-1], numpy_dtype)
-        return partial(self._reduce_bucket, send, receive, starts)
+        return self._sum_in_place if wire is None else partial(self._reduce_halves, wire)
 
     def _wire_of(self, dtype: Any) -> np.dtype | None:
         """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
@@ -226,31 +208,21 @@ class MpiGradients(GradientCollectives):
 
         return timed
 
-    def _reduce_bucket(
-        self,
-        send: BufferPool,
-        receive: BufferPool,
-        starts: list[int],
-        weight: np.ndarray,
-        *parts: np.ndarray,
-    ) -> list[np.ndarray]:
-        packed, total = send.take(), receive.take()
-        scale = packed.dtype.type(weight)
-        for start, part in zip(starts, parts, strict=False):
-            target = packed[start : start + part.size]
+    def _sum_in_place(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        # TensorFlow gives scalars as NumPy's, which cannot be changed.
+        found = [x if isinstance(x, np.ndarray) else np.array(x) for x in arrays]
+        for array in found:
             if weight == 0:
-                target.fill(0)
-            else:
-                np.multiply(part.reshape(-1), scale, out=target)
+                array.fill(0)
+            elif weight != 1:
+                np.multiply(array, array.dtype.type(weight), out=array)
         if (hosts := self.hosts) is not None:
-            hosts.sum(packed, total)
+            reduce_in_pieces(found, lambda array: hosts.sum(array, array))
         else:
-            request = self.comm.Iallreduce(packed, total)
-            self.world.wait(request, "all-reduce of gradients", packed, total)
-        return [
-            total[start : start + part.size].reshape(part.shape)
-            for start, part in zip(starts, parts, strict=False)
-        ]
+            reduce_in_pieces(
+                found, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
+            )
+        return found
 
     def _reduce_halves(
         self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
@@ -303,3 +275,33 @@ class MpiGradients(GradientCollectives):
         request = self.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
+
+
+_products = count(1)
+
+
+@cache
+def _one() -> tf.Tensor:
+    """The handle of a variable that is 1, which TensorFlow does not know as it optimizes a step."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[], shared_name="ktrainer_one")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([], tf.float64))
+        return handle
+
+
+def _private(
+    gradients: Sequence[tf.Tensor], weight: tf.Tensor
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Weighted gradients in memory that is read by what they are given to and by nothing else, and
+    the weight that is left to apply: 1, or 0 for a rank whose gradients are ignored.
+
+    A product is new, unless TensorFlow finds that nothing else will read a factor and writes it
+    there, which is the usual case. Its optimizer could still share one product: by computing equal
+    ones once (each has an attribute of its own), or by folding constants and dropping a factor of 1
+    (the factor is read from a variable).
+    """
+    scale = weight * tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.float64)
+    products = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
+    for product in products:
+        product.op._set_attr("_ktrainer_product", tf.compat.v1.AttrValue(i=next(_products)))
+    return products, tf.cast(weight != 0, tf.float64)

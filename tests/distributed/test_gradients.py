@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.distributed.collectives import InOrder
-from ktrainer.distributed.gradient_buffers import PIECE_BYTES, pieces
+from ktrainer.distributed.mpi_gradients import MpiGradients
+from ktrainer.distributed.reduce_in_pieces import PIECE_BYTES, pieces
 from tests.dist.small import ENGINES, group_mode
 
 KINDS = [("float32", "none"), ("float64", "none"), ("bfloat16", "none"), ("float32", "fp16")]
@@ -38,8 +39,6 @@ def _collectives(engine: str, compression: str = "none") -> Any:
         from ktrainer.distributed.horovod_gradients import HorovodGradients
 
         return HorovodGradients(here, compression)
-    from ktrainer.distributed.mpi_gradients import MpiGradients
-
     return MpiGradients(here, compression=compression)
 
 
@@ -102,3 +101,45 @@ def test_pieces_are_bounded_and_cover_everything() -> None:
             assert not view.any()  # nothing comes twice
             view += 1
     assert all(array.all() for array in arrays)
+
+
+def _shared_memory() -> list[list[float]]:
+    """Sums of gradients that share memory with one another, a constant, a variable or an output."""
+    here: Any = distributed.current_world()
+    size = 20_000  # not so small that it is copied
+    collectives = MpiGradients(here, bucket_mb=1e-6)  # each gradient is a bucket
+    together = MpiGradients(here)
+    variable = tf.Variable(tf.fill([size], 2.0))
+    @tf.function(autograph=False)
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        return collectives.reduce([x], tf.ones([], tf.float64), InOrder())[0]
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor, weight: tf.Tensor) -> Any:
+        order, y = InOrder(), x + 1.0
+        reduced = []
+        for sums in (collectives, together):
+            equal = [y, y, tf.identity(y), x + 1.0, tf.fill([size], 3.0), variable.value(), x]
+            reduced += sums.reduce(equal, weight, order)
+            reduced += sums.reduce(equal, tf.ones([], tf.float64), order)
+        reduced += [inner(y), inner(y), inner(inner(y))]
+        return reduced, [y, x, variable.value(), tf.fill([size], 3.0)]
+
+    found = []
+    x = tf.fill([size], float(here.rank))
+    for _ in range(3):  # constants keep their memory from one step to the next
+        reduced, others = step(x, tf.constant(0.5 + here.rank, tf.float64))
+        found.append([float(tf.reduce_min(each)) for each in (*reduced, *others, variable, x)])
+        found.append([float(tf.reduce_max(each)) for each in (*reduced, *others, variable, x)])
+    collectives.close()
+    together.close()
+    return found
+
+
+def test_sums_in_place_overwrite_nothing_else(ranks: Callable[..., Any]) -> None:
+    # Gradients y = rank + 1 (four times), 3, 2 and rank, with weights 0.5 and 1.5, then 1.
+    weighted, plain = [3.5] * 4 + [6.0, 4.0, 1.5], [3.0] * 4 + [6.0, 4.0, 1.0]
+    for rank, found in enumerate(ranks(2).run(_shared_memory)):
+        expected = [*weighted, *plain] * 2 + [3.0, 3.0, 6.0]
+        expected += [rank + 1.0, rank, 2.0, 3.0, 2.0, rank]
+        assert found == [expected] * 6

@@ -148,9 +148,9 @@ def _kept() -> dict[str, list[bool]]:
     from mpi4py import MPI
 
     from ktrainer.distributed import mpi_communicator
-    from ktrainer.distributed.gradient_buffers import PIECE_BYTES
     from ktrainer.distributed.mpi_gradients import MpiGradients
     from ktrainer.distributed.mpi_world import MpiWorld
+    from ktrainer.distributed.reduce_in_pieces import PIECE_BYTES
 
     a_piece = PIECE_BYTES // 8
 
