@@ -110,6 +110,7 @@ def _shared_memory() -> list[list[float]]:
     collectives = MpiGradients(here, bucket_mb=1e-6)  # each gradient is a bucket
     together = MpiGradients(here)
     variable = tf.Variable(tf.fill([size], 2.0))
+
     @tf.function(autograph=False)
     def inner(x: tf.Tensor) -> tf.Tensor:
         return collectives.reduce([x], tf.ones([], tf.float64), InOrder())[0]
