@@ -39,7 +39,7 @@ class DataParallelConfig(BackendConfig):
 
     Attributes:
         name: data_parallel.
-        engine: all-reduce of gradients. mpi: fused buckets through MPI, needs nothing compiled.
+        engine: all-reduce of gradients. mpi: sums through MPI, needs nothing compiled.
             horovod: Horovod's all-reduce, NCCL on GPUs. auto: horovod where there is a GPU and
             Horovod has NCCL, else mpi.
         compression: none, or fp16 or bf16: gradients are sent in 16 bits (fewer bytes, rounded);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
@@ -21,7 +22,14 @@ from ktrainer.data.batch_source import (
 )
 from ktrainer.data.batch_specs import any_rows
 from ktrainer.data.data_digests import tensor_digest
-from ktrainer.data.dataset_iterator import elements, from_bytes, set_state, state_of, to_bytes
+from ktrainer.data.dataset_iterator import (
+    elements,
+    free,
+    from_bytes,
+    set_state,
+    state_of,
+    to_bytes,
+)
 from ktrainer.data.local_batch import (
     count_rows,
     graph_slice,
@@ -83,6 +91,8 @@ class DatasetSource(Source):
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
         self._whole: tf.data.Dataset | None = None  # the pipeline that skips none
+        self._empty: tf.data.Dataset | None = None  # one without elements
+        self._freeing: threading.Thread | None = None
         self._skipped = 0  # batches that its pipeline skips
         self._restored: deque[Any] = deque()  # elements that were read ahead of a state
         self._ahead: Prefetcher | None = None
@@ -153,10 +163,32 @@ class DatasetSource(Source):
         self._open_up_to(self.openings * epoch)
         self._opened_before = self._opened
         self._opened += 1
+        self._free()
         self._opened_pipeline = self._pipeline(skip)
         self._iterator, self._values = elements(self._opened_pipeline)
         self._skipped, self._ahead = skip, None
         self._restored = deque()
+
+    def _free(self) -> None:
+        """Free the open iterator in a thread, as that can take long."""
+        resource, self._iterator, self._values = self._iterator, None, iter(())
+        if resource is None:
+            return
+        if self._empty is None:
+            self._empty = self._opened_pipeline.take(0)
+        self._join()
+        arguments = resource, self._empty
+        self._freeing = threading.Thread(None, free, "ktrainer-free-iterator", arguments)
+        self._freeing.start()
+
+    def _join(self) -> None:
+        if self._freeing is not None:
+            self._freeing.join()
+            self._freeing = None
+
+    def close(self) -> None:
+        self._free()
+        self._join()
 
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.

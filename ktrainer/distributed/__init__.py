@@ -6,7 +6,7 @@ mpi_world.py, elastic_world.py, horovod_world.py, cluster_world.py    the worlds
 mpi_communicator.py, array_transfer.py, mpi_chunks.py, mpi_rows.py   messages and arrays
 rank_layout.py          the grid of partitions and replicas
 collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
-mpi_gradients.py, horovod_gradients.py    sum gradients; reduce_in_pieces.py: in place, a piece at
+mpi_gradients.py, horovod_gradients.py    sum gradients; sum_in_place.py: without buffers
                         a time; host_groups.py: within each host first
 deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
 elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join

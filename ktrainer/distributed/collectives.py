@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.distributed.reduce_in_pieces import reduce_in_pieces
+from ktrainer.distributed.sum_in_place import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
 DEFAULT_LANE = "order"

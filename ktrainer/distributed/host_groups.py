@@ -18,6 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.mpi_communicator import MpiComm
+from ktrainer.distributed.sum_in_place import sum_in_place
 
 
 class HostGroups:
@@ -50,8 +51,9 @@ class HostGroups:
             request = local.Ireduce(send, array if local.rank == 0 else None, MPI.SUM, 0)
             wait(request, f"reduce of {what} within a host", array)
         if local.rank == 0:
-            between = f"{what} between hosts"
-            total[:] = sum_in_segments(self._world, self._leaders, array, total.dtype, between)
+            with np.errstate(over="ignore"):
+                total[:] = array
+            sum_in_place(self._world, self._leaders, total, f"{what} between hosts")
         if local.size > 1:
             wait(local.Ibcast(_sendable(total), 0), f"broadcast of {what} within a host", total)
 
@@ -91,29 +93,6 @@ def open_host_groups(world: MpiComm) -> HostGroups | None:
 def host_name() -> str:
     """The name by which ranks of one host are known to be so."""
     return platform.node()
-
-
-def sum_in_segments(
-    world: MpiComm, comm: MPI.Intracomm, array: np.ndarray, dtype: np.dtype, what: str
-) -> np.ndarray:
-    """The sum over ranks of a flat `array`, sent as `dtype`, with equal bits on all ranks.
-
-    Each rank sums one segment and sends the sum to the others (a reduce-scatter followed by an
-    all-gather); 16-bit floats are added up in float32. An overflow is an inf.
-    """
-    segment = -(-array.size // comm.size)
-    packed = np.zeros(segment * comm.size, dtype)
-    pieces, total = np.empty((comm.size, segment), dtype), np.empty_like(packed)
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    with np.errstate(over="ignore"):
-        packed[: array.size] = array.astype(dtype, copy=False)
-    request = comm.Ialltoall(_sendable(packed), _sendable(pieces))
-    world.wait(request, f"reduce-scatter of {what}", packed, pieces)
-    with np.errstate(over="ignore", invalid="ignore"):
-        summed = pieces.astype(wide, copy=False).sum(axis=0).astype(dtype, copy=False)
-    request = comm.Iallgather(_sendable(summed), _sendable(total))
-    world.wait(request, f"all-gather of {what}", summed, total)
-    return total[: array.size]
 
 
 def _sendable(array: np.ndarray) -> np.ndarray:

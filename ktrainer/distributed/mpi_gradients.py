@@ -7,8 +7,7 @@ which sums gradients where they are: TensorFlow's memory is MPI's buffer, withou
 `_private` for why nothing else reads that memory.
 
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
-and are added up in float32: each rank sums one segment of the bucket and sends the sum to the
-others (a reduce-scatter followed by an all-gather).
+and are added up in float32.
 
 With ranks on several hosts, dense gradients are summed within each host first, in which 16 bits are
 widened; see `ktrainer.distributed.host_groups`.
@@ -28,10 +27,10 @@ from mpi4py import MPI
 
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
-from ktrainer.distributed.host_groups import HostGroups, open_host_groups, sum_in_segments
+from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
-from ktrainer.distributed.reduce_in_pieces import reduce_in_pieces
+from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
 _HALVES = (tf.float16, tf.bfloat16)
 _WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
@@ -182,12 +181,6 @@ class MpiGradients(GradientCollectives):
         wire = dtype if dtype in _HALVES else self._wire if dtype.is_floating else None
         return None if wire is None else np.dtype(wire.as_numpy_dtype)
 
-    def _start_in_place(self, array: np.ndarray) -> Any:
-        return self.comm.Iallreduce(MPI.IN_PLACE, array)
-
-    def _wait_in_place(self, request: Any, array: np.ndarray) -> None:
-        self.world.wait(request, "all-reduce of gradients", array)
-
     def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
         wire = self._wire_of(array.dtype)
         assert wire is not None
@@ -219,9 +212,8 @@ class MpiGradients(GradientCollectives):
         if (hosts := self.hosts) is not None:
             reduce_in_pieces(found, lambda array: hosts.sum(array, array))
         else:
-            reduce_in_pieces(
-                found, self._start_in_place, self._wait_in_place, self.world.keep_unfinished
-            )
+            comm = self.comm
+            reduce_in_pieces(found, lambda x: sum_in_place(self.world, comm, x, "gradients"))
         return found
 
     def _reduce_halves(
@@ -236,7 +228,9 @@ class MpiGradients(GradientCollectives):
             total = np.empty(packed.size, wire)
             hosts.sum(packed, total, "16-bit gradients")
         else:
-            total = sum_in_segments(self.world, self.comm, packed, wire, "16-bit gradients")
+            with np.errstate(over="ignore"):
+                total = packed.astype(wire)
+            sum_in_place(self.world, self.comm, total, "16-bit gradients")
         ends = np.cumsum(sizes)
         return [
             total[end - part.size : end].astype(part.dtype).reshape(part.shape)

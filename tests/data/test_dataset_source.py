@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Trainer
-from ktrainer.data.dataset_iterator import elements
+from ktrainer.data.dataset_iterator import elements, free
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.errors import DataError
 from tests.data.feeds import Recorder, feed, flat, numbered, rows
@@ -64,6 +64,18 @@ def test_epochs_after_the_first_open_the_same_pipeline(monkeypatch: pytest.Monke
     assert len({tuple(order) for order in orders}) > 1  # its shuffle still draws a new order
     assert flat(rows(made.epoch(3, skip=1)))  # a pipeline of its own
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("kind", ["dense", "ragged"])
+def test_a_freed_pipeline_yields_nothing_more(kind: str) -> None:
+    dataset = batches(40, batch=4).prefetch(2)
+    if kind == "ragged":
+        dataset = dataset.map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))
+    opened, other = elements(dataset), elements(dataset)
+    next(opened.values)
+    free(opened.resource, dataset.take(0))
+    assert list(opened.values) == []
+    assert len(list(other.values)) == 10
 
 
 def test_spec_leaves_the_batch_open() -> None:

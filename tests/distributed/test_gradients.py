@@ -12,7 +12,7 @@ import tensorflow as tf
 from ktrainer import distributed
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.distributed.mpi_gradients import MpiGradients
-from ktrainer.distributed.reduce_in_pieces import PIECE_BYTES, pieces
+from ktrainer.distributed.sum_in_place import PIECE_BYTES, pieces
 from tests.dist.small import ENGINES, group_mode
 
 KINDS = [("float32", "none"), ("float64", "none"), ("bfloat16", "none"), ("float32", "fp16")]

@@ -150,7 +150,7 @@ def _kept() -> dict[str, list[bool]]:
     from ktrainer.distributed import mpi_communicator
     from ktrainer.distributed.mpi_gradients import MpiGradients
     from ktrainer.distributed.mpi_world import MpiWorld
-    from ktrainer.distributed.reduce_in_pieces import PIECE_BYTES
+    from ktrainer.distributed.sum_in_place import PIECE_BYTES
 
     a_piece = PIECE_BYTES // 8
 
