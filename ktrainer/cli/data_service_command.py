@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
     each = check_workers(args.workers, args.dispatchers)
     require_own_address(args.address)
     path = listed_path(args)
-    if args.work_dir and args.dispatcher_side == "training":
-        raise ConfigError("--work-dir is for dispatchers that run here: leave it out")
+    work_dir = _work_dir(args)
     config = TfDataServiceConfig(
         args.dispatchers,
         each,
@@ -108,12 +107,29 @@ def run(args: argparse.Namespace) -> int:
             config,
             path,
             args.address,
-            Path(args.work_dir).resolve() if args.work_dir else None,
+            work_dir,
             environment_of(args, args.workers),
             out,
             err,
             signals,
         ).run()
+
+
+def _work_dir(args: argparse.Namespace) -> Path | None:
+    """The folder of the dispatchers' records, made if it is missing; None: a temporary one."""
+    if not args.work_dir:
+        return None
+    if args.dispatcher_side == "training":
+        raise ConfigError("--work-dir is for dispatchers that run here: leave it out")
+    folder = Path(args.work_dir).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--work-dir: the folder {folder} cannot be made ({error.strerror}): give one in a "
+            "folder that you may write to"
+        ) from error
+    return folder
 
 
 def require_own_address(address: str) -> None:

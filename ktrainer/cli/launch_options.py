@@ -102,8 +102,8 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network",
         choices=["loopback", "any"],
-        default="loopback",
-        help="where processes may listen for one another (default: loopback, on no other port)",
+        help="where processes may listen for one another (default: loopback, on no other port; "
+        "hosts of --hosts use their network)",
     )
 
 

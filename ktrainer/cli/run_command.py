@@ -194,10 +194,12 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
     here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
     threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
-    network: mpirun_command.Network = "any" if hosts else args.network
+    if hosts and args.network is not None:
+        raise ConfigError("--network is for one host: hosts use their network, or --interface")
+    network: mpirun_command.Network = "any" if hosts else args.network or "loopback"
     env = rank_environment(environment(), threads, network, config, several)
     env |= to_environment(heal or requested, args.grace)
-    env |= heal_option.mpi_settings(heal, args.network == "loopback")
+    env |= heal_option.mpi_settings(heal, network == "loopback" or bool(hosts))
     more, listen = list[str](), LOOPBACK if network == "loopback" else None
     connections, shared = None, None
     if hosts:

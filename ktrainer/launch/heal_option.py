@@ -65,7 +65,8 @@ def settings(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
     without healing.
 
     Raises:
-        ConfigError: a cluster of parameter servers, whose launcher does not use MPI.
+        ConfigError: a cluster of parameter servers, whose launcher does not use MPI; or more ranks
+            wanted than are started.
     """
     found = requested(args)
     if config is not None and config.world.heal:
@@ -76,6 +77,11 @@ def settings(args: argparse.Namespace, config: Config | None) -> dict[str, Any]:
         return {}
     if args.workers is not None:
         raise ConfigError("--heal is for processes that MPI connects: give -n, not --workers")
+    if (least := found.get("min_size") or 1) > args.ranks:
+        raise ConfigError(
+            f"{args.ranks} processes are started, but with fewer than {least} they would save a "
+            f"checkpoint and end (--min-n, world.min_size): start at least {least}, or lower it"
+        )
     return found
 
 

@@ -101,13 +101,15 @@ def common_network(
         SetupError: there is none, or a host lacks the chosen interface, or this host is not in it.
     """
     networks = {name: _networks(found, interface) for name, found in reports.items()}
-    for name, found in networks.items():
-        if not found and interface:
-            have = ", ".join(f"{i[0]} ({i[1]})" for i in reports[name]["interfaces"])
-            raise SetupError(
-                f"host {name}: there is no interface or network {interface} there; it has {have}. "
-                "Give --interface one that every host has, or a network as 10.1.2.0/24"
-            )
+    if interface and (without := [name for name, found in networks.items() if not found]):
+        listed = "; ".join(
+            f"host {name}: there is no interface or network {interface} there; it has "
+            + ", ".join(f"{i[0]} ({i[1]})" for i in reports[name]["interfaces"])
+            for name in without
+        )
+        raise SetupError(
+            f"{listed}. Give --interface one that every host has, or a network as 10.1.2.0/24"
+        )
     common = set.intersection(*(set(found) for found in networks.values()))
     if not common:
         listed = "; ".join(

@@ -94,7 +94,7 @@ def _check_strategy(
             "strategy",
             name,
             "parameter_server needs a cluster of workers and servers: start with `ktrainer run "
-            "--workers 2 --servers 1`, or set TF_CONFIG.",
+            "--workers 2 --servers 1` on one host, or set TF_CONFIG in each process on several.",
         )
 
 

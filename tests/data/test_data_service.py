@@ -292,6 +292,10 @@ def test_the_command_refuses_what_cannot_work(tmp_path):
         told = command("--config", str(tmp_path / "a.json"), "--address", address)
         assert (told.returncode, f"listen at '{address}' here" in told.stderr) == (2, True)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    told = command("--config", str(tmp_path / "a.json"), "--work-dir", str(tmp_path / "file" / "b"))
+    assert (told.returncode, "cannot be made (Not a directory)" in told.stderr) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_no_resume_in_mid_epoch_of_first_come_first_served(one):

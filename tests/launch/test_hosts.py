@@ -154,6 +154,7 @@ MISTAKES = {
     ),
     "wrong interface": Mistake(
         [
+            "host HOST: there is no interface or network eth9",
             "host OTHER: there is no interface or network eth9",
             "lo (127.0.0.1), eth0",
             "--interface",

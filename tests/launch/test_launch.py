@@ -203,6 +203,13 @@ def test_config_mistake_is_found_before_a_process_starts(
         done = launch("-n", 2, path, *words)
         assert done.returncode == 2, words
         assert said in done.stderr
+    for options, said in [
+        (["-n", "2", "--heal", "--min-n", "3"], "start at least 3"),
+        (["--hosts", "one:1,two:1", "--network", "any"], "--network is for one host"),
+    ]:
+        done = launch(*options, path)
+        assert done.returncode == 2, options
+        assert said in done.stderr
     assert not mark.exists()
     assert launch("-n", 1, "--no-check", path, "trainer.epoch=3").returncode == 0
     # The script may choose the backend in its code, and then checks this itself.
