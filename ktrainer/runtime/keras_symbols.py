@@ -375,6 +375,8 @@ tensorflow.python.framework.ops
         pipeline: called; operations inside of functions
     Operation._add_control_inputs
         pipeline: called; the order of gradients
+    Operation._set_attr(self, attr_name, attr_value)
+        distributed: called; products of gradients that the optimizer does not merge
     Operation._is_stateful
         steps: read; values that a log is computed from
     get_gradient_function()._gradient_op_type
