@@ -6,8 +6,8 @@ mpi_world.py, elastic_world.py, horovod_world.py, cluster_world.py    the worlds
 mpi_communicator.py, array_transfer.py, mpi_chunks.py, mpi_rows.py   messages and arrays
 rank_layout.py          the grid of partitions and replicas
 collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
-mpi_gradients.py, horovod_gradients.py    sum gradients; sum_in_place.py: without buffers
-                        a time; host_groups.py: within each host first
+mpi_gradients.py, horovod_gradients.py    sum gradients
+sum_in_place.py, host_groups.py           sums of arrays by MPI, without copies; within hosts first
 deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
 elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join
 launcher_events.py, restart_records.py         events for the launcher; records over restarts

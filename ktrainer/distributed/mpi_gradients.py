@@ -1,4 +1,4 @@
-"""Gradients over plain MPI: fused buckets through mpi4py, without an extension to compile.
+"""Gradients over plain MPI, summed through mpi4py, without an extension to compile.
 
 Dense gradients are grouped into buckets of at most `bucket_mb`, in the reverse order of the
 variables, which is about the order in which the backward pass finishes them. Each bucket is one
