@@ -92,7 +92,7 @@ class DatasetSource(Source):
         self._values: Iterator[Any] = iter(())
         self._whole: tf.data.Dataset | None = None  # the pipeline that skips none
         self._empty: tf.data.Dataset | None = None  # one without elements
-        self._freeing: threading.Thread | None = None
+        self._freeing: list[threading.Thread] = []  # threads that free iterators
         self._skipped = 0  # batches that its pipeline skips
         self._restored: deque[Any] = deque()  # elements that were read ahead of a state
         self._ahead: Prefetcher | None = None
@@ -176,19 +176,14 @@ class DatasetSource(Source):
             return
         if self._empty is None:
             self._empty = self._opened_pipeline.take(0)
-        self._join()
-        arguments = resource, self._empty
-        self._freeing = threading.Thread(None, free, "ktrainer-free-iterator", arguments)
-        self._freeing.start()
-
-    def _join(self) -> None:
-        if self._freeing is not None:
-            self._freeing.join()
-            self._freeing = None
+        thread = threading.Thread(None, free, "ktrainer-free-iterator", (resource, self._empty))
+        thread.start()
+        self._freeing = [each for each in self._freeing if each.is_alive()] + [thread]
 
     def close(self) -> None:
         self._free()
-        self._join()
+        while self._freeing:
+            self._freeing.pop().join()
 
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.
