@@ -76,12 +76,7 @@ def restored(model: Any) -> Any:
         ("save_weights", "fast_adam", "of_fit"),
     ],
 )
-@pytest.mark.quick(
-    "adam-1-fast_adam-adam",
-    "legacy_subclassed-1-subclassed_adam-legacy_subclassed",
-    "towers-1-towers-towers",
-    "recurrent-1-recurrent-recurrent",
-)
+@pytest.mark.quick("adam-1-fast_adam-adam", "towers-1-towers-towers")
 def test_training_continues_as_in_keras_2(file: str, model: str, name: str, capsys: Any) -> None:
     numbers = truth(name)
     assert imports(file, model) == 0

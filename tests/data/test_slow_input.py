@@ -76,7 +76,7 @@ SLOW = {
 }
 
 
-@pytest.mark.quick("PyDataset", "tf.data")
+@pytest.mark.quick("tf.data")
 @pytest.mark.parametrize("name", SLOW)
 def test_a_slow_stage_is_named_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     make, says = SLOW[name]

@@ -158,7 +158,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("mpi-plain-3")
+@pytest.mark.quick("mpi-plain-2")
 @pytest.mark.parametrize(
     ("engine", "case", "size"),
     [
