@@ -78,7 +78,7 @@ class _Launch:
     shared: str | None = None
 
     def without(self, lost: Mapping[int, str], args: argparse.Namespace) -> _Launch:
-        """The same launch on the hosts that are left, `args.ranks` with fewer ranks.
+        """The same launch on the surviving hosts, `args.ranks` with fewer ranks.
 
         Args:
             lost: rank -> its host.

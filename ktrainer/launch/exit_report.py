@@ -53,7 +53,7 @@ def restarts_follow(
     again = f"; TensorFlow is imported again, since {cold}" if cold else ""
     _print(f"starting again in {restarts.seconds:g} s, restart {number}{again}")
     if end.lost:
-        _print("the hosts that are left continue")
+        _print("the surviving hosts continue")
     end.stopped_by = wait()
     end.failures, end.saved = {}, restarts.has_saved  # already printed
     return end.stopped_by is None
