@@ -95,8 +95,11 @@ def test_a_rank_that_is_late_is_named(
     where: tuple[str, str],
     what: str,
 ) -> None:
-    first, *_ = ranks(size).outcomes(_late, rank, model, where, str(tmp_path))
-    assert isinstance(first.error, DeadlineExceeded), first
-    assert first.error.seconds == 2
-    assert what in str(first.error)
-    assert f"No answer from rank {rank}" in str(first.error)
+    outcomes = ranks(size).outcomes(_late, rank, model, where, str(tmp_path))
+    # Others wait for the late rank too, elsewhere in the step: the first to complain tells it.
+    complaints = [o.error for o in outcomes if f"No answer from rank {rank}:" in str(o.error)]
+    assert complaints, outcomes
+    for error in complaints:
+        assert isinstance(error, DeadlineExceeded)
+        assert error.seconds == 2
+        assert what in str(error)
