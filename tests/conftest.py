@@ -58,8 +58,15 @@ def pool() -> Iterator[Pool]:
     assert not left, f"ranks still run after the pool was closed: {left}"
 
 
+@pytest.fixture(scope="module")
+def clusters(pool: Pool) -> Iterator[None]:
+    """Groups of a tf.distribute cluster end with the file whose tests share them."""
+    yield
+    pool.end_clusters()
+
+
 @pytest.fixture
-def ranks(pool: Pool) -> Iterator[Callable[..., Ranks]]:
+def ranks(pool: Pool, clusters: None) -> Iterator[Callable[..., Ranks]]:
     """`ranks(3)` is a group of three real MPI processes: `ranks(3).run(function, *args)`."""
     yield pool.ranks
     pool.pause()

@@ -62,7 +62,7 @@ class Ranks:
         self._stack = contextlib.ExitStack()
         memory = self._stack.enter_context(mpi_folder(os.environ))
         self._log = self._folder / "output"
-        self._fresh = False
+        self.failed = False  # a rank raised in the last task
         self._reusable = True
         self._tasks = 0
         self._connections: list[mp.Connection] = []
@@ -113,10 +113,10 @@ class Ranks:
         for rank, connection in enumerate(self._connections):
             own_args = [_pick(value, rank) for value in args]
             own_kwargs = {key: _pick(value, rank) for key, value in kwargs.items()}
-            connection.send_bytes(wire.pack_task(function, own_args, own_kwargs, self._fresh))
+            connection.send_bytes(wire.pack_task(function, own_args, own_kwargs, self.failed))
         outcomes = self._collect(function.__qualname__, deadline)
         # One rank may have left a collective that the others were in.
-        self._fresh = any(outcome.error is not None for outcome in outcomes)
+        self.failed = any(outcome.error is not None for outcome in outcomes)
         return outcomes
 
     def output(self) -> str:

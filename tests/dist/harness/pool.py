@@ -47,7 +47,8 @@ class Pool:
         """
         key = (size, mode, tuple(sorted((env or {}).items())), tuple(mpirun))
         group = self._groups.pop(key, None)
-        if group is None or not group.alive:
+        spoilt = mode.startswith(AWAKE) and group is not None and group.failed
+        if group is None or not group.alive or spoilt:  # TensorFlow's connection fails for good
             if group is not None:
                 self._end(group)
             self._make_room()
@@ -67,6 +68,12 @@ class Pool:
     def _end(self, group: Ranks) -> None:
         group.close()
         self._ended.append(group)
+
+    def end_clusters(self) -> None:
+        """End the groups that are never stopped: the longer they idle, the likelier is a pause of
+        the machine that is longer than TensorFlow's heartbeats may take."""
+        for key in [key for key in self._groups if key[1].startswith(AWAKE)]:
+            self._end(self._groups.pop(key))
 
     def pause(self) -> None:
         """Stop all ranks until their next tasks, but for those that listen for one another."""
