@@ -50,6 +50,16 @@ EXTRA_EVENTS = (
     "on_heal",
 )
 
+STEP_EVENTS = (
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_batch_begin",
+    "on_batch_end",
+    "on_step_begin",
+    "on_step_end",
+    "on_step_checkpoint",
+)
+
 
 class Callback(keras.callbacks.Callback):
     """A Keras callback with step, gradient, logging and restore events, and a state.
@@ -115,6 +125,12 @@ class Callback(keras.callbacks.Callback):
         """Request a stop after this step. Call it on all ranks alike."""
         self.train_state.request_stop(reason)
         self.model.stop_training = True
+
+    def updates_until_due(self) -> int | None:
+        """The updates that may be made in one call of the compiled step, with
+        `trainer.steps_per_call=auto`, before this callback must hear of it; None: any number. By
+        default 1 where it overrides an event of batches or steps."""
+        return 1 if hears_of_steps(self) else None
 
     # -- events beyond Keras' own
 
@@ -270,9 +286,21 @@ def on_rank(callbacks: Iterable[Any], rank: int) -> list[Any]:
 
 def overrides(callback: Any, event: str) -> bool:
     """Whether `callback` overrides `event` of the base classes."""
-    own = getattr(type(callback), event, None)
+    return _overrides(type(callback), event)
+
+
+@functools.lru_cache(maxsize=4096)  # asked of every callback in every step
+def _overrides(kind: type, event: str) -> bool:
+    own = getattr(kind, event, None)
     bases = (getattr(Callback, event, None), getattr(keras.callbacks.Callback, event, None))
     return own is not None and own not in bases
+
+
+def hears_of_steps(callback: Any) -> bool:
+    """Whether `callback` overrides an event of every batch or step of training."""
+    if getattr(callback, "save_freq", None) == "epoch":  # as Keras' ModelCheckpoint
+        return False
+    return any(overrides(callback, event) for event in STEP_EVENTS)
 
 
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:

@@ -140,6 +140,10 @@ class LearningRate(Callback):
                     rate.set_to = _present(optimizer)
             self._starting = False
 
+    def updates_until_due(self) -> int | None:
+        changes = self.schedule or (self.warmup is not None and self.world.nominal_replicas > 1)
+        return 1 if changes else None
+
     def on_step_begin(self, step: int) -> None:
         factor: float | None = None
         for optimizer, rate in self._known():

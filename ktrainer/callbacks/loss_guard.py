@@ -20,27 +20,11 @@ import numpy as np
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.distributed import World
 from ktrainer.state.durations import Every
-from ktrainer.state.nested_logs import as_number, flatten_paths
+from ktrainer.state.nested_logs import finite_loss
 from ktrainer.state.progress import Progress
 from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, has_keras_step
 
 GuardAction = Literal["stop", "skip", "rollback", "ignore"]
-
-
-def finite_loss(logs: Mapping[str, Any] | None) -> bool:
-    """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
-    logs = logs or {}
-    every = {
-        p: n
-        for p, v in flatten_paths(logs).items()
-        if (n := as_number(v)) is not None and not n.ndim
-    }
-    losses = {p: v for p, v in every.items() if any(_is_loss(part) for part in p)}
-    return all(math.isfinite(value) for value in (losses or every).values())
-
-
-def _is_loss(key: str | int) -> bool:
-    return isinstance(key, str) and "loss" in key and not key.startswith("val_")
 
 
 class LossGuard(Callback):
@@ -121,6 +105,11 @@ class LossGuard(Callback):
         elif not in_a_row:
             action = self.on_spike if finite else self.nan
             self._act(action, step, f"{problem} at step {step}{where}")
+
+    def updates_until_due(self) -> int | None:
+        # A call of the program ends with a loss that is not finite.
+        sees_all = self.nan == "stop" and self.spike is None and str(self.every.duration) == "1ba"
+        return None if sees_all else 1
 
     def _start(self, progress: Progress) -> None:
         # After a heal an update may be done whose end callbacks have not seen: it is due then.

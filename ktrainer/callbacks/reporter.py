@@ -39,6 +39,9 @@ class Reporter(Callback):
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
 
+    def updates_until_due(self) -> int | None:
+        return None  # `on_log` is called when `logging.every` is due
+
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self.trainer is None and self.reports and self.every.due(self.progress):
             self.on_log(step, as_floats(logs))

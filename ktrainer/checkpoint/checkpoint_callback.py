@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.base import Callback, as_floats
-from ktrainer.callbacks.loss_guard import finite_loss
 from ktrainer.checkpoint.background_writer import BackgroundWriter
 from ktrainer.checkpoint.best_metric import BestMetric
 from ktrainer.checkpoint.contents.capture_state import history_of
@@ -33,6 +32,7 @@ from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.state.durations import Duration, Every
+from ktrainer.state.nested_logs import finite_loss
 from ktrainer.state.progress import Progress
 
 
@@ -128,6 +128,9 @@ class Checkpoint(Callback):
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         self._validated = logs if self.best is not None else None
+
+    def updates_until_due(self) -> int | None:
+        return self.every.until_due(self.progress)
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         validated, self._validated = self._validated, None

@@ -39,7 +39,7 @@ def check_pipeline(config: Config, backend: PipelineConfig) -> None:
     memory_limit(backend)
     _check_stages(backend)
     _check_callbacks(config)
-    if config.trainer.steps_per_call > 1:
+    if config.trainer.asks_for_several_steps:
         raise ConfigError(
             f"{config.trainer.steps_per_call} is impossible with backend=pipeline, whose step is "
             "not one compiled function but many, with messages between them: set it to 1.",

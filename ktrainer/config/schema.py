@@ -95,8 +95,10 @@ class TrainerConfig:
             examples, which is exact for losses that are means or sums over examples. global: the
             outputs, targets and weights of the whole batch, gathered first, for losses that couple
             examples (contrastive losses, rankings).
-        steps_per_call: updates in one compiled call. More is faster for tiny models; callbacks
-            then run once per call.
+        steps_per_call: updates in one compiled call, which is faster for small models. auto: with
+            backend=local as many as lie between two points at which something must happen (a
+            callback, a checkpoint, logs), but no more than 50 ms take, with the same bits; else 1.
+            A number: callbacks run once per call.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
         interrupt: what `fit` does on a signal to end.
     """
@@ -114,9 +116,14 @@ class TrainerConfig:
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] | None = None
     xla: bool = False
     loss_scope: Literal["local", "global"] = "local"
-    steps_per_call: int = number(1, at_least=1)
+    steps_per_call: int | Literal["auto"] = number("auto", at_least=1)
     deterministic: bool = False
     interrupt: InterruptConfig = field(default_factory=InterruptConfig)
+
+    @property
+    def asks_for_several_steps(self) -> bool:
+        """Whether a compiled call is to make several updates, whatever they are."""
+        return self.steps_per_call not in (1, "auto")
 
 
 @dataclass(frozen=True)

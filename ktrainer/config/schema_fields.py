@@ -103,6 +103,7 @@ def expected(item: Field[Any], hint: Any) -> str:
     elif choices(hint):
         words = ["one of " + ", ".join(choices(hint))]
         words = ["true", "false", *choices(hint)] if bool in alternatives(hint) else words
+        words = ["a whole number", *choices(hint)] if int in alternatives(hint) else words
     elif get_origin(hint) in (list, dict):
         words = ["a list" if get_origin(hint) is list else "a group of NAME: VALUE"]
     elif float in alternatives(hint) and int in alternatives(hint):

@@ -63,7 +63,7 @@ def _check_devices(backend: TfDistributeConfig) -> None:
 
 
 def _check_step(config: Config, backend: TfDistributeConfig) -> None:
-    if backend.strategy == "parameter_server" and config.trainer.steps_per_call > 1:
+    if backend.strategy == "parameter_server" and config.trainer.asks_for_several_steps:
         raise ConfigError(
             "several steps per call are one function, but parameter_server schedules single steps "
             "on workers. Set trainer.steps_per_call=1.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 from ktrainer.config import callback_registry
@@ -78,7 +79,7 @@ def _check_bounds(group: Any, prefix: str) -> None:
                 _check_bounds(entry, f"{path}[{i}].")
         elif value is not None and isinstance(bound, DurationBounds):
             _check_duration(path, value, bound)
-        elif value is not None and isinstance(bound, NumberBounds):
+        elif isinstance(bound, NumberBounds) and not isinstance(value, (str, NoneType)):
             wanted = expected(item, hints(type(group))[name])
             _check_number(path, value, bound, wanted)
 
@@ -128,7 +129,7 @@ def _check_trainer(config: Config) -> None:
             path="trainer.overfit_batches",
             value=trainer.overfit_batches,
         )
-    if trainer.steps_per_call > 1 and trainer.accumulate > 1:
+    if trainer.asks_for_several_steps and trainer.accumulate > 1:
         raise ConfigError(
             f"{trainer.steps_per_call} contradicts trainer.accumulate={trainer.accumulate}: the "
             "parts of an update are calls of their own. Set one of them to 1.",

@@ -284,7 +284,8 @@ def _updates_in_parts(run: Run) -> bool:
     config, model = run.context.config.trainer, run.model
     stock = type(model).train_step is keras.Model.train_step
     statistics = [v for v in model.non_trainable_variables if "seed" not in v.name]
-    return not stock or config.steps_per_call > 1 or config.accumulate > 1 or bool(statistics)
+    several = config.accumulate > 1 or config.asks_for_several_steps
+    return not stock or several or bool(statistics)
 
 
 def _rank_in(members: list[Member], member: Member) -> int:

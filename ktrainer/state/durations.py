@@ -186,6 +186,24 @@ class Every:
             self._fired_step, self._fired_at = progress.step, progress.elapsed
         return due
 
+    def until_due(self, progress: Progress) -> int | None:
+        """The updates after which it will be due, so many counted at once; None if another moment
+        decides: the end of an epoch, or the clock."""
+        stride = self._stride()
+        if stride is None:
+            return None
+        step = progress.step
+        return max(1, math.ceil((math.floor(step / stride) + 1) * stride - step))
+
+    def _stride(self) -> float | None:
+        """Updates from one time to the next; None for whole epochs and times."""
+        duration = self.duration
+        if duration is None or duration.unit == "s":
+            return None
+        if duration.unit == "ep" and isinstance(duration.value, int):
+            return None
+        return duration.steps(self.steps_per_epoch)
+
     def _due_time(self, progress: Progress) -> bool:
         if self._fired_at is None:
             self._fired_at = 0.0 if progress.step <= 1 else progress.elapsed

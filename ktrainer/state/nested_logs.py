@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,6 +41,27 @@ def as_number(value: Any) -> np.ndarray | None:
     except (TypeError, ValueError):
         return None
     return array if array.dtype.kind in "fiub" or _is_half(array) else None
+
+
+def finite_loss(logs: Mapping[str, Any] | None) -> bool:
+    """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
+    logs = logs or {}
+    scalars = {
+        p: n
+        for p, v in flatten_paths(logs).items()
+        if (n := as_number(v)) is not None and not n.ndim
+    }
+    return all(math.isfinite(value) for value in losses_of(scalars))
+
+
+def losses_of(values: Mapping[LogPath, Any]) -> list[Any]:
+    """The values that are called a loss; when none is, all."""
+    losses = [value for path, value in values.items() if any(map(_is_loss, path))]
+    return losses or list(values.values())
+
+
+def _is_loss(key: str | int) -> bool:
+    return isinstance(key, str) and "loss" in key and not key.startswith("val_")
 
 
 def as_keras_flattens(logs: Mapping[str, Any]) -> dict[str, Any]:

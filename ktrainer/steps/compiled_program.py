@@ -39,9 +39,10 @@ from ktrainer.steps.step_helpers import (
     unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
-from ktrainer.steps.steps_per_execution import compile_many, stack_local_batches
+from ktrainer.steps.steps_per_execution import compile_many, draws_numbers, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update
 
+_WEIGHT = tf.TensorSpec([], tf.float64)
 _WHOLE_BATCHES = "set data.batch=per_worker, or train with backend=local"
 
 
@@ -121,19 +122,35 @@ class CompiledProgram(Program):
         accumulated = self._accumulated
         return self._call(local_batches, accumulated, local_batches)
 
-    def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
-        """One update per local batch, all in one compiled call; the logs of the last."""
+    def train_many(
+        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
+    ) -> tuple[Logs, int]:
+        """One update per local batch, all in one compiled call; the logs of the last, and the
+        number of updates."""
+        ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
         # Under XLA with ranks a call holds no more than one local batch's computation.
-        alone = len(local_batches) == 1 or (self.options.xla and self.collectives is not None)
+        alone = self.model.run_eagerly or (self.options.xla and self.collectives is not None)
         stacked = None if alone else stack_local_batches(local_batches, _weight)
         if stacked is None:
-            return super().train_many(local_batches)
-        key = ("many", False, self.variant)
+            return super().train_many(local_batches, ends)
+        key = ("many", ends, self.variant)
         if key not in self._functions:
             self._functions[key] = compile_many(
-                self._function("train", local_batches[0].examples == 0)
+                self._function("train", padding=False),
+                self._specs["train"],
+                _WEIGHT,
+                ends_at_bad_loss=ends,
             )
-        return self._call(local_batches, self._functions[key], *stacked)
+        logs, steps = self._call(local_batches, self._functions[key], *stacked)
+        return logs, int(steps)
+
+    @property
+    def groups_updates(self) -> bool:
+        options, spec = self.options, self._specs.get("train")
+        several = self.collectives is not None or options.accumulate > 1 or options.guard
+        if several or self.model.run_eagerly or spec is None:
+            return False
+        return not draws_numbers(self._function("train", padding=False), spec, _WEIGHT)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         if self.collectives is not None and kind in self._specs and not self._logged[kind].logs:
@@ -204,7 +221,7 @@ class CompiledProgram(Program):
                     traced, jit_compile=xla or None, reduce_retracing=True, autograph=False
                 )
                 if kind in self._specs:
-                    traced.get_concrete_function(self._specs[kind], tf.TensorSpec([], tf.float64))
+                    traced.get_concrete_function(self._specs[kind], _WEIGHT)
             self._functions[key] = traced
         return self._functions[key]
 

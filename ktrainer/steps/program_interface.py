@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import keras
 
-from ktrainer.state.nested_logs import LogPath
+from ktrainer.state.nested_logs import LogPath, finite_loss
 from ktrainer.steps.metric_logs import LogSource
 
 Logs = Any  # dict of scalars as tensors, or what a user's step returns
@@ -53,11 +53,28 @@ class Program(ABC):
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
 
-    def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
-        """One update per local batch; the logs of the last."""
+    def train_many(
+        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
+    ) -> tuple[Logs, int]:
+        """One update per local batch; the logs of the last, and the number of updates.
+
+        Args:
+            ends_at_bad_loss: whether the call ends with an update whose loss is not finite; a
+                program whose ranks could end apart goes on.
+        """
+        made = 0
         for local_batch in local_batches:
             logs = self.train([local_batch])
-        return logs
+            made += 1
+            if ends_at_bad_loss and not finite_loss(logs):
+                break
+        return logs, made
+
+    @property
+    def groups_updates(self) -> bool:
+        """Whether `train_many` is faster than calls of `train`, with the same bits, and ends at a
+        loss that is not finite."""
+        return False
 
     @abstractmethod
     def test(self, local_batch: LocalBatchLike) -> Logs:

@@ -1,7 +1,13 @@
-"""Several updates in one compiled call: less Python between small steps."""
+"""Several updates in one compiled call: less Python between small steps.
+
+A call of K updates gives the bits of K calls, so that it makes no difference how they are grouped.
+TensorFlow's graph optimizer rewrites a step by the shapes that it knows: the loop's are as unknown
+as those of the step that runs alone.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +15,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.state.nested_logs import flatten_paths, losses_of
 from ktrainer.steps.program_interface import LocalBatchLike
+
+# Operations with numbers of their own: each copy of one draws the same ones again.
+_DRAWS = re.compile(
+    "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
+)
 
 
 def stack_local_batches(
@@ -18,7 +30,7 @@ def stack_local_batches(
 ) -> tuple[Any, np.ndarray] | None:
     """Batches stacked on a new first axis, and their weights; None if they do not stack.
 
-    Local batches stack when all have the same shapes and none is padding.
+    Local batches stack when all have dense leaves of the same shapes, and none is padding.
 
     Args:
         local_batches: one for each step.
@@ -27,28 +39,77 @@ def stack_local_batches(
     if any(each.examples == 0 for each in local_batches):
         return None
     flat = [keras.tree.flatten(each.batch) for each in local_batches]
-    shapes = {tuple(tuple(leaf.shape) for leaf in leaves) for leaves in flat}
+    if not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in flat[0] if leaf is not None):
+        return None
+    shapes = {tuple(None if leaf is None else tuple(leaf.shape) for leaf in each) for each in flat}
     if len(shapes) != 1:
         return None
-    stacked = [tf.stack(column) for column in zip(*flat, strict=True)]
+    stacked = [_stack(column) for column in zip(*flat, strict=True)]
     batch = keras.tree.pack_sequence_as(local_batches[0].batch, stacked)
     return batch, np.array([weigh(each) for each in local_batches])
 
 
-def compile_many(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled loop of `step(batch, weight)` over stacked batches; the last step's logs."""
+def _stack(leaves: Sequence[Any]) -> Any:
+    if leaves[0] is None:
+        return None
+    # tf.stack makes int32 of arrays of int64.
+    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.stack(leaves)
 
-    def many(batches: Any, weights: tf.Tensor) -> Any:
-        def one(i: Any) -> Any:
-            return step(keras.tree.map_structure(lambda t: t[i], batches), weights[i])
 
-        logs = one(0)
-        _, logs = tf.while_loop(
-            lambda i, logs: i < tf.shape(weights)[0],
-            lambda i, logs: (i + 1, one(i)),
-            (tf.constant(1), logs),
+def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Callable[..., Any]:
+    """A compiled loop of `step(batch, weight)` over stacked batches and weights.
+
+    Args:
+        step: a compiled step, traced for `specs`.
+        specs: of its arguments, their number of rows unknown.
+        ends_at_bad_loss: whether a step with a loss that is not finite is the last one.
+
+    Returns:
+        A function that returns the logs of the last step that was made, and the number of steps.
+    """
+    logs = step.get_concrete_function(*specs).structured_outputs
+    made = [spec for spec in tf.nest.flatten(logs) if spec is not None]
+    start = [tf.zeros([dim or 0 for dim in spec.shape], spec.dtype) for spec in made]
+
+    def many(*stacked: Any) -> Any:
+        def update(i: Any, _: Any, *__: Any) -> Any:
+            found = step(*keras.tree.map_structure(lambda t: t[i], stacked))
+            good = _is_finite(found) if ends_at_bad_loss else tf.constant(True)
+            return i + 1, good, *(x for x in tf.nest.flatten(found) if x is not None)
+
+        steps, _, *values = tf.while_loop(
+            lambda i, good, *_: good & (i < tf.shape(stacked[-1])[0]),
+            update,
+            (tf.constant(0), tf.constant(True), *start),
+            shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), *(s.shape for s in made)),
             parallel_iterations=1,  # updates follow one another
         )
-        return logs
+        rest = iter(values)
+        packed = [None if spec is None else next(rest) for spec in tf.nest.flatten(logs)]
+        return tf.nest.pack_sequence_as(logs, packed), steps
 
-    return tf.function(many, reduce_retracing=True, autograph=False)
+    signature = keras.tree.map_structure(_stacked_spec, specs)
+    return tf.function(many, autograph=False, input_signature=signature)
+
+
+def draws_numbers(step: Any, *specs: Any) -> bool:
+    """Whether a compiled step has operations that keep their own place in a sequence of random
+    numbers, as `tf.random.normal` does; Keras' layers have none."""
+    graph = step.get_concrete_function(*specs).graph.as_graph_def()
+    functions = [node for function in graph.library.function for node in function.node_def]
+    return any(
+        _DRAWS.search(node.op) and "Stateless" not in node.op for node in [*graph.node, *functions]
+    )
+
+
+def _is_finite(logs: Any) -> tf.Tensor:
+    scalars = {p: v for p, v in flatten_paths(logs).items() if _is_float_scalar(v)}
+    return tf.reduce_all([tf.math.is_finite(v) for v in losses_of(scalars)] or [True])
+
+
+def _is_float_scalar(value: Any) -> bool:
+    return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+
+
+def _stacked_spec(spec: Any) -> Any:
+    return None if spec is None else tf.TensorSpec([None, *spec.shape], spec.dtype)

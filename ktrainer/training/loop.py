@@ -49,6 +49,7 @@ import keras
 import numpy as np
 
 from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.errors import DataError
 from ktrainer.state.durations import Every
 from ktrainer.state.metric_counts import MetricCounts
@@ -62,6 +63,7 @@ from ktrainer.training.preemption import (
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_initial_epoch
 from ktrainer.training.triggers import Triggers
+from ktrainer.training.updates_per_call import UpdatesPerCall, updates_until_due
 
 if TYPE_CHECKING:
     from ktrainer.data import LocalBatch
@@ -119,6 +121,16 @@ class Loop:
         validate = triggers.validate if state.validation is not None else None
         self._validate_every = Every(validate, state.steps_per_epoch)
         self._log_every = Every(triggers.log, state.steps_per_epoch)
+        self._per_call = UpdatesPerCall(
+            context.config.trainer.steps_per_call,
+            lambda: self.program.groups_updates,
+            triggers.accumulate,
+        )
+        self._stops_at_bad_loss = any(
+            isinstance(callback, LossGuard) and callback.nan == "stop"
+            for callback in callbacks.callbacks
+        )
+        self._made = 1  # updates of the last call
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
@@ -183,9 +195,12 @@ class Loop:
 
     def run_program(self, updates: Updates) -> Any:
         """Make the updates of one call of the program; returns its logs, unread."""
+        self._made = 1
         if len(updates) == 1:
             return self.program.train(updates[0])
-        return self.program.train_many([batches[0] for batches in updates])
+        batches = [update[0] for update in updates]
+        logs, self._made = self.program.train_many(batches, self._stops_at_bad_loss)
+        return logs
 
     def updates(self) -> Running:
         """Yield all updates from the present progress to the end; the History."""
@@ -257,7 +272,7 @@ class Loop:
         timers, feed = self.state.timers, self.state.feed
         while True:
             start = time.perf_counter()
-            take = partial(self.triggers.take, batches, self.steps_left)
+            take = partial(self._per_call.take, batches, self.steps_left, self._until_due)
             updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
             timers["data"] += time.perf_counter() - start
             if not updates:
@@ -276,7 +291,7 @@ class Loop:
         self.recovery.begin_step()
         logs = yield updates
         timers["step"] += time.perf_counter() - start
-        self._count(updates, logs)
+        self._count(self._per_call.end_call(updates, self._made), logs)
         if (waited := self.context.backend.communication_seconds) is not None:
             timers["communication"] = waited - self._waited_before
         self.recovery.commit(Phase.UPDATED, logs)
@@ -359,6 +374,17 @@ class Loop:
         self.model.stop_training = stopped
         return stopped or self.state.out_of_time or self.steps_left == 0
 
+    def _until_due(self) -> int | None:
+        """Updates until callbacks, validation or logs are due, all counted in one call."""
+        progress, least = self.state.progress, None
+        for every in (self._validate_every, self._log_every):
+            least = _least(least, every.until_due(progress))
+        for callback in self.callbacks.callbacks:
+            if least == 1:
+                break
+            least = _least(least, updates_until_due(callback))
+        return least
+
     def _due(self, every: Every, epoch_end: bool = False) -> bool:
         due = every.due(self.state.progress, epoch_end=epoch_end)
         if every.needs_agreement:  # clocks differ: rank 0's decides
@@ -387,3 +413,7 @@ class Loop:
 
         feed, common = self.state.validation, self.context.has_common_logs
         return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((n for n in (one, other) if n is not None), default=None)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from ktrainer.state.durations import Duration
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
-    from ktrainer.data import LocalBatch
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,6 @@ class Triggers:
         validate: how often to validate; None for never.
         log: how often to gather the logs of all ranks.
         accumulate: local batches an update.
-        steps_per_call: updates in one compiled call.
         initial_epoch: number of the first epoch.
         validation_epochs: those, counted from 1, that are validated after; None for all that
             `validate` says.
@@ -37,23 +33,12 @@ class Triggers:
     validate: Duration | None = None
     log: Duration | None = None
     accumulate: int = 1
-    steps_per_call: int = 1
     initial_epoch: int = 0
     validation_epochs: frozenset[int] | None = None
 
     def validates_after(self, epoch: int) -> bool:
         """Whether an epoch, counted from 0, is one that may be validated after."""
         return self.validation_epochs is None or epoch + 1 in self.validation_epochs
-
-    def take(self, batches: Iterator[LocalBatch], left: int | None) -> list[list[LocalBatch]]:
-        """The updates of the next call, each a list of local batches; empty at the end of these.
-
-        Args:
-            left: updates until training ends; None for no limit.
-        """
-        count = self.steps_per_call if left is None else min(self.steps_per_call, left)
-        updates = (list(islice(batches, self.accumulate)) for _ in range(count))
-        return [update for update in updates if update]
 
 
 def make_triggers(config: Config) -> Triggers:
@@ -68,7 +53,6 @@ def make_triggers(config: Config) -> Triggers:
         validate=_duration("1ep" if dev else trainer.validate_every),
         log=_duration(config.logging.every),
         accumulate=trainer.accumulate,
-        steps_per_call=trainer.steps_per_call,
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ktrainer.callbacks import Audit, BroadcastVariables, Callback, LossGuard
-from ktrainer.callbacks.loss_guard import finite_loss
 from ktrainer.errors import DivergenceError
+from ktrainer.state.nested_logs import finite_loss
 from tests.callbacks.helpers import EachStep, data, fit, small_model
 
 

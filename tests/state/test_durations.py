@@ -151,3 +151,22 @@ def test_never_and_nonsense():
     assert repr(Every("1ep")) == "Every('1ep')"
     with pytest.raises(ConfigError, match="above zero"):
         Every("0ba")
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.sampled_from(["ba", "ep"]))
+def test_updates_until_it_is_due(value, step, unit):
+    """With an epoch of 10 updates: a fraction of an epoch, or a number of updates."""
+    every = Every(f"{value}ba" if unit == "ba" else f"0.{value}ep", steps_per_epoch=10)
+    progress = Progress(step=step)
+    until = every.until_due(progress)
+    every.start(progress)
+    for _ in range(until - 1):
+        progress.advance(1)
+        assert not every.due(progress)
+    progress.advance(1)
+    assert every.due(progress)
+
+
+def test_the_clock_and_whole_epochs_are_no_number_of_updates():
+    for duration in ("1ep", "2ep", "5s", None):
+        assert Every(duration).until_due(Progress(step=3)) is None

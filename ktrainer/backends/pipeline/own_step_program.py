@@ -125,7 +125,8 @@ class OwnStepProgram(StageProgram, CompiledProgram):
         synchronize_seeds([*held, global_seed().state], self.model, placement.copies)
         return self._agreed(logs, "train_step")
 
-    train_many = Program.train_many  # each update ends with messages between stages
+    # Each update ends with messages between stages.
+    train_many, groups_updates = Program.train_many, Program.groups_updates
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._choose(local_batch)

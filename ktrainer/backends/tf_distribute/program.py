@@ -106,7 +106,9 @@ class ReplicatedProgram(Program):
             pairs = zip(local_batches, batch_counts(local_batches), strict=True)
             return self._accumulated([(each.batch, counts) for each, counts in pairs])
 
-    def train_many(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
+    def train_many(
+        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
+    ) -> tuple[Logs, int]:
         stacked = None
         if len(local_batches) > 1 and not self.options.xla:
             stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
@@ -116,9 +118,11 @@ class ReplicatedProgram(Program):
             return super().train_many(local_batches)
         self._prepare_for(*local_batches)
         if "many" not in self._functions:
-            self._functions["many"] = compile_many(self._function("train"))
+            self._functions["many"] = compile_many(
+                self._function("train"), self._specs["train"], BATCH_COUNTS
+            )
         with self._explained(local_batches):
-            return self._functions["many"](*stacked)
+            return self._functions["many"](*stacked)[0], len(local_batches)
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._prepare_for(local_batch)
