@@ -286,7 +286,7 @@ def on_rank(callbacks: Iterable[Any], rank: int) -> list[Any]:
 
 def overrides(callback: Any, event: str) -> bool:
     """Whether `callback` overrides `event` of the base classes."""
-    return _overrides(type(callback), event)
+    return _overrides(type(callback), event)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=4096)  # asked of every callback in every step
@@ -298,9 +298,13 @@ def _overrides(kind: type, event: str) -> bool:
 
 def hears_of_steps(callback: Any) -> bool:
     """Whether `callback` overrides an event of every batch or step of training."""
-    if getattr(callback, "save_freq", None) == "epoch":  # as Keras' ModelCheckpoint
-        return False
-    return any(overrides(callback, event) for event in STEP_EVENTS)
+    # Keras' own that save do nothing in batches unless they count them.
+    idle = "keras." if getattr(callback, "save_freq", None) == "epoch" else "\0"
+    return any(
+        overrides(callback, event)
+        and not getattr(type(callback), event).__module__.startswith(idle)
+        for event in STEP_EVENTS
+    )
 
 
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:
