@@ -5,8 +5,9 @@
 A tiny MLP (784-64-10) and a small convolutional network, batches of 64 from memory, SGD with
 momentum, one thread for one operation. Where steps are as short as these, the time goes into the
 loop around them. Keras' `steps_per_execution` and our `trainer.steps_per_call` put several steps
-into one compiled call; `auto`, our default, chooses how many. Variants take turns, so that ratios hold on a noisy machine; shown is the
-fastest epoch of each, in milliseconds a step.
+into one compiled call; `auto`, our default, chooses how many, and is compared with Keras' default.
+Variants take turns, so that ratios hold on a noisy machine; shown is the fastest epoch of each, in
+milliseconds a step.
 """
 
 from __future__ import annotations

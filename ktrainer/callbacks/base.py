@@ -299,12 +299,9 @@ def _overrides(kind: type, event: str) -> bool:
 def hears_of_steps(callback: Any) -> bool:
     """Whether `callback` overrides an event of every batch or step of training."""
     # Keras' own that save do nothing in batches unless they count them.
-    idle = "keras." if getattr(callback, "save_freq", None) == "epoch" else "\0"
-    return any(
-        overrides(callback, event)
-        and not getattr(type(callback), event).__module__.startswith(idle)
-        for event in STEP_EVENTS
-    )
+    idle = getattr(callback, "save_freq", None) == "epoch"
+    heard = [getattr(type(callback), event) for event in STEP_EVENTS if overrides(callback, event)]
+    return any(not (idle and method.__module__.startswith("keras.")) for method in heard)
 
 
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:
