@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
@@ -124,12 +125,8 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         """`function`, compiled at first use, for `specs` if there is one of local batches: what
         depends on the number of rows must not look like a constant."""
         if name not in self._functions:
-            compiled = tf.function(
-                function, jit_compile=xla or None, reduce_retracing=True, autograph=False
-            )
-            if specs and self._spec is not None:
-                compiled.get_concrete_function(*specs)
-            self._functions[name] = compiled
+            known = specs if self._spec is not None else ()
+            self._functions[name] = CompiledStep(function, *known, xla=xla)
         return self._functions[name]
 
     def _context(self, batch: Any, weight: tf.Tensor, **settings: Any) -> StepContext:

@@ -22,6 +22,7 @@ from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.state.nested_logs import LogPath
 from ktrainer.steps.accumulated_update import AccumulatedUpdate
 from ktrainer.steps.assertions import error_of_split, explain_assertions
+from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import check_local_layers, local_variables
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
@@ -217,11 +218,8 @@ class CompiledProgram(Program):
                 traced = on_tensors(traced)
             else:
                 xla = self.options.xla and self.collectives is None
-                traced = tf.function(
-                    traced, jit_compile=xla or None, reduce_retracing=True, autograph=False
-                )
-                if kind in self._specs:
-                    traced.get_concrete_function(self._specs[kind], _WEIGHT)
+                specs = [self._specs[kind], _WEIGHT] if kind in self._specs else []
+                traced = CompiledStep(traced, *specs, xla=xla)
             self._functions[key] = traced
         return self._functions[key]
 

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.state.nested_logs import flatten_paths, losses_of
+from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.program_interface import LocalBatchLike
 
 # Operations with numbers of their own: each copy of one draws the same ones again.
@@ -88,8 +89,7 @@ def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Call
         packed = [None if spec is None else next(rest) for spec in tf.nest.flatten(logs)]
         return tf.nest.pack_sequence_as(logs, packed), steps
 
-    signature = keras.tree.map_structure(_stacked_spec, specs)
-    return tf.function(many, autograph=False, input_signature=signature)
+    return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, specs))
 
 
 def draws_numbers(step: Any, *specs: Any) -> bool:

@@ -225,9 +225,9 @@ def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.Monke
         x, y = data(50 * BATCH)
         for i in range(50):
             if i >= 30:
-                time.sleep(0.15)
+                time.sleep(0.3)
             yield x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
 
     run("auto", given=batches())
-    assert calls[0] > 3
-    assert max(calls[1:], default=1) <= 3
+    assert calls[0] > 5
+    assert max(calls[1:], default=1) <= 5  # a few were read ahead

@@ -25,6 +25,7 @@ from ktrainer.state.nested_logs import LogPath
 from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.compiled_program import on_tensors, trace
+from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
@@ -110,7 +111,7 @@ class ReplicatedProgram(Program):
         self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
     ) -> tuple[Logs, int]:
         stacked = None
-        if len(local_batches) > 1 and not self.options.xla:
+        if not self.options.xla and not self.model.run_eagerly:
             stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
             # Sums are numbered as functions are called: all processes must call the same ones.
             stacked = None if self._agree(stacked is None) else stacked
@@ -158,9 +159,8 @@ class ReplicatedProgram(Program):
             if self.model.run_eagerly:
                 traced = on_tensors(step)
             else:
-                traced = tf.function(step, reduce_retracing=True, autograph=False)
-                if kind in self._specs:
-                    traced.get_concrete_function(self._specs[kind], BATCH_COUNTS)
+                specs = [self._specs[kind], BATCH_COUNTS] if kind in self._specs else []
+                traced = CompiledStep(step, *specs)
             self._functions[kind] = traced
         return self._functions[kind]
 

@@ -1,0 +1,65 @@
+"""A compiled function of tensors that is called without a search for its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+
+class CompiledStep:
+    """`tf.function(step)`, traced for arguments of one structure.
+
+    In every call `tf.function` compares the types of all arguments with those of its traces, and
+    packs and unpacks them: 0.3 of the 0.7 ms that the step of a small model takes. Here tensors go
+    straight to the trace that they fit; whatever else is given takes TensorFlow's way.
+
+    Args:
+        step: of tensors, in nested structures.
+        specs: of its arguments, their number of rows unknown; none: every call takes
+            TensorFlow's way.
+        xla: compile it with XLA.
+    """
+
+    def __init__(self, step: Callable[..., Any], *specs: Any, xla: bool = False) -> None:
+        self._function = tf.function(
+            step, jit_compile=xla or None, reduce_retracing=True, autograph=False
+        )
+        self._specs = [spec for spec in tf.nest.flatten(specs) if spec is not None]
+        self._dense = bool(specs) and all(isinstance(spec, tf.TensorSpec) for spec in self._specs)
+        self._scalar: tuple[float, tf.Tensor] | None = None
+        if specs:
+            self._trace = self._function.get_concrete_function(*specs)
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = self._tensors(args) if self._dense else None
+        if tensors is None or not tf.executing_eagerly() or tf.config.functions_run_eagerly():
+            return self._function(*args)
+        return self._trace._call_flat(tensors, self._trace.captured_inputs)
+
+    def get_concrete_function(self, *specs: Any) -> Any:
+        """As of `tf.function`."""
+        return self._function.get_concrete_function(*specs)
+
+    def _tensors(self, args: Any) -> list[tf.Tensor] | None:
+        """The tensors among `args`, in order; None if they do not fit the trace."""
+        tensors = [self._tensor(leaf) for leaf in tf.nest.flatten(args) if leaf is not None]
+        if len(tensors) != len(self._specs):
+            return None
+        for tensor, spec in zip(tensors, self._specs, strict=True):
+            if tensor is None or tensor.dtype is not spec.dtype:
+                return None
+            if not spec.shape.is_compatible_with(tensor.shape):
+                return None
+        return tensors
+
+    def _tensor(self, leaf: Any) -> Any:
+        if isinstance(leaf, np.float64):  # the weight of a local batch, mostly the same
+            if self._scalar is None or self._scalar[0] != leaf:
+                self._scalar = leaf, tf.constant(leaf)
+            return self._scalar[1]
+        if isinstance(leaf, np.ndarray):
+            return tf.convert_to_tensor(leaf)
+        return leaf if isinstance(leaf, tf.Tensor) else None
