@@ -7,8 +7,9 @@ and `on_epoch_end` (save when due, or best), `on_validation_end` (logs to judge 
 All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
 each stage its part. A state whose loss is not finite is not saved.
 
-A step waits for a copy of the state in host memory, which is written during the following steps,
-one checkpoint at a time. An error there is raised at the next save, or at the end, on all ranks.
+The values of that moment are kept in host memory, where the next update copies what it changes,
+and are written during the following steps, one checkpoint at a time. An error there is raised at
+the next save, or at the end, on all ranks.
 `on_train_end`, and `close` after an error, wait for the last write.
 """
 

@@ -33,7 +33,7 @@ from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import all_variables, built_optimizers
+from ktrainer.steps.named_variables import all_variables, built_optimizers, view_of
 from ktrainer.steps.variable_placement import Placement, placement_of
 
 Arrays = dict[str, np.ndarray]
@@ -67,7 +67,8 @@ def capture(
         counted: metric counts of this rank; None without a trainer.
     """
     placement = placement_of(model)
-    arrays: Arrays = {n: _value(v) for n, v in named_variables(model) if _saves(n, v, placement)}
+    # Views: an optimizer that updates a variable whose values are in use writes to a copy.
+    arrays: Arrays = {n: view_of(v) for n, v in named_variables(model) if _saves(n, v, placement)}
     if progress.batch:
         metrics = metric_states(model, world)
         if placement is None or world.is_root:
@@ -170,10 +171,6 @@ def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
         "built": bool(optimizer.built),
         "variables": [places[id(v)] for v in trained if id(v) in places],
     }
-
-
-def _value(variable: Any) -> np.ndarray:
-    return np.asarray(variable.numpy())  # which Keras copies
 
 
 def history_of(model: Any) -> dict[str, Any]:
