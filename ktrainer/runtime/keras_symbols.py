@@ -347,9 +347,6 @@ tensorflow.python.eager.record
         pipeline: called; tensors that a tape does not know
     should_record_backprop(tensors)
         pipeline: called; whether a gradient of a model's inputs is asked for
-tensorflow.python.eager.polymorphic_function.concrete_function
-    ConcreteFunction._call_flat(self, tensor_inputs, captured_inputs)
-        steps: called; a step is called without a search for its trace
 tensorflow.python.eager.context
     context()
         runtime, data, verify, tf_distribute: called; the generator of seeds, the cluster

@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.backends.pipeline.stage.py_functions import PythonFunctions
+from ktrainer.steps.compiled_step import direct_call
 
 
 class TracedGraph:
@@ -148,7 +149,7 @@ class TracedGraph:
 
         compiled = tf.function(part, autograph=False, jit_compile=xla or None)
         specs = [tf.TensorSpec(t.shape, t.dtype) for t in feeds]
-        return _direct(compiled.get_concrete_function(*specs))
+        return direct_call(compiled.get_concrete_function(*specs))
 
     def _part(
         self, feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor], done: Collection[str]
@@ -171,19 +172,6 @@ class TracedGraph:
             del copy.input[:]
             copy.input.extend(kept)
         return part
-
-
-def _direct(concrete: Any) -> Callable[..., Any]:
-    """A compiled function that takes tensors as they are.
-
-    Checking each of them against the signature takes longer than a small stage does (0.4 ms for
-    40 tensors), and they come from where the signature does.
-    """
-
-    def call(*tensors: tf.Tensor) -> Any:
-        return concrete.inference_fn.call_preflattened([*tensors, *concrete.captured_inputs])
-
-    return call
 
 
 def _tensor_name(name: str) -> str:
