@@ -1,7 +1,8 @@
 """Gradients over plain MPI, summed through mpi4py, without an extension to compile.
 
 Dense gradients are grouped into buckets of at most `bucket_mb`, in the reverse order of the
-variables, which is about the order in which the backward pass finishes them. Each bucket is one
+variables, which is about the order in which the backward pass finishes them. The first bucket is
+small, so that sums begin while most of the backward pass is still to come. Each bucket is one
 host function, which starts when its last gradient is there and the previous bucket is summed, and
 which sums gradients where they are: TensorFlow's memory is MPI's buffer, without a copy. See
 `_private` for why nothing else reads that memory.
@@ -32,6 +33,7 @@ from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
+_FIRST_BUCKET_BYTES = 2**20
 _HALVES = (tf.float16, tf.bfloat16)
 _WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -104,6 +106,9 @@ class MpiGradients(GradientCollectives):
         gradients = [tf.convert_to_tensor(g) if self.sparse_as_dense else g for g in gradients]
         reduced: list[Gradient] = list(gradients)
         for bucket in self._buckets(gradients):
+            if isinstance(slices := gradients[bucket[0]], tf.IndexedSlices):
+                reduced[bucket[0]] = self._reduce_slices(slices, weight, order)
+                continue
             parts, factor = [gradients[i] for i in bucket], weight
             if self._wire_of(parts[0].dtype) is None and not tf.executing_eagerly():
                 parts, factor = _private(parts, weight)
@@ -112,9 +117,6 @@ class MpiGradients(GradientCollectives):
             outputs = order.on_host(call, [factor, *parts], dtypes)
             for i, output in zip(bucket, outputs, strict=True):
                 reduced[i] = tf.ensure_shape(output, gradients[i].shape)
-        for i, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
-                reduced[i] = self._reduce_slices(gradient, weight, order)
         return reduced
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
@@ -150,16 +152,19 @@ class MpiGradients(GradientCollectives):
         self.world.free(self._comm)
 
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
-        """Indices of dense gradients, grouped by dtype and size, last variable first."""
+        """Indices of gradients, last variable first: dense ones grouped by dtype and size."""
         buckets: list[list[int]] = []
         open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
         for i in reversed(range(len(gradients))):
             gradient = gradients[i]
             if isinstance(gradient, tf.IndexedSlices):
+                buckets.append([i])
                 continue
             nbytes = (gradient.shape.num_elements() or 0) * gradient.dtype.size
             bucket, filled = open_bucket.get(gradient.dtype, ([], 0))
-            if bucket and filled + nbytes > self._bucket_bytes:
+            first = bool(buckets) and bucket is buckets[0]
+            most = min(_FIRST_BUCKET_BYTES, self._bucket_bytes) if first else self._bucket_bytes
+            if bucket and filled + nbytes > most:
                 bucket, filled = [], 0
             if not bucket:
                 buckets.append(bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +153,48 @@ def test_sums_in_place_overwrite_nothing_else(ranks: Callable[..., Any]) -> None
         expected = [*weighted, *plain] * 2 + [3.0, 3.0, 6.0]
         expected += [rank + 1.0, rank, 2.0, 3.0, 2.0, rank]
         assert found == [expected] * 6
+
+
+def _overlap(kind: str) -> list[float]:
+    """Reduce gradients of which the first one is not there until a collective has begun."""
+    here: Any = distributed.current_world()
+    collectives = MpiGradients(here)
+    begun, reduce_slices, sum_buckets = (
+        threading.Event(),
+        collectives.gather_slices,
+        collectives._sum_in_place,
+    )
+
+    def begin(call: Callable[..., Any]) -> Callable[..., Any]:
+        def begins(*args: Any) -> Any:
+            begun.set()
+            return call(*args)
+
+        return begins
+
+    collectives.gather_slices = begin(reduce_slices)  # type: ignore[method-assign]
+    collectives._sum_in_place = begin(sum_buckets)  # type: ignore[method-assign]
+
+    def wait(x: np.ndarray) -> np.ndarray:
+        assert begun.wait(30), "no collective has begun before the last gradient was there"
+        return x
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> Any:
+        late = tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype, stateful=False), x.shape)
+        early: Any = tf.fill([64, 1024], 2.0)
+        if kind == "sparse":
+            early = tf.IndexedSlices(early, tf.range(64), tf.constant([100, 1024]))
+        reduced = collectives.reduce([late, early], tf.ones([], tf.float64), InOrder())
+        return [tf.reduce_sum(tf.convert_to_tensor(gradient)) for gradient in reduced]
+
+    found = [float(total) for total in step(tf.ones([1024, 512]))]
+    collectives.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_sums_begin_before_the_last_gradient_is_there(ranks: Callable[..., Any], kind: str) -> None:
+    """2 MiB of it, and others before it, far below `backend.bucket_mb`."""
+    size = 1024 * 512
+    assert ranks(2).run(_overlap, kind) == [[2.0 * size, 4.0 * 64 * 1024]] * 2
