@@ -50,16 +50,6 @@ EXTRA_EVENTS = (
     "on_heal",
 )
 
-STEP_EVENTS = (
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_batch_begin",
-    "on_batch_end",
-    "on_step_begin",
-    "on_step_end",
-    "on_step_checkpoint",
-)
-
 
 class Callback(keras.callbacks.Callback):
     """A Keras callback with step, gradient, logging and restore events, and a state.
@@ -127,10 +117,13 @@ class Callback(keras.callbacks.Callback):
         self.model.stop_training = True
 
     def updates_until_due(self) -> int | None:
-        """The updates that may be made in one call of the compiled step, with
-        `trainer.steps_per_call=auto`, before this callback must hear of it; None: any number. By
-        default 1 where it overrides an event of batches or steps."""
-        return 1 if hears_of_steps(self) else None
+        """The updates, at least 1, that may be made in one call of the compiled step, with
+        `trainer.steps_per_call=auto`, before this callback must hear of it; None: any number.
+
+        Not asked of a class that overrides an event of batches or steps and not this method: it
+        hears of every update.
+        """
+        return None
 
     # -- events beyond Keras' own
 
@@ -294,14 +287,6 @@ def _overrides(kind: type, event: str) -> bool:
     own = getattr(kind, event, None)
     bases = (getattr(Callback, event, None), getattr(keras.callbacks.Callback, event, None))
     return own is not None and own not in bases
-
-
-def hears_of_steps(callback: Any) -> bool:
-    """Whether `callback` overrides an event of every batch or step of training."""
-    # Keras' own that save do nothing in batches unless they count them.
-    idle = getattr(callback, "save_freq", None) == "epoch"
-    heard = [getattr(type(callback), event) for event in STEP_EVENTS if overrides(callback, event)]
-    return any(not (idle and method.__module__.startswith("keras.")) for method in heard)
 
 
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:

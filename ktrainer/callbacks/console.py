@@ -188,6 +188,9 @@ class RichProgress(_Progress):
         self._metrics = {}
         self._draw(force=True)
 
+    def updates_until_due(self) -> int | None:
+        return None  # calls are shorter than the time from one picture to the next
+
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._live is not None and time.perf_counter() - self._drawn > REFRESH_SECONDS:
             if self.trainer is None:

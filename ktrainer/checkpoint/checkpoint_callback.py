@@ -230,7 +230,7 @@ class Checkpoint(Callback):
                 warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)
             return False
         assert self._saver is not None
-        self._saver.settle()  # before another copy of the state is made
+        self._saver.settle()  # before the values of another moment are kept
         snapshot = self._at_cut or self._snapshot(progress, history)
         snapshot = replace(snapshot, facts={**snapshot.facts, **self.run_facts(snapshot.step)})
         try:

@@ -95,10 +95,10 @@ class TrainerConfig:
             examples, which is exact for losses that are means or sums over examples. global: the
             outputs, targets and weights of the whole batch, gathered first, for losses that couple
             examples (contrastive losses, rankings).
-        steps_per_call: updates in one compiled call, which is faster for small models. auto: with
-            backend=local as many as lie between two points at which something must happen (a
-            callback, a checkpoint, logs), but no more than 50 ms take, with the same bits; else 1.
-            A number: callbacks run once per call.
+        steps_per_call: updates in one compiled call, which is faster for small models. auto: in one
+            process as many as lie between two moments at which something is due (a callback, a
+            checkpoint, logs) and as about 50 ms take, with the same bits; else 1. A number:
+            callbacks run once per call.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
         interrupt: what `fit` does on a signal to end.
     """
@@ -122,7 +122,7 @@ class TrainerConfig:
 
     @property
     def asks_for_several_steps(self) -> bool:
-        """Whether a compiled call is to make several updates, whatever they are."""
+        """Whether `steps_per_call` is a number above 1."""
         return self.steps_per_call not in (1, "auto")
 
 

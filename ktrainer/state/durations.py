@@ -193,7 +193,11 @@ class Every:
         if stride is None:
             return None
         step = progress.step
-        return max(1, math.ceil((math.floor(step / stride) + 1) * stride - step))
+        count = max(1, math.ceil((math.floor(step / stride) + 1) * stride - step))
+        # Products and quotients of fractions are rounded.
+        while count > 1 and _crossed(step, step + count - 1, stride):
+            count -= 1
+        return count if _crossed(step, step + count, stride) else count + 1
 
     def _stride(self) -> float | None:
         """Updates from one time to the next; None for whole epochs and times."""

@@ -1,6 +1,7 @@
 """A Keras model's train, test and predict step as compiled functions of one local batch.
 
 compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
+compiled_step.py                                   one of its functions
 keras_patches.py, step_context.py                  how Keras' step is traced as a part of an update
 inner_functions.py                                 a tf.function that a step calls
 step_helpers.py                                    a batch's rows, averaged statistics, a check

@@ -14,10 +14,10 @@ class CompiledStep:
 
     In every call `tf.function` compares the types of all arguments with those of its traces, and
     packs and unpacks them: 0.3 of the 0.7 ms that the step of a small model takes. Here tensors go
-    straight to the trace that they fit; whatever else is given takes TensorFlow's way.
+    straight to the trace that they fit; other types and shapes take TensorFlow's way.
 
     Args:
-        step: of tensors, in nested structures.
+        step: of tensors, in nested structures that are always those of `specs`.
         specs: of its arguments, their number of rows unknown; none: every call takes
             TensorFlow's way.
         xla: compile it with XLA.
@@ -27,8 +27,10 @@ class CompiledStep:
         self._function = tf.function(
             step, jit_compile=xla or None, reduce_retracing=True, autograph=False
         )
-        self._specs = [spec for spec in tf.nest.flatten(specs) if spec is not None]
-        self._dense = bool(specs) and all(isinstance(spec, tf.TensorSpec) for spec in self._specs)
+        self._specs = tf.nest.flatten(specs)
+        self._dense = bool(specs) and all(
+            spec is None or isinstance(spec, tf.TensorSpec) for spec in self._specs
+        )
         self._scalar: tuple[float, tf.Tensor] | None = None
         if specs:
             self._call = direct_call(self._function.get_concrete_function(*specs))
@@ -45,15 +47,10 @@ class CompiledStep:
 
     def _tensors(self, args: Any) -> list[tf.Tensor] | None:
         """The tensors among `args`, in order; None if they do not fit the trace."""
-        tensors = [self._tensor(leaf) for leaf in tf.nest.flatten(args) if leaf is not None]
-        if len(tensors) != len(self._specs):
+        tensors = [self._tensor(leaf) for leaf in tf.nest.flatten(args)]
+        if len(tensors) != len(self._specs) or not all(map(_fits, tensors, self._specs)):
             return None
-        for tensor, spec in zip(tensors, self._specs, strict=True):
-            if tensor is None or tensor.dtype is not spec.dtype:
-                return None
-            if not spec.shape.is_compatible_with(tensor.shape):
-                return None
-        return tensors
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _tensor(self, leaf: Any) -> Any:
         if isinstance(leaf, np.float64):  # the weight of a local batch, mostly the same
@@ -62,7 +59,13 @@ class CompiledStep:
             return self._scalar[1]
         if isinstance(leaf, np.ndarray):
             return tf.convert_to_tensor(leaf)
-        return leaf if isinstance(leaf, tf.Tensor) else None
+        return leaf
+
+
+def _fits(value: Any, spec: tf.TensorSpec | None) -> bool:
+    if spec is None or not isinstance(value, tf.Tensor):
+        return spec is value  # None
+    return value.dtype is spec.dtype and bool(spec.shape.is_compatible_with(value.shape))
 
 
 def direct_call(trace: Any) -> Callable[..., Any]:

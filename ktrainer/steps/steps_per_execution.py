@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -23,6 +24,9 @@ from ktrainer.steps.program_interface import LocalBatchLike
 _DRAWS = re.compile(
     "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
 )
+
+
+_repeatable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by trace
 
 
 def stack_local_batches(
@@ -42,12 +46,15 @@ def stack_local_batches(
     flat = [keras.tree.flatten(each.batch) for each in local_batches]
     if not all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in flat[0] if leaf is not None):
         return None
-    shapes = {tuple(None if leaf is None else tuple(leaf.shape) for leaf in each) for each in flat}
-    if len(shapes) != 1:
+    if len({tuple(map(_kind, leaves)) for leaves in flat}) != 1:
         return None
     stacked = [_stack(column) for column in zip(*flat, strict=True)]
     batch = keras.tree.pack_sequence_as(local_batches[0].batch, stacked)
     return batch, np.array([weigh(each) for each in local_batches])
+
+
+def _kind(leaf: Any) -> Any:
+    return None if leaf is None else (type(leaf), tuple(leaf.shape), tf.as_dtype(leaf.dtype))
 
 
 def _stack(leaves: Sequence[Any]) -> Any:
@@ -92,14 +99,28 @@ def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Call
     return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, specs))
 
 
-def draws_numbers(step: Any, *specs: Any) -> bool:
-    """Whether a compiled step has operations that keep their own place in a sequence of random
-    numbers, as `tf.random.normal` does; Keras' layers have none."""
-    graph = step.get_concrete_function(*specs).graph.as_graph_def()
+def is_repeatable(step: Any, *specs: Any) -> bool:
+    """Whether `compile_many(step)` gives the bits of single calls: arguments and results are dense,
+    and no operation keeps its own place in a sequence of random numbers, as `tf.random.normal`
+    does. Keras' layers have none."""
+    trace = step.get_concrete_function(*specs)
+    if trace not in _repeatable:
+        _repeatable[trace] = _is_repeatable(trace, specs)
+    return _repeatable[trace]
+
+
+def _is_repeatable(trace: Any, specs: Any) -> bool:
+    leaves = tf.nest.flatten((specs, trace.structured_outputs))
+    graph = trace.graph.as_graph_def()
     functions = [node for function in graph.library.function for node in function.node_def]
-    return any(
+    return all(map(_is_dense, leaves)) and not any(
         _DRAWS.search(node.op) and "Stateless" not in node.op for node in [*graph.node, *functions]
     )
+
+
+def _is_dense(leaf: Any) -> bool:
+    dense = isinstance(leaf, (tf.TensorSpec, tf.Tensor)) and leaf.shape.rank is not None
+    return leaf is None or dense
 
 
 def _is_finite(logs: Any) -> tf.Tensor:

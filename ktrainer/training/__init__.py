@@ -2,6 +2,7 @@
 
 run.py opens, loop.py trains, evaluation.py evaluates and predicts
 call_arguments.py, fit_settings.py, triggers.py, context.py, default_callbacks.py: parts of a call
+updates_per_call.py: how many updates one call of the compiled step makes
 custom_loop.py: the Trainer's face for loops of the user's own; user_steps.py, loop_state.py: their
 run by `trainer.steps`
 resume.py, recovery_protocol.py, preemption.py: checkpoints at the start; lost ranks; signals

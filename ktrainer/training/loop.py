@@ -380,8 +380,6 @@ class Loop:
         for every in (self._validate_every, self._log_every):
             least = _least(least, every.until_due(progress))
         for callback in self.callbacks.callbacks:
-            if least == 1:
-                break
             least = _least(least, updates_until_due(callback))
         return least
 

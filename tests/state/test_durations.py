@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ktrainer.errors import ConfigError
@@ -153,10 +153,14 @@ def test_never_and_nonsense():
         Every("0ba")
 
 
-@given(st.integers(1, 9), st.integers(0, 40), st.sampled_from(["ba", "ep"]))
-def test_updates_until_it_is_due(value, step, unit):
-    """With an epoch of 10 updates: a fraction of an epoch, or a number of updates."""
-    every = Every(f"{value}ba" if unit == "ba" else f"0.{value}ep", steps_per_epoch=10)
+@given(
+    st.integers(1, 249), st.integers(0, 2000), st.sampled_from(["ba", "ep"]), st.integers(1, 500)
+)
+@example(value=4, step=1392, unit="ep", steps_per_epoch=469)
+def test_updates_until_it_is_due(value, step, unit, steps_per_epoch):
+    """A number of updates, or hundredths of an epoch."""
+    text = f"{value}ba" if unit == "ba" or value % 100 == 0 else f"{value / 100}ep"
+    every = Every(text, steps_per_epoch=steps_per_epoch)
     progress = Progress(step=step)
     until = every.until_due(progress)
     every.start(progress)

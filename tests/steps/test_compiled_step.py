@@ -61,6 +61,15 @@ def test_what_does_not_fit_is_traced_again(batch: Any) -> None:
     )
 
 
+def test_none_in_another_place() -> None:
+    traced = Traced({"a": rows(), "b": None}, SCALAR)
+    batch = {"a": None, "b": np.ones((3, 2), np.float32)}
+    found = traced.step(batch, np.float64(1.0))["batch"]
+    assert found["a"] is None
+    np.testing.assert_array_equal(found["b"], batch["b"])
+    assert traced.traces == 2
+
+
 def test_inside_another_function() -> None:
     traced = Traced(rows(), SCALAR)
     outer = tf.function(lambda x: traced.step(x, np.float64(3.0)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,7 +15,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from ktrainer import Callback
+from ktrainer import Callback, ConfigError
+from ktrainer.callbacks import LossGuard
+from ktrainer.data import LocalBatch
 from ktrainer.steps.compiled_program import CompiledProgram
 from ktrainer.training import updates_per_call
 from tests.contracts import running
@@ -106,24 +111,50 @@ def test_a_call_ends_where_something_is_due(calls: list[int], tmp_path: Any) -> 
     assert calls == [3, 3, 2, 2, 3, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["keras", "ktrainer", "rate"])
-def test_callbacks_that_may_act_in_every_step_do(calls: list[int], kind: str) -> None:
+class OfKeras(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.1 / (1 + batch)
+
+
+class Ours(Callback):
+    def on_step_begin(self, step: int) -> None:
+        self.model.optimizer.learning_rate = 0.1 / (1 + step)
+
+
+class OfOurs(LossGuard):
+    """Inherits a method that says when `LossGuard` must hear of an update."""
+
+    def on_step_begin(self, step: int) -> None:
+        self.model.optimizer.learning_rate = 0.1 / (1 + step)
+
+
+class OfAnInstance(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_train_batch_begin = self.set_rate
+
+    def set_rate(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.1 / (1 + batch)
+
+
+@pytest.mark.parametrize("kind", [OfKeras, Ours, OfOurs, OfAnInstance, None])
+def test_callbacks_that_may_act_in_every_step_do(calls: list[int], kind: Any) -> None:
     """A rate that is set in each batch must be the rate of that batch."""
-
-    class Rate(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            self.model.optimizer.learning_rate = 0.1 / (1 + batch)
-
-    class OurRate(Callback):
-        def on_step_begin(self, step: int) -> None:
-            self.model.optimizer.learning_rate = 0.1 / (1 + step)
-
     settings: dict[str, Any] = {}
-    callbacks = {"keras": [Rate()], "ktrainer": [OurRate()], "rate": []}[kind]
-    if kind == "rate":
+    if kind is None:
         settings["lr__schedule"] = "[{start: 0ba, end: 20ba, multiplier: 0.5}]"
-    assert_same_bits(settings, callbacks=callbacks)
+    assert_same_bits(settings, callbacks=[kind()] if kind else [])
     assert not calls
+
+
+def test_a_callback_that_is_late_hears_of_the_next_update() -> None:
+    class Late(Watch):
+        def updates_until_due(self) -> int | None:
+            return 10 - self.progress.step
+
+    seen = Late()
+    run("auto", [seen])
+    assert seen.steps == [1, 2, *range(10, 31)]
 
 
 def test_a_loss_that_is_not_finite_stops_at_its_step(calls: list[int]) -> None:
@@ -134,43 +165,87 @@ def test_a_loss_that_is_not_finite_stops_at_its_step(calls: list[int]) -> None:
     assert calls == [16]
 
 
-def test_batches_that_a_call_did_not_make_are_the_next_ones(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user's own callback may train on after the stop."""
+def test_training_on_after_a_stop_inside_a_call_is_refused(calls: list[int]) -> None:
+    """The batches that the call did not use are no longer in the data."""
 
-    class Continue(Callback):
-        def updates_until_due(self) -> int | None:
-            return None
-
-        def on_step_checkpoint(self, step: int, logs: Any = None) -> None:
+    class Continue(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.model.stop_training = False
 
-    class Part(keras.Model):
-        """Its loss is infinite for one batch, which leaves no trace in the weights."""
+    x, y = data(ROWS)
+    x[17 * BATCH + 1] = np.nan
+    with (
+        pytest.warns(UserWarning, match="the loss is not finite at step 18"),
+        pytest.raises(ConfigError, match=r"12 more batches .* Set trainer.steps_per_call=1"),
+    ):
+        run("auto", [Continue()], given=(x, y))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.total = self.add_weight(shape=(), initializer="zeros")
 
-        def call(self, x: Any) -> Any:
-            return x
+def test_an_error_of_the_data_comes_after_the_updates_before_it(calls: list[int]) -> None:
+    def batches() -> Iterator[Any]:
+        x, y = data(50 * BATCH)
+        for i in range(21):
+            yield x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
+        raise RuntimeError("no more rows")
 
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            x, _ = batch
-            self.total.assign(2 * self.total + x[0, 0])
-            return {"loss": 1.0 / x[0, 1]}
+    with trainer(data__prefetch=0) as it:
+        with pytest.raises(RuntimeError, match="no more rows"):
+            it.fit(lambda: build(eager=False), batches())
+        assert it.state.progress.step == 21
+    assert sum(calls) == 19
 
-    def model() -> keras.Model:
-        made = Part()
-        made.compile("sgd", "mse", jit_compile=False)
-        return made
 
-    x = np.stack([np.arange(ROWS), np.arange(ROWS) != 12 * BATCH], axis=1).astype("float32")
-    with pytest.warns(UserWarning, match="the loss is not finite at step 13"):
-        assert_same_bits({}, model=model, given=(x, x), callbacks=[Continue()])
-    assert calls[0] == 11
-    assert sum(calls) == 28
+class Seen(keras.Model):
+    """Counts how often it is trained on each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = self.add_weight(shape=(ROWS,), initializer="zeros")
+
+    def call(self, x: Any) -> Any:
+        return x
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        self.times.assign_add(tf.reduce_sum(tf.one_hot(batch[0], ROWS), axis=0))
+        return {"loss": 0.0}
+
+
+@pytest.mark.parametrize("after", [2, 12])
+def test_a_signal_comes_after_the_updates_whose_batches_were_taken(
+    calls: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """The resumed run sees each example once, though the order is another one each time."""
+
+    def train() -> np.ndarray:
+        settings = {"checkpoint__dir": str(tmp_path), "checkpoint__resume": "auto"}
+        with trainer(**settings, checkpoint__every="1ep") as it:
+            model = Seen()
+            model.compile("sgd", "mse", jit_compile=False)
+            numbers = np.arange(ROWS)
+            rows = tf.data.Dataset.from_tensor_slices((numbers, numbers)).shuffle(ROWS)
+            it.fit(model, rows.batch(BATCH))
+            return np.array(model.times.numpy())
+
+    take = updates_per_call.UpdatesPerCall.take
+
+    def interrupted(batches: Iterator[Any]) -> Iterator[Any]:
+        for taken in range(ROWS):
+            if taken == after:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield next(batches)
+
+    with monkeypatch.context() as patch:
+        source: list[Any] = []
+
+        def taking(self: Any, batches: Any, *args: Any) -> Any:
+            source[:] = source or [interrupted(batches)]
+            return take(self, source[0], *args)
+
+        patch.setattr(updates_per_call.UpdatesPerCall, "take", taking)
+        with pytest.raises(SystemExit):
+            train()
+    assert sum(calls) == after - 2
+    np.testing.assert_array_equal(train(), 1.0)
 
 
 def test_numbers_that_a_step_draws_are_not_drawn_twice(calls: list[int]) -> None:
@@ -231,3 +306,60 @@ def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.Monke
     run("auto", given=batches())
     assert calls[0] > 5
     assert max(calls[1:], default=1) <= 5  # a few were read ahead
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.003])
+def test_data_that_takes_longer_than_steps_is_made_while_they_run(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """A step of 1 ms in Python and 1 ms in TensorFlow, beside which 1 batch is made."""
+    now = 0.0
+    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
+    monkeypatch.setattr(updates_per_call, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    ready = 0.0
+
+    def batches() -> Iterator[LocalBatch]:
+        nonlocal now, ready
+        for i in range(2000):
+            now = max(now, ready)
+            ready = now + seconds
+            yield LocalBatch(np.array([i]), 1, 1)
+
+    per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
+    source, sizes, seen = batches(), [], []
+    while updates := per_call.take(source, None, lambda: None):
+        now += 0.001 + 0.001 * len(updates)
+        per_call.end_call(updates, len(updates))
+        sizes.append(len(updates))
+        seen += [int(part.batch[0]) for update in updates for part in update]
+    assert seen == list(range(2000))
+    assert max(sizes) > 9
+    assert (sizes[-2] > 9) == (seconds < 0.002)
+
+
+def test_a_lambda_hears_of_every_batch(calls: list[int]) -> None:
+    seen: list[int] = []
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(batch)
+    )
+    run("auto", [watch])
+    assert seen == list(range(30))
+    assert not calls
+
+
+def test_ragged_logs_are_of_single_steps(calls: list[int]) -> None:
+    class Ragged(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": tf.reduce_sum(batch[0]), "rows": tf.RaggedTensor.from_tensor(batch[0])}
+
+    def model() -> keras.Model:
+        made = Ragged()
+        made.compile("sgd", "mse", jit_compile=False)
+        return made
+
+    run("auto", model=model, logging__every="100ba")
+    assert not calls

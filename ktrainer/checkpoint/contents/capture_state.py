@@ -67,7 +67,7 @@ def capture(
         counted: metric counts of this rank; None without a trainer.
     """
     placement = placement_of(model)
-    # Views: an optimizer that updates a variable whose values are in use writes to a copy.
+    # Views: an operation that updates a variable whose values are in use writes to a copy.
     arrays: Arrays = {n: view_of(v) for n, v in named_variables(model) if _saves(n, v, placement)}
     if progress.batch:
         metrics = metric_states(model, world)
