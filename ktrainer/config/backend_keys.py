@@ -50,7 +50,6 @@ class DataParallelConfig(BackendConfig):
             never. true: ask Horovod for it too, which only does so with NCCL.
         op: average: the gradient of the mean loss. sum: that of the sum over processes.
         bucket_mb: largest bucket of gradients that are summed at once, in MiB, for the mpi engine.
-            The first has at most 1 MiB, so that sums begin early in the backward pass.
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
             uses most of the rows.
         local_layers: layers that stay each process's own, as regular expressions that match whole

@@ -1,8 +1,7 @@
 """Gradients over plain MPI, summed through mpi4py, without an extension to compile.
 
 Dense gradients are grouped into buckets of at most `bucket_mb`, in the reverse order of the
-variables, which is about the order in which the backward pass finishes them. The first bucket is
-small, so that sums begin while most of the backward pass is still to come. Each bucket is one
+variables, which is about the order in which the backward pass finishes them. Each bucket is one
 host function, which starts when its last gradient is there and the previous bucket is summed, and
 which sums gradients where they are: TensorFlow's memory is MPI's buffer, without a copy. See
 `_private` for why nothing else reads that memory.
@@ -33,7 +32,6 @@ from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
-_FIRST_BUCKET_BYTES = 2**20
 _HALVES = (tf.float16, tf.bfloat16)
 _WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -162,9 +160,7 @@ class MpiGradients(GradientCollectives):
                 continue
             nbytes = (gradient.shape.num_elements() or 0) * gradient.dtype.size
             bucket, filled = open_bucket.get(gradient.dtype, ([], 0))
-            first = bool(buckets) and bucket is buckets[0]
-            most = min(_FIRST_BUCKET_BYTES, self._bucket_bytes) if first else self._bucket_bytes
-            if bucket and filled + nbytes > most:
+            if bucket and filled + nbytes > self._bucket_bytes:
                 bucket, filled = [], 0
             if not bucket:
                 buckets.append(bucket)

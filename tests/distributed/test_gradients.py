@@ -158,7 +158,7 @@ def test_sums_in_place_overwrite_nothing_else(ranks: Callable[..., Any]) -> None
 def _overlap(kind: str) -> list[float]:
     """Reduce gradients of which the first one is not there until a collective has begun."""
     here: Any = distributed.current_world()
-    collectives = MpiGradients(here)
+    collectives = MpiGradients(here, bucket_mb=1.0)
     begun, reduce_slices, sum_buckets = (
         threading.Event(),
         collectives.gather_slices,
@@ -195,6 +195,6 @@ def _overlap(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_sums_begin_before_the_last_gradient_is_there(ranks: Callable[..., Any], kind: str) -> None:
-    """2 MiB of it, and others before it, far below `backend.bucket_mb`."""
+    """The late one has 2 MiB, a bucket of its own."""
     size = 1024 * 512
     assert ranks(2).run(_overlap, kind) == [[2.0 * size, 4.0 * 64 * 1024]] * 2
