@@ -7,6 +7,7 @@
 #   make horovod  build Horovod once
 #   make test-keras run the contracts with the oldest supported Keras
 #   make lint     formatting, lints, types and import layers
+#   make bench    measure speed beside Keras, Horovod and PyTorch: a table in docs/ and build/bench
 #   make docs     build the documentation in build/docs; warnings are errors
 #   make clean    remove what was made, .venv too; needed to change TENSORFLOW
 #
@@ -14,18 +15,20 @@
 #
 # Variables: PYTHON (which interpreter makes .venv), TENSORFLOW=cpu|gpu, ARGS (more key=value for
 # the example), PYTEST_ARGS (more for pytest), WORKERS (test files that run side by side; most
-# tests use one core).
+# tests use one core), TORCH (what pip installs as a peer for `make bench`: a wheel of PyTorch's CPU
+# build, say; that of PyPI for Linux brings gigabytes of GPU libraries).
 
 PYTHON ?= python3
 TENSORFLOW ?= cpu
 ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= 2
+TORCH ?= torch
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test test-all test-keras lint docs clean horovod spark
+.PHONY: setup train test test-all test-keras lint bench docs clean horovod spark
 
 setup: $(INSTALLED)
 
@@ -75,6 +78,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# PyTorch is only here, beside .venv; without it, its rows are not measured.
+build/bench/torch:
+	@mkdir -p build/bench
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ $(TORCH) || { \
+	  rm -rf $@; echo "make: PyTorch could not be installed" >&2; }
+
+# Needs an idle machine.
+bench: setup build/bench/torch
+	$(BIN)/python benchmarks/speed_table.py build/bench --page docs/concepts/elsewhere.md
 
 # Internal links are checked: a page or heading that is not there is a warning.
 docs: setup

@@ -5,7 +5,7 @@
 Throughput: the weights of a model of that size, written to one disk, flushed, and read back with
 the files in the page cache, as after a restart on the same machine. `dd` copies as many zeros,
 with fsync. Keras' `save_weights` does not flush; a second row flushes its file. Ours has a
-checksum of every byte, and checks it. Variants take turns; shown is the best of all rounds.
+checksum of every byte, and checks it. Variants take turns; shown is the median of all rounds.
 
 Steps: a model of that size is trained with and without saving; shown are the median step, the
 longest, and the median of those in which a save began.
@@ -31,13 +31,14 @@ from ktrainer import Callback, Trainer  # before Keras, so that TensorFlow start
 import keras
 import numpy as np
 from keras import layers
+from results import OURS, add_option, record
 
 from ktrainer.checkpoint import Store, capture, read_checkpoint
 from ktrainer.checkpoint.contents.restore_state import assign_state, pair_variables
 from ktrainer.distributed import SingleWorld
 from ktrainer.state.progress import Progress
 
-ROUNDS = 3
+ROUNDS = 5
 STEPS, EVERY = 60, 10
 
 
@@ -58,8 +59,8 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def throughput(folder: Path, megabytes: float) -> None:
-    """Print MB/s of each way to save, and to restore."""
+def throughput(folder: Path, megabytes: float) -> tuple[float, dict[str, list[float]]]:
+    """Size in MB of the weights, and seconds of each way to save, and to restore."""
     model, world = model_of(megabytes), SingleWorld()
     size = sum(weight.numpy().nbytes for weight in model.weights) / 1e6
     ours, theirs, raw = folder / "ours", folder / "keras.weights.h5", folder / "zeros"
@@ -94,7 +95,7 @@ def throughput(folder: Path, megabytes: float) -> None:
         "restore  ktrainer, checked": load,
         "restore  Keras load_weights": lambda: model.load_weights(theirs),
     }
-    seconds = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         for name, run in ways.items():
             if name.startswith("save"):
@@ -106,10 +107,29 @@ def throughput(folder: Path, megabytes: float) -> None:
             began = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - began)
-    print(f"{size:.0f} MB of weights in {folder}, best of {ROUNDS}")
-    for name in ways:
-        best = min(seconds[name])
-        print(f"  {name:<38} {best:7.3f} s  {size / best:8.0f} MB/s")
+    return size, seconds
+
+
+def show_throughput(size: float, seconds: dict[str, list[float]], results: Path | None) -> None:
+    """Print MB/s of each way, and record them."""
+    print(f"{size:.0f} MB of weights, median of {ROUNDS} rounds")
+    for name, values in seconds.items():
+        middle = statistics.median(values)
+        print(f"  {name:<38} {middle:7.3f} s  {size / middle:8.0f} MB/s")
+    for what, rows in {
+        "save a checkpoint, flushed": {
+            OURS: "save     ktrainer, flushed",
+            "Keras' save_weights, flushed": "save     Keras save_weights, flushed",
+            "dd with fsync": "save     dd with fsync",
+        },
+        "restore a checkpoint, checked": {
+            OURS: "restore  ktrainer, checked",
+            "Keras' load_weights": "restore  Keras load_weights",
+            "dd": "restore  dd",
+        },
+    }.items():
+        values = {who: [1e3 * value for value in seconds[row]] for who, row in rows.items()}
+        record(results, what, f"{size:.0f} MB of weights", values, bound=[*rows][-1])
 
 
 class Times(Callback):
@@ -129,8 +149,8 @@ class Times(Callback):
         self._last = now
 
 
-def steps(folder: Path, megabytes: float) -> None:
-    """Print the median step, and the longest with and without a save."""
+def steps(folder: Path, megabytes: float, results: Path | None) -> None:
+    """Print the median step, and the longest with and without a save; record what a save adds."""
     random = np.random.default_rng(0)
     x = random.normal(size=(STEPS * 64, 1024)).astype("float32")
     y = random.integers(0, 10, STEPS * 64)
@@ -151,6 +171,12 @@ def steps(folder: Path, megabytes: float) -> None:
         seconds = {step: value for step, value in times.seconds.items() if step > 3}
         saving = [value for step, value in seconds.items() if step % EVERY == 0]
         show(name, list(seconds.values()), saving)
+        others = [value for step, value in seconds.items() if step % EVERY]
+        values = {OURS: saving, "other steps": others}
+        milliseconds = {who: [1e3 * each for each in values[who]] for who in values}
+        if name != "no checkpoints":
+            what = f"step in which a save begins, {name}"
+            record(results, what, f"{megabytes:.0f} MB", milliseconds, bound="other steps")
 
 
 def show(name: str, seconds: list[float], saving: list[float]) -> None:
@@ -165,13 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a new one")
     parser.add_argument("--megabytes", type=float, default=400.0)
+    add_option(parser)
     args = parser.parse_args()
     if args.folder is not None:
         args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as name:
-        throughput(Path(name), args.megabytes)
+        show_throughput(*throughput(Path(name), args.megabytes), args.results)
         keras.utils.clear_session()
-        steps(Path(name), args.megabytes)
+        steps(Path(name), args.megabytes, args.results)
 
 
 if __name__ == "__main__":

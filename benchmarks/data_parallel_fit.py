@@ -23,8 +23,8 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 import keras
 import numpy as np
 import tensorflow as tf
-
-BATCH = 64
+from data_parallel_table import BATCH, NONE, sizes
+from results import OURS, add_option, record
 
 
 def build_model() -> keras.Model:
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps an epoch")
     parser.add_argument("--epochs", type=int, default=3, help="epochs a round; the first compiles")
     parser.add_argument("--rounds", type=int, default=5)
+    add_option(parser)
     args, overrides = parser.parse_known_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -112,6 +113,10 @@ def main() -> None:
         for name, values in times.items():
             middle = statistics.median(values)
             print(f"{name:10s} {middle:7.2f} ms a step   {middle / bound:5.2f} x alone")
+        for name in ("arrays", "tf.data"):
+            values = {OURS: times[name], NONE: times["alone"]}
+            what = f"step of Trainer.fit, {name}"
+            record(args.results, what, sizes(trainer.world.size), values, bound=NONE)
 
 
 if __name__ == "__main__":

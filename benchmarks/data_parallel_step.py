@@ -1,6 +1,7 @@
 """What a data-parallel step costs: no communication, our engines, and a hand-written loop.
 
     ktrainer run -n 2 benchmarks/data_parallel_step.py
+    mpirun -n 2 python benchmarks/data_parallel_step_torch.py  # the same with PyTorch's DDP
 
 An MLP of 2.9 million parameters (784-1024-1024-1024-10), SGD with momentum, 64 examples a
 process, one thread a process. All variants take turns in one run, so that the ratios hold on a
@@ -19,14 +20,14 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from data_parallel_table import BATCH, record_steps
+from results import OURS, add_option
 
 import ktrainer  # before TensorFlow, to keep its log quiet
 from ktrainer.distributed import open_world
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.steps import CompiledProgram, StepOptions
-
-BATCH = 64
 
 
 @dataclass
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps a round")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--horovod", action=argparse.BooleanOptionalAction, default=True)
+    add_option(parser)
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -135,6 +137,11 @@ def main() -> None:
     if world.is_root:
         print(f"ktrainer {ktrainer.__version__}, {world.size} processes, batch {BATCH} each")
         show(times)
+        none = times["none"]
+        record_steps(args.results, world.size, OURS, times["mpi"], none)
+        if args.horovod:
+            by_hand = times["horovod, by hand"]
+            record_steps(args.results, world.size, "Horovod, by hand", by_hand, none)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from ktrainer import Trainer
 import keras
 import tensorflow as tf
 from data_parallel_step import BATCH, batches, build_model, in_turns, show
+from data_parallel_table import NONE, sizes
+from results import OURS, add_option, record
 
 
 def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
@@ -66,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30, help="steps a round")
     parser.add_argument("--rounds", type=int, default=10)
+    add_option(parser)
     args = parser.parse_args()
     import horovod.tensorflow as hvd
 
@@ -84,6 +87,12 @@ def main() -> None:
     if sdp.rank() == 0:
         print(f"{sdp.size()} processes, batch {BATCH} each")
         show(times)
+        for what, ours in (
+            ("step with DistributedGradientTape", "ktrainer"),
+            ("the same step by trainer.run", "trainer.run, mpi"),
+        ):
+            values = {OURS: times[ours], "Horovod's tape": times["horovod"], NONE: times["none"]}
+            record(args.results, what, sizes(sdp.size()), values, bound=NONE)
     for trainer in trainers:
         trainer.close()
     sdp.shutdown()

@@ -38,8 +38,10 @@ from pipeline_table import (
     arguments,
     measure,
     pin,
+    record_case,
     row,
 )
+from results import OURS
 
 from ktrainer.data.local_batch import bounds
 from ktrainer.distributed import World, open_world
@@ -177,6 +179,7 @@ def main() -> None:
             times = measure(steps, args, world.rank, world.barrier)
             if world.is_root:
                 print(row(name, count, size, times), flush=True)
+                record_case(args, name, count, size, OURS, times)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pipeline_table import (
     arguments,
     measure,
     pin,
+    record_case,
     row,
 )
 
@@ -37,6 +38,7 @@ try:
 except ImportError as error:
     sys.exit(f"this benchmark needs PyTorch ({error}): pip install torch, in its CPU build.")
 
+NAME = f"PyTorch {torch.__version__.partition('+')[0]}"
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
@@ -134,10 +136,8 @@ def pipeline(
     return step
 
 
-def main() -> None:
-    parser = arguments(__doc__, [*CASES])
-    parser.add_argument("--schedule", default="1f1b", choices=[*SCHEDULES])
-    args = parser.parse_args()
+def join() -> tuple[int, int]:
+    """Join the group of processes that mpirun started; return rank and size."""
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if size < 2:
@@ -145,10 +145,18 @@ def main() -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-    if args.pin:
-        pin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
+    return rank, size
+
+
+def main() -> None:
+    parser = arguments(__doc__, [*CASES])
+    parser.add_argument("--schedule", default="1f1b", choices=[*SCHEDULES])
+    args = parser.parse_args()
+    rank, size = join()
+    if args.pin:
+        pin(rank)
     if rank == 0:
         print(f"torch {torch.__version__}, {args.schedule}, {size} processes of one thread")
         print(HEADER)
@@ -162,6 +170,7 @@ def main() -> None:
             times = measure(steps, args, rank, dist.barrier)
             if rank == 0:
                 print(row(name, count, size, times), flush=True)
+                record_case(args, name, count, size, f"{NAME} pipelining", times)
     dist.destroy_process_group()
 
 

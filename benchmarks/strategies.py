@@ -1,11 +1,12 @@
 """Steps a second under each strategy: ours, and Keras' own `fit` where that runs.
 
-    python benchmarks/strategies.py [--steps 60] [--epochs 5]
+    python benchmarks/strategies.py [--steps 60] [--epochs 5] [--rounds 2]
 
 An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 examples a global
-batch, two devices or processes of one thread each. Each line is a run of its own, one after the
-other; the fastest epoch counts. Keras' `fit` does not run on several workers as it is: here it has
-the two patches without which it fails. It does not run with parameter servers at all.
+batch, two devices or processes of one thread each. Ours and Keras' take turns, each a run
+of its own; the median epoch of all rounds counts, without each run's first. Keras' `fit` does not
+run on several workers as it is: here it has the two patches without which it fails. It does not run
+with parameter servers at all.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from typing import Any
 
+from results import OURS, add_option, record
+
 BATCH = 128
+PEER = "Model.fit under the strategy"
+MODELS = {"mlp": "MLP 784-256-256-10", "cnn": "CNN, 8 and 16 filters"}
 RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a strategy)
     "one process": ([], ["backend=local"], True),
     "mirrored, 2 devices": ([], ["mirrored", "backend.devices=2"], True),
@@ -43,25 +49,41 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--role", choices=["ours", "keras"])
-    parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
+    parser.add_argument("--model", choices=[*MODELS], default="mlp")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
+    parser.add_argument("--only", nargs="+", choices=[*RUNS], default=[*RUNS])
+    add_option(parser)
     args, words = parser.parse_known_args()
     if args.role:
         run_one(args, words)
         return
-    print(f"{'steps a second':32}{'MLP ours':>10}{'fit':>8}{'CNN ours':>10}{'fit':>8}")
-    for name, (starter, words, peer) in RUNS.items():
+    print(f"{'steps a second':32}" + "".join(f"{m + ' ours':>10}{'fit':>8}" for m in args.models))
+    for name in args.only:
         line = f"{name:32}"
-        for model in ("mlp", "cnn"):
-            line += f"{measured(starter, 'ours', model, args, words):10.1f}"
-            found = measured(starter, "keras", model, args, words) if peer else None
-            line += f"{found:8.1f}" if found else f"{'-':>8}"
+        for model in args.models:
+            times = in_turns(name, model, args)
+            for who, width in ((OURS, 10), (PEER, 8)):
+                rate = 1e3 / statistics.median(times[who]) if times.get(who) else None
+                line += f"{rate:{width}.1f}" if rate else f"{'-':>{width}}"
+            sizes = f"{MODELS[model]}, batch {BATCH}"
+            record(args.results, f"step of fit, {name}", sizes, times)
         print(line, flush=True)
 
 
-def measured(
-    starter: list[str], role: str, model: str, args: Any, words: list[str]
-) -> float | None:
-    """Steps a second of one run; None if it fails."""
+def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
+    """Milliseconds a step, by library, of those whose runs did not fail."""
+    starter, words, peer = RUNS[name]
+    roles = {OURS: "ours", PEER: "keras"} if peer else {OURS: "ours"}
+    times: dict[str, list[float]] = {who: [] for who in roles}
+    for _ in range(args.rounds):
+        for who, role in roles.items():
+            times[who] += measured(starter, role, model, args, words)
+    return {who: values for who, values in times.items() if values}
+
+
+def measured(starter: list[str], role: str, model: str, args: Any, words: list[str]) -> list[float]:
+    """Milliseconds a step, of each epoch of one run but the first; none if it fails."""
     own = [__file__, "--role", role, "--model", model]
     own += ["--steps", str(args.steps), "--epochs", str(args.epochs)]
     if not words[0].startswith("backend="):
@@ -78,10 +100,11 @@ def measured(
     done = subprocess.run(
         [*start, *own, *words], env=env, capture_output=True, text=True, timeout=600, check=False
     )
-    rates = [json.loads(x)["rate"] for x in done.stdout.splitlines() if x.startswith('{"rate"')]
-    if not rates:
+    lines = [x for x in done.stdout.splitlines() if x.startswith('{"seconds"')]
+    if not lines:
         print(done.stderr[-2000:], file=sys.stderr)
-    return rates[0] if rates else None
+        return []
+    return [value / args.steps * 1e3 for value in json.loads(lines[0])["seconds"][1:]]
 
 
 def run_one(args: Any, words: list[str]) -> None:
@@ -90,19 +113,21 @@ def run_one(args: Any, words: list[str]) -> None:
 
     quiet = {"logging": {"progress": "none", "csv": False}, "health": {"audit_every": None}}
     quiet |= {"trainer": {"epochs": args.epochs}, "data": {"batch_size": BATCH, "shuffle": False}}
-    trainer = Trainer(quiet, overrides=words)
+    trainer = Trainer.from_cli(argv=words, defaults=quiet)
 
     import keras
     import numpy as np
 
     class Epochs(keras.callbacks.Callback):
-        seconds = float("inf")
+        def __init__(self) -> None:
+            super().__init__()
+            self.seconds: list[float] = []
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.start = time.perf_counter()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.seconds = min(self.seconds, time.perf_counter() - self.start)
+            self.seconds.append(time.perf_counter() - self.start)
 
     random = np.random.default_rng(0)
     shape = (784,) if args.model == "mlp" else (28, 28, 1)
@@ -114,7 +139,7 @@ def run_one(args: Any, words: list[str]) -> None:
     else:
         with_keras(trainer, args, x, y, epochs)
     if trainer.world.is_root:
-        print(json.dumps({"rate": args.steps / epochs.seconds}), flush=True)
+        print(json.dumps({"seconds": epochs.seconds}), flush=True)
 
 
 def build(name: str) -> Any:

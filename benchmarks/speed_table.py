@@ -1,0 +1,135 @@
+"""All benchmarks of speed, one after the other, and one table of what they measured: `make bench`.
+
+    python benchmarks/speed_table.py build/bench [--page docs/concepts/elsewhere.md]
+
+Writes `results.json` and `results.svg` to the folder, and prints the table; `--page` puts it into a
+page, too. Programs that are compared take turns, with one thread a process. PyTorch is taken from
+the folder `torch` in that folder, where `make bench` installs it, and Horovod from where `make
+horovod` does. A program that fails is named under the table, and the others run. Takes about a
+quarter of an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from results import collect, draw, put_into, table, write_json
+
+TIMEOUT = 400  # seconds for a program
+ONE = [sys.executable]
+TWO = [sys.executable, "-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", "2"]
+MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]
+MPIRUN += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable]
+TURNS = 5  # of programs that are compared with each other
+
+
+def programs() -> list[tuple[list[str], str, list[str]]]:
+    """How each program is started, its name, and its options, in the order of their runs."""
+    horovod = [] if importlib.util.find_spec("horovod") else ["--no-horovod"]
+    sizes = ["--rounds", "1", "--steps", "3", "--microbatches", "8"]
+    compared = [
+        (TWO, "data_parallel_step", ["--rounds", "2", *horovod]),
+        (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
+        (TWO, "pipeline_step", sizes),
+        (MPIRUN, "pipeline_step_torch", sizes),
+    ]
+    with_peer = ["mirrored, 2 devices", "central storage, 2 devices", "multi-worker mirrored, 2"]
+    return [
+        (ONE, "keras_fit", ["--rounds", "2"]),
+        (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
+        (TWO, "distributed_tape", ["--rounds", "6"]),
+        *compared * TURNS,
+        (ONE, "checkpoint", ["--megabytes", "200"]),
+        (ONE, "strategies", ["--models", "mlp", "--only", *with_peer]),
+    ]
+
+
+def environment(program: str, folder: Path) -> dict[str, str]:
+    """One thread a process; PyTorch, where it is installed, for the programs that need it."""
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {**os.environ, **one, **root}
+    if program.endswith("_torch"):
+        env["PYTHONPATH"] = os.pathsep.join([str(folder / "torch"), env.get("PYTHONPATH", "")])
+    return env
+
+
+def run(command: list[str], env: dict[str, str]) -> str:
+    """Run a program; return what it says last if it fails."""
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {TIMEOUT} s"
+    if done.returncode == 0:
+        return ""
+    print(done.stdout, done.stderr, file=sys.stderr)
+    return (done.stderr.strip() or "no message").splitlines()[-1]
+
+
+def run_all(folder: Path, recorded: Path) -> dict[str, str]:
+    """Run the programs; return what those said that failed, which are not started again."""
+    failed: dict[str, str] = {}
+    for start, name, options in programs():
+        if name in failed:
+            continue
+        began = time.perf_counter()
+        file = str(Path(__file__).with_name(f"{name}.py"))
+        command = [*start, file, "--results", str(recorded), *options]
+        if said := run(command, environment(name, folder)):
+            failed[name] = said
+        print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return failed
+
+
+def machine() -> dict[str, Any]:
+    """What the results were measured on and with."""
+    info = Path("/proc/cpuinfo")
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+    versions = {}
+    for package in ("ktrainer", "keras", "tensorflow", "tensorflow-cpu", "horovod"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "date": date.today().isoformat(),
+        "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--page", type=Path, help="put the table between the marks of this page")
+    args = parser.parse_args()
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    recorded = folder / "results.jsonl"
+    recorded.write_text("")
+    failed = run_all(folder, recorded)
+    results = collect(recorded)
+    text = table(results)
+    if failed:
+        text += "\n" + "".join(f"Not measured: `{x}.py`: {said}\n" for x, said in failed.items())
+    write_json(folder / "results.json", results, {**machine(), "failed": failed})
+    draw(folder / "results.svg", results)
+    if args.page:
+        put_into(args.page, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
