@@ -40,6 +40,19 @@ from ktrainer.state.progress import Progress
 
 ROUNDS = 5
 STEPS, EVERY = 60, 10
+# What is recorded: by whom, and by which of the ways; the last is the bound.
+COMPARED = {
+    "save a checkpoint, flushed": {
+        OURS: "save     ktrainer, flushed",
+        "Keras' save_weights, flushed": "save     Keras save_weights, flushed",
+        "dd with fsync": "save     dd with fsync",
+    },
+    "restore a checkpoint, checked": {
+        OURS: "restore  ktrainer, checked",
+        "Keras' load_weights": "restore  Keras load_weights",
+        "dd": "restore  dd",
+    },
+}
 
 
 def model_of(megabytes: float) -> keras.Model:
@@ -116,18 +129,7 @@ def show_throughput(size: float, seconds: dict[str, list[float]], results: Path 
     for name, values in seconds.items():
         middle = statistics.median(values)
         print(f"  {name:<38} {middle:7.3f} s  {size / middle:8.0f} MB/s")
-    for what, rows in {
-        "save a checkpoint, flushed": {
-            OURS: "save     ktrainer, flushed",
-            "Keras' save_weights, flushed": "save     Keras save_weights, flushed",
-            "dd with fsync": "save     dd with fsync",
-        },
-        "restore a checkpoint, checked": {
-            OURS: "restore  ktrainer, checked",
-            "Keras' load_weights": "restore  Keras load_weights",
-            "dd": "restore  dd",
-        },
-    }.items():
+    for what, rows in COMPARED.items():
         values = {who: [1e3 * value for value in seconds[row]] for who, row in rows.items()}
         record(results, what, f"{size:.0f} MB of weights", values, bound=[*rows][-1])
 
@@ -176,7 +178,13 @@ def steps(folder: Path, megabytes: float, results: Path | None) -> None:
         milliseconds = {who: [1e3 * each for each in values[who]] for who in values}
         if name != "no checkpoints":
             what = f"step in which a save begins, {name}"
-            record(results, what, f"{megabytes:.0f} MB", milliseconds, bound="other steps")
+            record(
+                results,
+                what,
+                f"{megabytes:.0f} MB of weights, batch 64",
+                milliseconds,
+                bound="other steps",
+            )
 
 
 def show(name: str, seconds: list[float], saving: list[float]) -> None:

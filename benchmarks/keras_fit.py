@@ -143,8 +143,11 @@ def main() -> None:
             mine = times[name, OURS, steps]
             a, b = statistics.median(mine), statistics.median(theirs)
             print(f"| {name} | {steps} | {b:.2f} ms | {a:.2f} ms | {a / b:.2f} |")
-            sizes = f"{SIZES[name]}, batch {BATCH}, steps a call: {steps}"
-            record(args.results, "training step, one process", sizes, {OURS: mine, PEER: theirs})
+            what, sizes = (
+                f"step of {name}, {steps} a call",
+                f"{SIZES[name]}, batch {BATCH}, 1 process",
+            )
+            record(args.results, what, sizes, {OURS: mine, PEER: theirs})
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ ONE = [sys.executable]
 TWO = [sys.executable, "-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", "2"]
 MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]
 MPIRUN += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable]
-TURNS = 5  # of programs that are compared with each other
+TURNS = 3  # of programs that are compared with each other
 
 
 def programs() -> list[tuple[list[str], str, list[str]]]:
     """How each program is started, its name, and its options, in the order of their runs."""
     horovod = [] if importlib.util.find_spec("horovod") else ["--no-horovod"]
-    sizes = ["--rounds", "1", "--steps", "3", "--microbatches", "8"]
+    sizes = ["--rounds", "2", "--steps", "2", "--microbatches", "8"]
     compared = [
         (TWO, "data_parallel_step", ["--rounds", "2", *horovod]),
         (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
