@@ -106,8 +106,20 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "cpu": models[0].partition(":")[2].strip() if models else platform.machine(),
         "cpus": len(os.sched_getaffinity(0)),
+        "load_before": round(os.getloadavg()[0], 1),  # of other programs
         "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def notes(machine: dict[str, Any], failed: dict[str, str]) -> str:
+    """What a reader of the table must know: whether the machine was idle, and what is missing."""
+    lines = [f"`{name}.py` failed, and is not measured: {said}" for name, said in failed.items()]
+    load, cpus = machine["load_before"], machine["cpus"]
+    if load > cpus / 4:
+        lines.insert(
+            0, f"Other programs kept the machine busy (load {load} on {cpus} CPUs): measure again."
+        )
+    return "".join(f"\n{line}\n" for line in lines)
 
 
 def main() -> None:
@@ -119,12 +131,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     recorded = folder / "results.jsonl"
     recorded.write_text("")
+    measured_on = machine()
     failed = run_all(folder, recorded)
     results = collect(recorded)
-    text = table(results)
-    if failed:
-        text += "\n" + "".join(f"Not measured: `{x}.py`: {said}\n" for x, said in failed.items())
-    write_json(folder / "results.json", results, {**machine(), "failed": failed})
+    text = table(results) + notes(measured_on, failed)
+    write_json(folder / "results.json", results, {**measured_on, "failed": failed})
     draw(folder / "results.svg", results)
     if args.page:
         put_into(args.page, text)
