@@ -76,7 +76,8 @@ def run(command: list[str], env: dict[str, str]) -> str:
     if done.returncode == 0:
         return ""
     print(done.stdout, done.stderr, file=sys.stderr)
-    return (done.stderr.strip() or "no message").splitlines()[-1]
+    said, _, _ = done.stderr.partition("-----")  # what follows is mpirun's
+    return (said.strip() or "no message").splitlines()[-1]
 
 
 def run_all(folder: Path, recorded: Path) -> dict[str, str]:
