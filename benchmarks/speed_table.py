@@ -57,7 +57,8 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
 
 def environment(program: str, folder: Path) -> dict[str, str]:
     """One thread a process; PyTorch, where it is installed, for the programs that need it."""
-    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+    one = {**dict.fromkeys(names, "1"), "TF_NUM_INTEROP_THREADS": "2"}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     env = {**os.environ, **one, **root}
     if program.endswith("_torch"):
@@ -81,7 +82,8 @@ def run(command: list[str], env: dict[str, str]) -> str:
 
 
 def run_all(folder: Path, recorded: Path) -> dict[str, str]:
-    """Run the programs; return what those said that failed, which are not started again."""
+    """Run the programs; return the last error line of each that failed, whose later turns are
+    skipped."""
     failed: dict[str, str] = {}
     for start, name, options in programs():
         if name in failed:
@@ -114,7 +116,7 @@ def machine() -> dict[str, Any]:
 
 def notes(machine: dict[str, Any], failed: dict[str, str]) -> str:
     """What a reader of the table must know: whether the machine was idle, and what is missing."""
-    lines = [f"`{name}.py` failed, and is not measured: {said}" for name, said in failed.items()]
+    lines = [f"`{name}.py` failed: {said}" for name, said in failed.items()]
     load, cpus = machine["load_before"], machine["cpus"]
     if load > cpus / 4:
         lines.insert(

@@ -116,12 +116,12 @@ class Callback(keras.callbacks.Callback):
         self.train_state.request_stop(reason)
         self.model.stop_training = True
 
-    def updates_until_due(self) -> int | None:
-        """The updates, at least 1, that may be made in one call of the compiled step, with
-        `trainer.steps_per_call=auto`, before this callback must hear of it; None: any number.
+    def max_updates_per_call(self) -> int | None:
+        """The most updates, at least 1, that one call of the compiled step may make before this
+        callback's events of batches and steps are called; None: no limit.
 
-        Not asked of a class that overrides an event of batches or steps and not this method: it
-        hears of every update.
+        For `trainer.steps_per_call=auto`. A class that overrides such an event and not this method
+        has the limit 1.
         """
         return None
 

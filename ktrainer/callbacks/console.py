@@ -188,7 +188,7 @@ class RichProgress(_Progress):
         self._metrics = {}
         self._draw(force=True)
 
-    def updates_until_due(self) -> int | None:
+    def max_updates_per_call(self) -> int | None:
         return None  # calls are shorter than the time from one picture to the next
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -140,7 +140,7 @@ class LearningRate(Callback):
                     rate.set_to = _present(optimizer)
             self._starting = False
 
-    def updates_until_due(self) -> int | None:
+    def max_updates_per_call(self) -> int | None:
         changes = self.schedule or (self.warmup is not None and self.world.nominal_replicas > 1)
         return 1 if changes else None
 

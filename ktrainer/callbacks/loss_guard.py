@@ -20,7 +20,7 @@ import numpy as np
 from ktrainer.callbacks.base import Callback, as_floats
 from ktrainer.distributed import World
 from ktrainer.state.durations import Every
-from ktrainer.state.nested_logs import finite_loss
+from ktrainer.state.nested_logs import losses_are_finite
 from ktrainer.state.progress import Progress
 from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, has_keras_step
 
@@ -106,10 +106,13 @@ class LossGuard(Callback):
             action = self.on_spike if finite else self.nan
             self._act(action, step, f"{problem} at step {step}{where}")
 
-    def updates_until_due(self) -> int | None:
-        # A call of the program ends with a loss that is not finite.
-        sees_all = self.nan == "stop" and self.spike is None and str(self.every.duration) == "1ba"
-        return None if sees_all else 1
+    @property
+    def stops_at_once(self) -> bool:
+        """Whether it does no more than stop at the first loss that is not finite."""
+        return self.nan == "stop" and self.spike is None and str(self.every.duration) == "1ba"
+
+    def max_updates_per_call(self) -> int | None:
+        return None if self.stops_at_once else 1  # a call ends at such a loss
 
     def _start(self, progress: Progress) -> None:
         # After a heal an update may be done whose end callbacks have not seen: it is due then.
@@ -151,7 +154,7 @@ class LossGuard(Callback):
         if self._since is not None:
             mine = [float(part) for part in self._since.sums()]
             self._mark()
-        bad = not (finite_loss(logs) and all(map(math.isfinite, mine)))
+        bad = not (losses_are_finite(logs) and all(map(math.isfinite, mine)))
         local = np.array([bad, *(0.0 if bad else part for part in mine)], np.float64)
         world = self.world
         any_bad, total, count = map(float, world.oob_allreduce(local, "sum", "loss of the step"))

@@ -39,7 +39,7 @@ class Reporter(Callback):
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
 
-    def updates_until_due(self) -> int | None:
+    def max_updates_per_call(self) -> int | None:
         return None  # `on_log` is called when `logging.every` is due
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:

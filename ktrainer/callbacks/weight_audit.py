@@ -46,8 +46,8 @@ class Audit(Callback):
         self.every.steps_per_epoch = self.steps_per_epoch
         self.every.start(self.progress)
 
-    def updates_until_due(self) -> int | None:
-        return self.every.until_due(self.progress)
+    def max_updates_per_call(self) -> int | None:
+        return self.every.updates_until_due(self.progress)
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         self._audit_if_due(epoch_end=False)

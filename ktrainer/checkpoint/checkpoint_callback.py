@@ -33,7 +33,7 @@ from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.state.durations import Duration, Every
-from ktrainer.state.nested_logs import finite_loss
+from ktrainer.state.nested_logs import losses_are_finite
 from ktrainer.state.progress import Progress
 
 
@@ -130,8 +130,8 @@ class Checkpoint(Callback):
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         self._validated = logs if self.best is not None else None
 
-    def updates_until_due(self) -> int | None:
-        return self.every.until_due(self.progress)
+    def max_updates_per_call(self) -> int | None:
+        return self.every.updates_until_due(self.progress)
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         validated, self._validated = self._validated, None
@@ -224,7 +224,7 @@ class Checkpoint(Callback):
         """
         if self.trainer is not None and self.train_state.update_invalid:
             return False  # on all ranks; reported already
-        bad = not self.allow_nan and not finite_loss(logs)
+        bad = not self.allow_nan and not losses_are_finite(logs)
         if self.world.any(bad, "loss before a checkpoint"):
             if self.world.is_root:
                 warnings.warn("the loss is not finite: no checkpoint was saved", stacklevel=2)

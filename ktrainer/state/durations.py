@@ -186,9 +186,9 @@ class Every:
             self._fired_step, self._fired_at = progress.step, progress.elapsed
         return due
 
-    def until_due(self, progress: Progress) -> int | None:
-        """The updates after which it will be due, so many counted at once; None if another moment
-        decides: the end of an epoch, or the clock."""
+    def updates_until_due(self, progress: Progress) -> int | None:
+        """Updates from `progress` to the next step at which it is due; None if the end of an epoch
+        or the clock decides."""
         stride = self._stride()
         if stride is None:
             return None

@@ -43,7 +43,7 @@ def as_number(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "fiub" or _is_half(array) else None
 
 
-def finite_loss(logs: Mapping[str, Any] | None) -> bool:
+def losses_are_finite(logs: Mapping[str, Any] | None) -> bool:
     """Whether every loss in `logs` is finite; when nothing is called a loss, every scalar."""
     logs = logs or {}
     scalars = {

@@ -1,7 +1,7 @@
 """A Keras model's train, test and predict step as compiled functions of one local batch.
 
 compiled_program.py, program_interface.py, program_cache.py   the program of a model, and its reuse
-compiled_step.py                                   one of its functions
+compiled_step.py                                   a tf.function that is traced once
 keras_patches.py, step_context.py                  how Keras' step is traced as a part of an update
 inner_functions.py                                 a tf.function that a step calls
 step_helpers.py                                    a batch's rows, averaged statistics, a check
@@ -18,7 +18,7 @@ local_layers.py                                    variables that are each rank'
 loop_step.py, assigned_variables.py                a step of a loop of the user's own, on one rank
 variable_broadcast.py                              equal variables on all ranks
 strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy
-step_options.py, steps_per_execution.py, optimizers.py, assertions.py   small parts
+step_options.py, train_many.py, optimizers.py, assertions.py   small parts
 
 The way of a batch under data_parallel: `training/loop.py` takes it from a feed
 (`data/indexed_feed.py`); `compiled_program.py` runs the traced `train_step`, in which

@@ -40,7 +40,7 @@ from ktrainer.steps.step_helpers import (
     unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
-from ktrainer.steps.steps_per_execution import compile_many, is_repeatable, stack_local_batches
+from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update
 
 _WEIGHT = tf.TensorSpec([], tf.float64)
@@ -130,7 +130,9 @@ class CompiledProgram(Program):
         number of updates."""
         ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
         # Under XLA with ranks a call holds no more than one local batch's computation.
-        together = self._is_repeatable() and not (self.options.xla and self.collectives is not None)
+        together = self._can_compile_many() and not (
+            self.options.xla and self.collectives is not None
+        )
         stacked = stack_local_batches(local_batches, _weight) if together else None
         if stacked is None:
             return super().train_many(local_batches, ends)
@@ -146,15 +148,15 @@ class CompiledProgram(Program):
         return logs, int(steps)
 
     @property
-    def groups_updates(self) -> bool:
+    def can_train_many(self) -> bool:
         several = self.collectives is not None or self.options.accumulate > 1
-        return not several and self.options.guard is None and self._is_repeatable()
+        return not several and self.options.guard is None and self._can_compile_many()
 
-    def _is_repeatable(self) -> bool:
+    def _can_compile_many(self) -> bool:
         if self.model.run_eagerly or "train" not in self._specs:
             return False
         step = self._function("train", padding=False)
-        return is_repeatable(step, self._specs["train"], _WEIGHT)
+        return can_compile_many(step, self._specs["train"], _WEIGHT)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         if self.collectives is not None and kind in self._specs and not self._logged[kind].logs:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import keras
 
-from ktrainer.state.nested_logs import LogPath, finite_loss
+from ktrainer.state.nested_logs import LogPath, losses_are_finite
 from ktrainer.steps.metric_logs import LogSource
 
 Logs = Any  # dict of scalars as tensors, or what a user's step returns
@@ -66,12 +66,12 @@ class Program(ABC):
         for local_batch in local_batches:
             logs = self.train([local_batch])
             made += 1
-            if ends_at_bad_loss and not finite_loss(logs):
+            if ends_at_bad_loss and not losses_are_finite(logs):
                 break
         return logs, made
 
     @property
-    def groups_updates(self) -> bool:
+    def can_train_many(self) -> bool:
         """Whether `train_many` is faster than calls of `train`, with the same bits, and ends at a
         loss that is not finite."""
         return False

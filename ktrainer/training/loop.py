@@ -63,7 +63,7 @@ from ktrainer.training.preemption import (
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_initial_epoch
 from ktrainer.training.triggers import Triggers
-from ktrainer.training.updates_per_call import UpdatesPerCall, updates_until_due
+from ktrainer.training.updates_per_call import UpdatesPerCall, max_updates_per_call
 
 if TYPE_CHECKING:
     from ktrainer.data import LocalBatch
@@ -123,14 +123,14 @@ class Loop:
         self._log_every = Every(triggers.log, state.steps_per_epoch)
         self._per_call = UpdatesPerCall(
             context.config.trainer.steps_per_call,
-            lambda: self.program.groups_updates,
+            lambda: self.program.can_train_many,
             triggers.accumulate,
         )
         self._stops_at_bad_loss = any(
-            isinstance(callback, LossGuard) and callback.nan == "stop"
+            isinstance(callback, LossGuard) and callback.stops_at_once
             for callback in callbacks.callbacks
         )
-        self._made = 1  # updates of the last call
+        self._updates_made = 1  # by the last call
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
@@ -195,11 +195,11 @@ class Loop:
 
     def run_program(self, updates: Updates) -> Any:
         """Make the updates of one call of the program; returns its logs, unread."""
-        self._made = 1
+        self._updates_made = 1
         if len(updates) == 1:
             return self.program.train(updates[0])
         batches = [update[0] for update in updates]
-        logs, self._made = self.program.train_many(batches, self._stops_at_bad_loss)
+        logs, self._updates_made = self.program.train_many(batches, self._stops_at_bad_loss)
         return logs
 
     def updates(self) -> Running:
@@ -272,7 +272,7 @@ class Loop:
         timers, feed = self.state.timers, self.state.feed
         while True:
             start = time.perf_counter()
-            take = partial(self._per_call.take, batches, self.steps_left, self._until_due)
+            take = partial(self._per_call.take, batches, self.steps_left, self._max_updates)
             updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
             timers["data"] += time.perf_counter() - start
             if not updates:
@@ -291,7 +291,7 @@ class Loop:
         self.recovery.begin_step()
         logs = yield updates
         timers["step"] += time.perf_counter() - start
-        self._count(self._per_call.end_call(updates, self._made), logs)
+        self._count(self._per_call.end_call(updates, self._updates_made), logs)
         if (waited := self.context.backend.communication_seconds) is not None:
             timers["communication"] = waited - self._waited_before
         self.recovery.commit(Phase.UPDATED, logs)
@@ -374,13 +374,13 @@ class Loop:
         self.model.stop_training = stopped
         return stopped or self.state.out_of_time or self.steps_left == 0
 
-    def _until_due(self) -> int | None:
-        """Updates until callbacks, validation or logs are due, all counted in one call."""
+    def _max_updates(self) -> int | None:
+        """The most updates in one call for which callbacks, validation and logs can wait."""
         progress, least = self.state.progress, None
         for every in (self._validate_every, self._log_every):
-            least = _least(least, every.until_due(progress))
+            least = _least(least, every.updates_until_due(progress))
         for callback in self.callbacks.callbacks:
-            least = _least(least, updates_until_due(callback))
+            least = _least(least, max_updates_per_call(callback))
         return least
 
     def _due(self, every: Every, epoch_end: bool = False) -> bool:

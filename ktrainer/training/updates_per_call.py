@@ -19,10 +19,10 @@ from ktrainer.errors import ConfigError
 if TYPE_CHECKING:
     from ktrainer.data import LocalBatch
 
-CALL_SECONDS = 0.05  # as long may a signal wait, and the display
-MOST_UPDATES = 64  # more are hardly faster, and their batches are in memory together
-MOST_BYTES = 2**26  # of the batches of a call
-FIRST_UPDATES = 100  # in a shorter training, compiling the loop takes longer than it saves
+MAX_SECONDS = 0.05  # of a call: signals and the display wait as long
+MAX_UPDATES = 64  # more are hardly faster
+MAX_BYTES = 2**26  # of the batches of a call, which are in memory together
+FIRST_UPDATES = 100  # one by one: in a shorter training, compiling the loop does not pay
 
 STEP_EVENTS = frozenset(
     (
@@ -42,71 +42,77 @@ class UpdatesPerCall:
 
     Args:
         setting: the number of the configuration, or `auto`.
-        groups: whether the program may make several updates in a call, else `auto` is 1; it may
-            have to compile the step for that, and is asked once.
+        can_train_many: whether `auto` may be more than 1 for the program, which may have to compile
+            its step to know: called once.
         accumulate: local batches an update.
     """
 
     def __init__(
-        self, setting: int | Literal["auto"], groups: Callable[[], bool], accumulate: int = 1
+        self,
+        setting: int | Literal["auto"],
+        can_train_many: Callable[[], bool],
+        accumulate: int = 1,
     ) -> None:
         self.accumulate, self._setting = accumulate, setting
-        self._chooses = setting == "auto"
-        self._groups: Callable[[], bool] | None = groups
+        self._auto = setting == "auto"
+        self._can_train_many: Callable[[], bool] | None = can_train_many
         self._updates = 0  # made so far
-        self._seconds = CALL_SECONDS  # of an update of the last call, with the wait for data
+        self._seconds = MAX_SECONDS  # an update in the last call, with the wait for data
         self._began = 0.0
-        self._alone, self._grouped = _Pace(skipped=10), _Pace(skipped=1)
+        # The first calls of a kind compile and fill caches.
+        self._one, self._many = _MeanSeconds(calls_to_skip=10), _MeanSeconds(calls_to_skip=1)
         self._compared = False
-        self._error: BaseException | None = None
-        self._unused = 0
+        self._error: BaseException | None = None  # of the data, for the next call
+        self._unused_updates = 0  # of the last call
 
     def take(
         self,
         batches: Iterator[LocalBatch],
-        left: int | None,
-        until_due: Callable[[], int | None],
+        steps_left: int | None,
+        max_updates: Callable[[], int | None],
     ) -> list[list[LocalBatch]]:
         """The updates of the next call, each a list of local batches; empty at the end of these.
 
         Args:
-            left: updates until training ends; None for no limit.
-            until_due: updates until something else must happen; None for no limit.
+            steps_left: updates until training ends; None for no limit.
+            max_updates: the most for which callbacks, validation and logs can wait; None for no
+                limit.
 
         Raises:
-            ConfigError: training goes on, though it was stopped in a call that had read ahead.
+            ConfigError: training was resumed after a call that had stopped early.
         """
         self._began = time.perf_counter()
         self._check_all_used()
-        most = self._choose(until_due) if self._chooses else self._fixed
-        most = most if left is None else min(most, left)
+        most = self._auto_size(max_updates) if self._auto else self._fixed_size
+        most = most if steps_left is None else min(most, steps_left)
         updates: list[list[LocalBatch]] = []
-        while len(updates) < most and not (self._chooses and updates and self._is_late()):
+        while len(updates) < most and not (self._auto and updates and self._is_late()):
             update = self._next(batches, bool(updates))
             if not update:
                 break
             updates.append(update)
-            if self._chooses and len(updates) == 1 and most > 1:
-                most = min(most, max(1, MOST_BYTES // max(1, _bytes_of(update))))
+            if self._auto and len(updates) == 1 and most > 1:
+                most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
         """Note that a call is over; returns the updates that it made, the first ones."""
         seconds = time.perf_counter() - self._began
-        (self._alone if made == 1 else self._grouped).add(seconds, made)
-        self._seconds, self._unused = seconds / made, len(updates) - made
+        (self._one if made == 1 else self._many).add(seconds, made)
+        self._seconds, self._unused_updates = seconds / made, len(updates) - made
         self._updates += made
         return updates[:made]
 
     @property
-    def _fixed(self) -> int:
+    def _fixed_size(self) -> int:
         return self._setting if isinstance(self._setting, int) else 1
 
-    def _next(self, batches: Iterator[LocalBatch], others: bool) -> list[LocalBatch]:
+    def _next(self, batches: Iterator[LocalBatch], defer_errors: bool) -> list[LocalBatch]:
         """The local batches of one update; none at the end of the data.
 
-        What ends the wait for them, an error of the data or a signal, is raised in the next call
-        if there are `others`, whose updates come first.
+        Args:
+            defer_errors: raise what ends the wait for them, an error of the data or a signal, in
+                the next call: after the updates whose batches were taken already.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -114,50 +120,51 @@ class UpdatesPerCall:
         try:
             return list(islice(batches, self.accumulate))
         except BaseException as error:
-            if not others:
+            if not defer_errors:
                 raise
             self._error = error
             return []
 
-    def _choose(self, until_due: Callable[[], int | None]) -> int:
-        most = min(MOST_UPDATES, int(CALL_SECONDS / self._seconds))
+    def _auto_size(self, max_updates: Callable[[], int | None]) -> int:
+        """The most updates of the next call; may find that `auto` is 1 from here on."""
+        most = min(MAX_UPDATES, int(MAX_SECONDS / self._seconds))
         if most <= 1 or self._updates < FIRST_UPDATES:
             return 1
-        if self._groups is not None:
-            self._chooses, self._groups = self._groups(), None
-        if not self._compared and self._grouped.updates >= FIRST_UPDATES:
+        if self._can_train_many is not None:
+            self._auto, self._can_train_many = self._can_train_many(), None
+        if not self._compared and self._many.updates >= FIRST_UPDATES:
             # Slower where a step takes less than its data, which is no longer made meanwhile.
-            self._compared, self._chooses = True, self._grouped.mean < self._alone.mean
-        if not self._chooses:
+            self._compared, self._auto = True, self._many.mean < self._one.mean
+        if not self._auto:
             return 1
-        due = until_due()
-        return most if due is None else max(1, min(most, due))
+        limit = max_updates()
+        return most if limit is None else max(1, min(most, limit))
 
     def _is_late(self) -> bool:
-        return time.perf_counter() - self._began > CALL_SECONDS
+        return time.perf_counter() - self._began > MAX_SECONDS
 
     def _check_all_used(self) -> None:
-        if self._unused:
+        if self._unused_updates:
             raise ConfigError(
                 "training was stopped by a loss that is not finite, and a callback has set "
-                f"model.stop_training to False; by then {self._unused} more batches were read for "
-                "the same call. Set trainer.steps_per_call=1, or health.nan=ignore.",
+                f"model.stop_training to False; by then {self._unused_updates} more batches were "
+                "read for the same call. Set trainer.steps_per_call=1, or health.nan=ignore.",
                 path="trainer.steps_per_call",
                 value=self._setting,
             )
 
 
 @dataclass
-class _Pace:
-    """Seconds of updates; of calls after the first `skipped`, which compile and fill caches."""
+class _MeanSeconds:
+    """The mean seconds of an update, over several calls."""
 
-    skipped: int
+    calls_to_skip: int
     updates: int = 0
     seconds: float = 0.0
 
     def add(self, seconds: float, updates: int) -> None:
-        if self.skipped:
-            self.skipped -= 1
+        if self.calls_to_skip:
+            self.calls_to_skip -= 1
         else:
             self.seconds, self.updates = self.seconds + seconds, self.updates + updates
 
@@ -172,11 +179,12 @@ def _bytes_of(update: list[LocalBatch]) -> int:
     return sum(int(np.prod(leaf.shape)) * tf.as_dtype(leaf.dtype).size for leaf in dense)
 
 
-def updates_until_due(callback: Any) -> int | None:
-    """The updates after which `callback` must hear of one; None: of none in particular.
+def max_updates_per_call(callback: Any) -> int | None:
+    """The most updates that one call may make before the callback's events of batches and steps
+    are called; None: no limit.
 
-    A method of that name says it, which a Keras callback may have, too. A callback that overrides
-    an event of batches or steps must hear of each, unless its class has the method as well.
+    It has a method of that name, as `ktrainer.Callback` and any Keras callback may, or it is 1 if
+    it overrides such an event. An event that is overridden below the method counts, too.
     """
     if not STEP_EVENTS.isdisjoint(vars(callback)):  # as of Keras' LambdaCallback
         return 1
@@ -185,15 +193,15 @@ def updates_until_due(callback: Any) -> int | None:
         return None  # Keras' own that save do nothing in batches unless they count them
     if _overrides_step_events(kind):  # type: ignore[arg-type]
         return 1
-    method = getattr(callback, "updates_until_due", None)
+    method = getattr(callback, "max_updates_per_call", None)
     return None if method is None else method()
 
 
 @lru_cache(maxsize=1024)
 def _overrides_step_events(kind: type) -> bool:
-    """Whether a class does, or one of its bases before the first that says what it must hear of."""
+    """Whether a class overrides an event of batches or steps, below any `max_updates_per_call`."""
     for base in kind.__mro__:
-        if base is keras.callbacks.Callback or "updates_until_due" in vars(base):
+        if base is keras.callbacks.Callback or "max_updates_per_call" in vars(base):
             return False
         if not STEP_EVENTS.isdisjoint(vars(base)):
             return True

@@ -11,7 +11,7 @@ import pytest
 
 from ktrainer.callbacks import Audit, BroadcastVariables, Callback, LossGuard
 from ktrainer.errors import DivergenceError
-from ktrainer.state.nested_logs import finite_loss
+from ktrainer.state.nested_logs import losses_are_finite
 from tests.callbacks.helpers import EachStep, data, fit, small_model
 
 
@@ -60,10 +60,10 @@ def test_the_loss_can_be_looked_at_less_often() -> None:
 
 
 def test_which_values_count() -> None:
-    assert finite_loss({"loss": 1.0, "accuracy": math.nan, "val_loss": math.inf})
-    assert not finite_loss({"d_loss": 1.0, "g_loss": np.float32("nan")})
-    assert not finite_loss({"score": math.inf})
-    assert finite_loss(None)
+    assert losses_are_finite({"loss": 1.0, "accuracy": math.nan, "val_loss": math.inf})
+    assert not losses_are_finite({"d_loss": 1.0, "g_loss": np.float32("nan")})
+    assert not losses_are_finite({"score": math.inf})
+    assert losses_are_finite(None)
 
 
 def _audit(drift: bool) -> None:

@@ -162,7 +162,7 @@ def test_updates_until_it_is_due(value, step, unit, steps_per_epoch):
     text = f"{value}ba" if unit == "ba" or value % 100 == 0 else f"{value / 100}ep"
     every = Every(text, steps_per_epoch=steps_per_epoch)
     progress = Progress(step=step)
-    until = every.until_due(progress)
+    until = every.updates_until_due(progress)
     every.start(progress)
     for _ in range(until - 1):
         progress.advance(1)
@@ -173,4 +173,4 @@ def test_updates_until_it_is_due(value, step, unit, steps_per_epoch):
 
 def test_the_clock_and_whole_epochs_are_no_number_of_updates():
     for duration in ("1ep", "2ep", "5s", None):
-        assert Every(duration).until_due(Progress(step=3)) is None
+        assert Every(duration).updates_until_due(Progress(step=3)) is None

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_traced_again(batch: Any) -> None:
     )
 
 
-def test_none_in_another_place() -> None:
+def test_none_at_another_leaf_is_traced_again() -> None:
     traced = Traced({"a": rows(), "b": None}, SCALAR)
     batch = {"a": None, "b": np.ones((3, 2), np.float32)}
     found = traced.step(batch, np.float64(1.0))["batch"]
@@ -76,7 +76,7 @@ def test_inside_another_function() -> None:
     assert float(outer(tf.ones((3, 2)))["weight"]) == 6.0
 
 
-def test_functions_that_run_eagerly_do() -> None:
+def test_functions_run_eagerly_on_demand() -> None:
     seen: list[bool] = []
 
     def step(batch: Any, weight: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ ROWS = 30 * BATCH
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates of each grouped call, in trainings that are shorter than those that group."""
     monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 2)
-    monkeypatch.setattr(updates_per_call, "CALL_SECONDS", 60.0)  # compiling takes seconds
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 60.0)  # compiling takes seconds
     found: list[int] = []
     train_many = CompiledProgram.train_many
 
@@ -88,9 +89,9 @@ def test_under_xla_to_the_bit(calls: list[int]) -> None:
 
 def test_a_call_ends_where_something_is_due(calls: list[int], tmp_path: Any) -> None:
     class Logged(Watch):
-        """Hears of steps, but says when."""
+        """Writes down the steps at which calls end."""
 
-        def updates_until_due(self) -> int | None:
+        def max_updates_per_call(self) -> int | None:
             return None
 
     settings = {
@@ -111,24 +112,24 @@ def test_a_call_ends_where_something_is_due(calls: list[int], tmp_path: Any) -> 
     assert calls == [3, 3, 2, 2, 3, 2, 3]
 
 
-class OfKeras(keras.callbacks.Callback):
+class KerasBatchCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.model.optimizer.learning_rate = 0.1 / (1 + batch)
 
 
-class Ours(Callback):
+class StepCallback(Callback):
     def on_step_begin(self, step: int) -> None:
         self.model.optimizer.learning_rate = 0.1 / (1 + step)
 
 
-class OfOurs(LossGuard):
-    """Inherits a method that says when `LossGuard` must hear of an update."""
+class LossGuardSubclass(LossGuard):
+    """Inherits `max_updates_per_call`, which knows nothing of its own event."""
 
     def on_step_begin(self, step: int) -> None:
         self.model.optimizer.learning_rate = 0.1 / (1 + step)
 
 
-class OfAnInstance(keras.callbacks.Callback):
+class InstanceAttribute(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.on_train_batch_begin = self.set_rate
@@ -137,8 +138,10 @@ class OfAnInstance(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.1 / (1 + batch)
 
 
-@pytest.mark.parametrize("kind", [OfKeras, Ours, OfOurs, OfAnInstance, None])
-def test_callbacks_that_may_act_in_every_step_do(calls: list[int], kind: Any) -> None:
+@pytest.mark.parametrize(
+    "kind", [KerasBatchCallback, StepCallback, LossGuardSubclass, InstanceAttribute, None]
+)
+def test_callbacks_of_steps_run_at_every_step(calls: list[int], kind: Any) -> None:
     """A rate that is set in each batch must be the rate of that batch."""
     settings: dict[str, Any] = {}
     if kind is None:
@@ -147,9 +150,9 @@ def test_callbacks_that_may_act_in_every_step_do(calls: list[int], kind: Any) ->
     assert not calls
 
 
-def test_a_callback_that_is_late_hears_of_the_next_update() -> None:
+def test_a_limit_below_one_is_one() -> None:
     class Late(Watch):
-        def updates_until_due(self) -> int | None:
+        def max_updates_per_call(self) -> int | None:
             return 10 - self.progress.step
 
     seen = Late()
@@ -293,7 +296,7 @@ def test_labels_of_64_bits_stay_as_they_are(calls: list[int]) -> None:
 
 
 def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates_per_call, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 20)
 
     def batches() -> Iterator[Any]:
@@ -308,6 +311,42 @@ def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.Monke
     assert max(calls[1:], default=1) <= 5  # a few were read ahead
 
 
+@pytest.mark.parametrize("nan", ["stop", "every third", "ignore"])
+def test_a_number_of_steps_per_call_and_a_loss_that_is_not_finite(
+    calls: list[int], nan: str
+) -> None:
+    """Only a guard that looks at every step ends a call."""
+    x, y = data(ROWS)
+    x[17 * BATCH + 1] = np.nan
+    guard = [LossGuard(every=3)] if nan == "every third" else []
+    settings = {"trainer__steps_per_call": 10, "health__nan": "stop" if nan == "stop" else "ignore"}
+    stops = {"stop": 18, "every third": 20, "ignore": 30}[nan]
+    with trainer(guard, **settings) as it, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        it.fit(lambda: build(eager=False), (x, y))
+        assert it.state.progress.step == stops
+    assert sum(calls) == stops
+
+
+def test_a_loss_of_whole_numbers_is_finite(calls: list[int]) -> None:
+    """Whatever other logs are: as `losses_are_finite` has it."""
+
+    class Whole(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            return {"loss": tf.constant(1), "mae": tf.constant(np.nan)}
+
+    def model() -> keras.Model:
+        made = Whole()
+        made.compile("sgd", "mse", jit_compile=False)
+        return made
+
+    run("auto", model=model, logging__every="100ba")
+    assert sum(calls) == 28
+
+
 @pytest.mark.parametrize("seconds", [0.0001, 0.003])
 def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     monkeypatch: pytest.MonkeyPatch, seconds: float
@@ -315,7 +354,7 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     """A step of 1 ms in Python and 1 ms in TensorFlow, beside which 1 batch is made."""
     now = 0.0
     monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
-    monkeypatch.setattr(updates_per_call, "CALL_SECONDS", 0.05)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     ready = 0.0
 
@@ -338,7 +377,7 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     assert (sizes[-2] > 9) == (seconds < 0.002)
 
 
-def test_a_lambda_hears_of_every_batch(calls: list[int]) -> None:
+def test_a_lambda_runs_at_every_batch(calls: list[int]) -> None:
     seen: list[int] = []
     watch = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(batch)

@@ -126,7 +126,7 @@ class OwnStepProgram(StageProgram, CompiledProgram):
         return self._agreed(logs, "train_step")
 
     # Each update ends with messages between stages.
-    train_many, groups_updates = Program.train_many, Program.groups_updates
+    train_many, can_train_many = Program.train_many, Program.can_train_many
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._choose(local_batch)

@@ -32,9 +32,9 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_helpers import global_seed, python_step
-from ktrainer.steps.steps_per_execution import (
+from ktrainer.steps.train_many import (
+    can_compile_many,
     compile_many,
-    is_repeatable,
     stack_local_batches,
 )
 
@@ -116,7 +116,7 @@ class ReplicatedProgram(Program):
     ) -> tuple[Logs, int]:
         stacked, step = None, self._function("train")
         specs = (self._specs["train"], BATCH_COUNTS)
-        if not (self.options.xla or self.model.run_eagerly) and is_repeatable(step, *specs):
+        if not (self.options.xla or self.model.run_eagerly) and can_compile_many(step, *specs):
             stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
             # Sums are numbered as functions are called: all processes must call the same ones.
             stacked = None if self._agree(stacked is None) else stacked

@@ -1,6 +1,6 @@
-"""Several updates in one compiled call: less Python between small steps.
+"""Several updates in one compiled call, for `Program.train_many`: less Python between small steps.
 
-A call of K updates gives the bits of K calls, so that it makes no difference how they are grouped.
+A call of K updates gives the bits of K calls, so that it makes no difference how many a call makes.
 TensorFlow's graph optimizer rewrites a step by the shapes that it knows: the loop's are as unknown
 as those of the step that runs alone.
 """
@@ -20,13 +20,13 @@ from ktrainer.state.nested_logs import flatten_paths, losses_of
 from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.program_interface import LocalBatchLike
 
-# Operations with numbers of their own: each copy of one draws the same ones again.
-_DRAWS = re.compile(
+# Their numbers depend on the graph that they are compiled in, and on how often they ran in it.
+_STATEFUL_RANDOM = re.compile(
     "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
 )
 
 
-_repeatable: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by trace
+_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by trace
 
 
 def stack_local_batches(
@@ -99,22 +99,23 @@ def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Call
     return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, specs))
 
 
-def is_repeatable(step: Any, *specs: Any) -> bool:
-    """Whether `compile_many(step)` gives the bits of single calls: arguments and results are dense,
-    and no operation keeps its own place in a sequence of random numbers, as `tf.random.normal`
-    does. Keras' layers have none."""
+def can_compile_many(step: Any, *specs: Any) -> bool:
+    """Whether `compile_many(step)` works, with the bits of single calls: arguments and results are
+    dense, and no operation is random and stateful, as `tf.random.normal` is. Those of Keras' layers
+    are stateless."""
     trace = step.get_concrete_function(*specs)
-    if trace not in _repeatable:
-        _repeatable[trace] = _is_repeatable(trace, specs)
-    return _repeatable[trace]
+    if trace not in _known:
+        _known[trace] = _can_compile_many(trace, specs)
+    return _known[trace]
 
 
-def _is_repeatable(trace: Any, specs: Any) -> bool:
+def _can_compile_many(trace: Any, specs: Any) -> bool:
     leaves = tf.nest.flatten((specs, trace.structured_outputs))
     graph = trace.graph.as_graph_def()
     functions = [node for function in graph.library.function for node in function.node_def]
     return all(map(_is_dense, leaves)) and not any(
-        _DRAWS.search(node.op) and "Stateless" not in node.op for node in [*graph.node, *functions]
+        _STATEFUL_RANDOM.search(node.op) and "Stateless" not in node.op
+        for node in [*graph.node, *functions]
     )
 
 
@@ -124,12 +125,16 @@ def _is_dense(leaf: Any) -> bool:
 
 
 def _is_finite(logs: Any) -> tf.Tensor:
-    scalars = {p: v for p, v in flatten_paths(logs).items() if _is_float_scalar(v)}
-    return tf.reduce_all([tf.math.is_finite(v) for v in losses_of(scalars)] or [True])
+    """As `losses_are_finite`, of tensors."""
+    scalars = {p: v for p, v in flatten_paths(logs).items() if _is_number(v)}
+    losses = [v for v in losses_of(scalars) if v.dtype.is_floating]
+    return tf.reduce_all([tf.math.is_finite(v) for v in losses] or [True])
 
 
-def _is_float_scalar(value: Any) -> bool:
-    return tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+def _is_number(value: Any) -> bool:
+    if not tf.is_tensor(value) or value.shape.rank != 0:
+        return False
+    return value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
 
 
 def _stacked_spec(spec: Any) -> Any:
