@@ -97,10 +97,9 @@ class _Reduction:
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.given = logs or {}
-        self.logs = {
-            p: n for p, v in flatten_paths(self.given).items() if (n := as_number(v)) is not None
-        }
-        self.sources = {p: s for p, s in (sources or {}).items() if p in flatten_paths(self.given)}
+        given = flatten_paths(self.given)
+        self.logs = {p: n for p, v in given.items() if (n := as_number(v)) is not None}
+        self.sources = {p: s for p, s in (sources or {}).items() if p in given}
         self._by_inner_name = sources is None
         self.leaves = [
             leaf for top, metric in enumerate(metrics) for leaf in metric_leaves(metric, top)

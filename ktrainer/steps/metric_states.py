@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
 from ktrainer.errors import ModelError
+from ktrainer.runtime.monkeypatching import replaced
 
 States = list[list[np.ndarray]]  # per top-level metric, per variable
 
@@ -115,19 +117,34 @@ def result_with(metric: Any, states: Sequence[np.ndarray]) -> Any:
 
     Not `stateless_result`, which does not read a variable that a metric returns as its result.
     """
-    own = [np.array(v.numpy()) for v in metric.variables]
-    changed = [
-        (variable, mine, state)
-        for variable, mine, state in zip(metric.variables, own, states, strict=True)
-        if mine.tobytes() != state.tobytes()
-    ]
+    means, changed, rest = [], [], iter(states)
+    for part in metric.metrics if is_compiled_metrics(metric) else [metric]:
+        pairs = [(variable, next(rest)) for variable in part.variables]
+        if _is_plain_mean(part):
+            means.append((part, "result", partial(_mean, *(state for _, state in pairs))))
+            continue
+        own = [(variable, np.array(variable.numpy()), state) for variable, state in pairs]
+        changed += [each for each in own if each[1].tobytes() != each[2].tobytes()]
     try:
         for variable, _, state in changed:
             variable.assign(state)
-        return keras.tree.map_structure(_to_numpy, metric.result())
+        with replaced(*means):
+            return keras.tree.map_structure(_to_numpy, metric.result())
     finally:
         for variable, mine, _ in changed:
             variable.assign(mine)
+
+
+def _is_plain_mean(metric: Any) -> bool:
+    """Whether Keras computes the result as `_mean` does, of two variables."""
+    plain = type(metric).result is keras.metrics.Mean.result and len(metric.variables) == 2
+    return plain and metric.dtype in ("float32", "float64")
+
+
+def _mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Keras' result, to the bit, without TensorFlow, which takes 0.2 ms for each metric."""
+    count = count.astype(total.dtype)
+    return np.divide(total, count) if count else np.zeros_like(total)
 
 
 def _to_numpy(value: Any) -> np.ndarray:

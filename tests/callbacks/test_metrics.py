@@ -13,7 +13,7 @@ from ktrainer import distributed
 from ktrainer.callbacks import AverageMetrics, global_results
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import DivergenceError
-from ktrainer.steps.metric_states import adds_up
+from ktrainer.steps.metric_states import adds_up, result_with, take_states
 
 ROWS = 101  # odd: no two ranks have as many rows
 EVEN = 100  # Keras itself weights the losses of single outputs by batch, not by example
@@ -274,3 +274,18 @@ def test_one_process_changes_nothing() -> None:
         fitted = model.fit(x, y, validation_data=(x, y), epochs=2, verbose=0, callbacks=callbacks)
         histories.append(fitted.history)
     assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("count", [0.0, 3.0, 1e7])
+def test_a_mean_has_the_bits_of_keras(count: float) -> None:
+    """And its states are left as they are."""
+    metric = keras.metrics.SparseCategoricalAccuracy()
+    metric.update_state([[1], [0]], [[0.2, 0.8], [0.1, 0.9]])
+    before = take_states([metric])[0]
+    totals = np.random.default_rng(0).normal(size=200).astype("float32")
+    ours = [result_with(metric, [np.array(x), np.float32(count)]) for x in totals]
+    assert [x.tobytes() for x in take_states([metric])[0]] == [x.tobytes() for x in before]
+    for total, mine in zip(totals, ours, strict=True):
+        for variable, state in zip(metric.variables, (total, count), strict=True):
+            variable.assign(state)
+        assert mine.tobytes() == np.array(metric.result()).tobytes()
