@@ -36,10 +36,11 @@ TURNS = 3  # of programs that are compared with each other
 
 def programs() -> list[tuple[list[str], str, list[str]]]:
     """How each program is started, its name, and its options, in the order of their runs."""
-    horovod = [] if importlib.util.find_spec("horovod") else ["--no-horovod"]
+    horovod = [(TWO, "data_parallel_step", ["--rounds", "2", "--engine", "horovod"])]
     sizes = ["--rounds", "2", "--steps", "2", "--microbatches", "8"]
     compared = [
-        (TWO, "data_parallel_step", ["--rounds", "2", *horovod]),
+        (TWO, "data_parallel_step", ["--rounds", "2"]),
+        *(horovod if importlib.util.find_spec("horovod") else []),
         (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
         (TWO, "pipeline_step", sizes),
         (MPIRUN, "pipeline_step_torch", sizes),
