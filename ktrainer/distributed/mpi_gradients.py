@@ -104,17 +104,13 @@ class MpiGradients(GradientCollectives):
         gradients = [tf.convert_to_tensor(g) if self.sparse_as_dense else g for g in gradients]
         reduced: list[Gradient] = list(gradients)
         for bucket in self._buckets(gradients):
-            if isinstance(slices := gradients[bucket[0]], tf.IndexedSlices):
-                reduced[bucket[0]] = self._reduce_slices(slices, weight, order)
-                continue
-            parts, factor = [gradients[i] for i in bucket], weight
-            if self._wire_of(parts[0].dtype) is None and not tf.executing_eagerly():
-                parts, factor = _private(parts, weight)
-            call = self._timed(self.bucket_call(parts[0].dtype))
-            dtypes = [part.dtype for part in parts]
-            outputs = order.on_host(call, [factor, *parts], dtypes)
+            parts = [gradients[i] for i in bucket]
+            if isinstance(parts[0], tf.IndexedSlices):
+                outputs = [self._reduce_slices(parts[0], weight, order)]
+            else:
+                outputs = self._reduce_bucket(parts, weight, order)
             for i, output in zip(bucket, outputs, strict=True):
-                reduced[i] = tf.ensure_shape(output, gradients[i].shape)
+                reduced[i] = output
         return reduced
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
@@ -237,6 +233,17 @@ class MpiGradients(GradientCollectives):
             total[end - part.size : end].astype(part.dtype).reshape(part.shape)
             for end, part in zip(ends, parts, strict=True)
         ]
+
+    def _reduce_bucket(
+        self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
+    ) -> list[tf.Tensor]:
+        """The sums of dense gradients of one dtype."""
+        parts, factor = gradients, weight
+        if self._wire_of(parts[0].dtype) is None and not tf.executing_eagerly():
+            parts, factor = _private(parts, weight)
+        call = self._timed(self.bucket_call(parts[0].dtype))
+        outputs = order.on_host(call, [factor, *parts], [part.dtype for part in parts])
+        return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
 
     def _reduce_slices(
         self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
