@@ -130,33 +130,25 @@ class CompiledProgram(Program):
         number of updates."""
         ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
         # Under XLA with ranks a call holds no more than one local batch's computation.
-        together = self._can_compile_many() and not (
-            self.options.xla and self.collectives is not None
-        )
-        stacked = stack_local_batches(local_batches, _weight) if together else None
+        alone = self.options.xla and self.collectives is not None
+        step = self._function("train", padding=False)
+        if alone or not can_compile_many(step):
+            return super().train_many(local_batches, ends)
+        stacked = stack_local_batches(local_batches, _weight)
         if stacked is None:
             return super().train_many(local_batches, ends)
         key = ("many", ends, self.variant)
         if key not in self._functions:
-            self._functions[key] = compile_many(
-                self._function("train", padding=False),
-                self._specs["train"],
-                _WEIGHT,
-                ends_at_bad_loss=ends,
-            )
+            self._functions[key] = compile_many(step, ends)
         logs, steps = self._call(local_batches, self._functions[key], *stacked)
         return logs, int(steps)
 
     @property
     def can_train_many(self) -> bool:
         several = self.collectives is not None or self.options.accumulate > 1
-        return not several and self.options.guard is None and self._can_compile_many()
-
-    def _can_compile_many(self) -> bool:
-        if self.model.run_eagerly or "train" not in self._specs:
+        if several or self.options.guard is not None:
             return False
-        step = self._function("train", padding=False)
-        return can_compile_many(step, self._specs["train"], _WEIGHT)
+        return can_compile_many(self._function("train", padding=False))
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         if self.collectives is not None and kind in self._specs and not self._logged[kind].logs:

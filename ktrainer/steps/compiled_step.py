@@ -20,19 +20,23 @@ class CompiledStep:
         step: of tensors, in nested structures that are always those of `specs`.
         specs: of its arguments, their number of rows unknown; none: it is traced when it is called.
         xla: compile it with XLA.
+
+    Attributes:
+        specs: as they were given.
+        trace: TensorFlow's concrete function of the specs; None without specs.
     """
 
     def __init__(self, step: Callable[..., Any], *specs: Any, xla: bool = False) -> None:
         self._function = tf.function(
             step, jit_compile=xla or None, reduce_retracing=True, autograph=False
         )
-        self._specs = tf.nest.flatten(specs)
+        self.specs, self._leaves = specs, tf.nest.flatten(specs)
         self._dense = bool(specs) and all(
-            spec is None or isinstance(spec, tf.TensorSpec) for spec in self._specs
+            spec is None or isinstance(spec, tf.TensorSpec) for spec in self._leaves
         )
         self._scalar: tuple[float, tf.Tensor] | None = None
-        if specs:
-            self._call = direct_call(self._function.get_concrete_function(*specs))
+        self.trace: Any = self._function.get_concrete_function(*specs) if specs else None
+        self._call = direct_call(self.trace)
 
     def __call__(self, *args: Any) -> Any:
         tensors = self._tensors(args) if self._dense else None
@@ -40,14 +44,10 @@ class CompiledStep:
             return self._function(*args)
         return self._call(*tensors)
 
-    def get_concrete_function(self, *specs: Any) -> Any:
-        """The trace for `specs`, as `tf.function` has it."""
-        return self._function.get_concrete_function(*specs)
-
     def _tensors(self, args: Any) -> list[tf.Tensor] | None:
         """The tensors among `args`, in order; None if they do not fit the trace."""
         tensors = [self._tensor(leaf) for leaf in tf.nest.flatten(args)]
-        if len(tensors) != len(self._specs) or not all(map(_fits, tensors, self._specs)):
+        if len(tensors) != len(self._leaves) or not all(map(_fits, tensors, self._leaves)):
             return None
         return [tensor for tensor in tensors if tensor is not None]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import keras
@@ -24,9 +24,7 @@ from ktrainer.steps.program_interface import LocalBatchLike
 _STATEFUL_RANDOM = re.compile(
     "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
 )
-
-
-_known: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by trace
+_known: WeakKeyDictionary[CompiledStep, bool] = WeakKeyDictionary()  # whether it can be compiled
 
 
 def stack_local_batches(
@@ -64,18 +62,17 @@ def _stack(leaves: Sequence[Any]) -> Any:
     return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.stack(leaves)
 
 
-def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Callable[..., Any]:
+def compile_many(step: CompiledStep, ends_at_bad_loss: bool = False) -> CompiledStep:
     """A compiled loop of `step(batch, weight)` over stacked batches and weights.
 
     Args:
-        step: a compiled step, traced for `specs`.
-        specs: of its arguments, their number of rows unknown.
+        step: one of which `can_compile_many` is true.
         ends_at_bad_loss: whether a step with a loss that is not finite is the last one.
 
     Returns:
         A function that returns the logs of the last step that was made, and the number of steps.
     """
-    logs = step.get_concrete_function(*specs).structured_outputs
+    logs = step.trace.structured_outputs
     made = [spec for spec in tf.nest.flatten(logs) if spec is not None]
     start = [tf.zeros([dim or 0 for dim in spec.shape], spec.dtype) for spec in made]
 
@@ -96,22 +93,23 @@ def compile_many(step: Any, *specs: Any, ends_at_bad_loss: bool = False) -> Call
         packed = [None if spec is None else next(rest) for spec in tf.nest.flatten(logs)]
         return tf.nest.pack_sequence_as(logs, packed), steps
 
-    return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, specs))
+    return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, step.specs))
 
 
-def can_compile_many(step: Any, *specs: Any) -> bool:
-    """Whether `compile_many(step)` works, with the bits of single calls: arguments and results are
-    dense, and no operation is random and stateful, as `tf.random.normal` is. Those of Keras' layers
-    are stateless."""
-    trace = step.get_concrete_function(*specs)
-    if trace not in _known:
-        _known[trace] = _can_compile_many(trace, specs)
-    return _known[trace]
+def can_compile_many(step: Callable[..., Any]) -> TypeGuard[CompiledStep]:
+    """Whether `compile_many(step)` works, with the bits of single calls: it is compiled, arguments
+    and results are dense, and no operation is random and stateful, as `tf.random.normal` is. Those
+    of Keras' layers are stateless."""
+    if not isinstance(step, CompiledStep) or step.trace is None:
+        return False
+    if step not in _known:
+        _known[step] = _can_compile_many(step)
+    return _known[step]
 
 
-def _can_compile_many(trace: Any, specs: Any) -> bool:
-    leaves = tf.nest.flatten((specs, trace.structured_outputs))
-    graph = trace.graph.as_graph_def()
+def _can_compile_many(step: CompiledStep) -> bool:
+    leaves = tf.nest.flatten((step.specs, step.trace.structured_outputs))
+    graph = step.trace.graph.as_graph_def()
     functions = [node for function in graph.library.function for node in function.node_def]
     return all(map(_is_dense, leaves)) and not any(
         _STATEFUL_RANDOM.search(node.op) and "Stateless" not in node.op

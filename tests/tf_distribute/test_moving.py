@@ -39,7 +39,7 @@ def test_keras_own_predict_is_compiled_again(ranks: Callable[..., Any]) -> None:
     np.testing.assert_allclose(after, ours, rtol=1e-5, atol=1e-6)
 
 
-def evaluated_by_another(strategy: str, other: str) -> Any:
+def evaluated_by_another(strategy: str, other: str, steps: int) -> Any:
     """A callback that evaluates with a Trainer of its own, which moves the model and closes."""
     import keras
 
@@ -55,20 +55,22 @@ def evaluated_by_another(strategy: str, other: str) -> Any:
     keras.utils.set_random_seed(0)
     model = small_model()
     model.compile(keras.optimizers.Adam(0.01), model.loss)  # with slots, which move too
-    with trainer(strategy, 2, (Evaluate(),), data__batch_size=16, trainer__epochs=3) as it:
+    words = {"data__batch_size": 16, "trainer__epochs": 3, "trainer__steps_per_call": steps}
+    with trainer(strategy, 2, (Evaluate(),), **words) as it:
         it.fit(model, (x, y))
-        steps = int(it.model.optimizer.iterations.numpy())
-        return steps, weights_of(it.model), it.predict(it.model, x)
+        made = int(it.model.optimizer.iterations.numpy())
+        return made, weights_of(it.model), it.predict(it.model, x)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("other", ["mirrored", "central_storage"])
 def test_another_trainer_may_take_the_model_in_between(
-    ranks: Callable[..., Any], other: str
+    ranks: Callable[..., Any], other: str, steps: int
 ) -> None:
-    ((steps, weights, outputs),) = under(ranks, "", evaluated_by_another, "mirrored", other)
-    ((_, undisturbed, expected),) = under(ranks, "", evaluated_by_another, "mirrored", "")
-    assert steps == 9
+    ((made, weights, outputs),) = under(ranks, "", evaluated_by_another, "mirrored", other, steps)
+    ((_, undisturbed, expected),) = under(ranks, "", evaluated_by_another, "mirrored", "", steps)
+    assert made == 9
     close(weights, undisturbed, 0, 0)
     np.testing.assert_array_equal(outputs, expected)
 

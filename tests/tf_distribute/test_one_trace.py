@@ -129,7 +129,7 @@ def made_by_tensorflow() -> list[Counter[str]]:
         model = small_model(extra=middle)
         program = it.backend.prepare(model, StepOptions())
         program.build(spec)
-        functions = [program._function("train").get_concrete_function(spec, share)]
+        functions = [program._function("train").trace]
         logged = program._logged["train"]
         options = StepOptions(accumulate=2)
         parts = ReplicaAccumulation(model, options, program.replicas, spec, logged)

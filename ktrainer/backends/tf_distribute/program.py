@@ -32,11 +32,7 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_helpers import global_seed, python_step
-from ktrainer.steps.train_many import (
-    can_compile_many,
-    compile_many,
-    stack_local_batches,
-)
+from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
 
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
 
@@ -114,17 +110,16 @@ class ReplicatedProgram(Program):
     def train_many(
         self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
     ) -> tuple[Logs, int]:
-        stacked, step = None, self._function("train")
-        specs = (self._specs["train"], BATCH_COUNTS)
-        if not (self.options.xla or self.model.run_eagerly) and can_compile_many(step, *specs):
-            stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
-            # Sums are numbered as functions are called: all processes must call the same ones.
-            stacked = None if self._agree(stacked is None) else stacked
-        if stacked is None:
-            return super().train_many(local_batches)
         self._prepare_for(*local_batches)
+        step = self._function("train")
+        if self.options.xla or not can_compile_many(step):
+            return super().train_many(local_batches)
+        stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
+        # Sums are numbered as functions are called: all processes must call the same ones.
+        if self._agree(stacked is None) or stacked is None:
+            return super().train_many(local_batches)
         if "many" not in self._functions:
-            self._functions["many"] = compile_many(step, *specs)
+            self._functions["many"] = compile_many(step)
         with self._explained(local_batches):
             return self._functions["many"](*stacked)[0], len(local_batches)
 
