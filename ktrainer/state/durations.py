@@ -178,10 +178,10 @@ class Every:
             return False
         if self.duration.unit == "s":
             due = self._due_time(progress)
-        elif self.duration.unit == "ba":
-            due = _crossed(before, progress.step, self.duration.value)
+        elif (stride := self._stride()) is not None:
+            due = _crossed(before, progress.step, stride)
         else:
-            due = self._due_epoch(before, progress, epoch_end)
+            due = epoch_end and self._due_epoch(progress)
         if due:
             self._fired_step, self._fired_at = progress.step, progress.elapsed
         return due
@@ -214,13 +214,10 @@ class Every:
         assert self.duration is not None
         return progress.elapsed - self._fired_at >= self.duration.value
 
-    def _due_epoch(self, before: int, progress: Progress, epoch_end: bool) -> bool:
+    def _due_epoch(self, progress: Progress) -> bool:
         assert self.duration is not None
-        value = self.duration.value
-        if isinstance(value, int):
-            finished = progress.epoch + (1 if progress.batch else 0)
-            return epoch_end and finished > 0 and finished % value == 0
-        return _crossed(before, progress.step, self.duration.steps(self.steps_per_epoch))
+        finished = progress.epoch + (1 if progress.batch else 0)
+        return finished > 0 and finished % self.duration.value == 0
 
 
 def _crossed(before: int, now: int, stride: float) -> bool:

@@ -376,12 +376,10 @@ class Loop:
 
     def _max_updates(self) -> int | None:
         """The most updates in one call for which callbacks, validation and logs can wait."""
-        progress, least = self.state.progress, None
-        for every in (self._validate_every, self._log_every):
-            least = _least(least, every.updates_until_due(progress))
-        for callback in self.callbacks.callbacks:
-            least = _least(least, max_updates_per_call(callback))
-        return least
+        regular = (self._validate_every, self._log_every)
+        limits = [every.updates_until_due(self.state.progress) for every in regular]
+        limits += [max_updates_per_call(callback) for callback in self.callbacks.callbacks]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _due(self, every: Every, epoch_end: bool = False) -> bool:
         due = every.due(self.state.progress, epoch_end=epoch_end)
@@ -411,7 +409,3 @@ class Loop:
 
         feed, common = self.state.validation, self.context.has_common_logs
         return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    return min((n for n in (one, other) if n is not None), default=None)

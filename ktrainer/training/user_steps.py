@@ -255,11 +255,7 @@ def check_settings(config: Config) -> None:
     clip = trainer.clip
     only_fit: list[tuple[str, Any, bool]] = [
         ("trainer.accumulate", trainer.accumulate, trainer.accumulate != 1),
-        (
-            "trainer.steps_per_call",
-            trainer.steps_per_call,
-            trainer.asks_for_several_steps,
-        ),
+        ("trainer.steps_per_call", trainer.steps_per_call, trainer.asks_for_several_steps),
         ("trainer.xla", trainer.xla, trainer.xla),
         ("trainer.loss_scope", trainer.loss_scope, config.is_set("trainer.loss_scope")),
         ("trainer.clip.global_norm", clip.global_norm, clip.global_norm is not None),
