@@ -11,18 +11,16 @@ has a run of its own: the thread with which Horovod listens takes time from all 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from data_parallel_table import BATCH, record_steps
-from results import OURS, add_option
+from data_parallel_table import BATCH, arguments, in_turns, record_steps
+from results import OURS
 
 import ktrainer  # before TensorFlow, to keep its log quiet
 from ktrainer.distributed import open_world
@@ -88,22 +86,9 @@ def hand_written() -> Callable[[Any], Any]:
     return lambda batch: step(*batch)
 
 
-def in_turns(
-    variants: dict[str, Callable[[Any], Any]], data: Sequence[Any], barrier: Any, rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds a step, of each variant and round; the variants take turns."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds + 1):
-        for name, step in variants.items():
-            barrier()
-            start = time.perf_counter()
-            for batch in data:
-                logs = step(batch)
-            tf.nest.map_structure(float, logs)
-            barrier()
-            if number:  # the first compiles
-                times[name].append((time.perf_counter() - start) / len(data) * 1e3)
-    return times
+def read(logs: Any) -> None:
+    """Wait for the values of logs."""
+    tf.nest.map_structure(float, logs)
 
 
 def show(times: dict[str, list[float]]) -> None:
@@ -117,11 +102,8 @@ def show(times: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="steps a round")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = arguments(__doc__)
     parser.add_argument("--engine", choices=["mpi", "horovod"], default="mpi")
-    add_option(parser)
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
@@ -135,7 +117,7 @@ def main() -> None:
         variants["horovod"] = ours(HorovodGradients(world), world.rank, world.size)
         variants["horovod, by hand"] = hand_written()
     data = batches(world.rank, args.steps)
-    times = in_turns(variants, data, world.barrier, args.rounds)
+    times = in_turns(variants, data, world.barrier, args.rounds, read)
     if world.is_root:
         print(f"ktrainer {ktrainer.__version__}, {world.size} processes, batch {BATCH} each")
         show(times)

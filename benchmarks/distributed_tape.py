@@ -13,7 +13,6 @@ the TensorFlow variables inside them.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,9 @@ from ktrainer import Trainer
 # isort: split
 import keras
 import tensorflow as tf
-from data_parallel_step import BATCH, batches, build_model, in_turns, show
-from data_parallel_table import NONE, sizes
-from results import OURS, add_option, record
+from data_parallel_step import BATCH, batches, build_model, read, show
+from data_parallel_table import NONE, arguments, in_turns, sizes
+from results import OURS, record
 
 
 def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
@@ -65,11 +64,7 @@ def run_by_trainer(trainer: Trainer) -> Callable[[Any], tf.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=30, help="steps a round")
-    parser.add_argument("--rounds", type=int, default=10)
-    add_option(parser)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     import horovod.tensorflow as hvd
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -83,7 +78,7 @@ def main() -> None:
         trainers.append(Trainer(overrides=words))
         loops[f"trainer.run, {engine}"] = run_by_trainer(trainers[-1])
     data = batches(sdp.rank(), args.steps)
-    times = in_turns(loops, data, sdp.barrier, args.rounds)
+    times = in_turns(loops, data, sdp.barrier, args.rounds, read)
     if sdp.rank() == 0:
         print(f"{sdp.size()} processes, batch {BATCH} each")
         show(times)
