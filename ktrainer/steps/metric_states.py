@@ -136,15 +136,25 @@ def result_with(metric: Any, states: Sequence[np.ndarray]) -> Any:
 
 
 def _is_plain_mean(metric: Any) -> bool:
-    """Whether Keras computes the result as `_mean` does, of two variables."""
-    plain = type(metric).result is keras.metrics.Mean.result and len(metric.variables) == 2
-    return plain and metric.dtype in ("float32", "float64")
+    """Whether Keras computes the result as `_mean` does."""
+    if getattr(metric.result, "__func__", None) is not keras.metrics.Mean.result:
+        return False
+    if [id(v) for v in metric.variables] != [id(metric.total), id(metric.count)]:
+        return False
+    kinds = {(v.dtype, tuple(v.shape)) for v in metric.variables}
+    return kinds == {(metric.dtype, ())} and metric.dtype in ("float32", "float64")
 
 
-def _mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Keras' result, to the bit, without TensorFlow, which takes 0.2 ms for each metric."""
-    count = count.astype(total.dtype)
-    return np.divide(total, count) if count else np.zeros_like(total)
+def _mean(total: np.ndarray, count: np.ndarray) -> Any:
+    """Keras' result, to the bit, without TensorFlow, which takes 0.2 ms for each metric.
+
+    It computes the rare ones: it makes 0 of a subnormal number, and of a division by 0.
+    """
+    if count >= 1 and np.isfinite(total):
+        mean = np.divide(total, count)
+        if total == 0 or abs(mean) >= np.finfo(mean.dtype).tiny:
+            return mean
+    return keras.ops.divide_no_nan(total, count)
 
 
 def _to_numpy(value: Any) -> np.ndarray:

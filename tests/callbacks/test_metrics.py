@@ -276,16 +276,62 @@ def test_one_process_changes_nothing() -> None:
     assert histories[0] == histories[1]
 
 
+class OwnOrder(keras.metrics.Mean):
+    """A mean whose variables are made by itself, `count` first."""
+
+    def __init__(self) -> None:
+        keras.metrics.Metric.__init__(self, name="own_order")
+        self.count = self.add_variable((), "zeros", name="count")
+        self.total = self.add_variable((), "zeros", name="total")
+
+
+class Vector(keras.metrics.Mean):
+    """Means of two numbers."""
+
+    def __init__(self) -> None:
+        keras.metrics.Metric.__init__(self, name="vector")
+        self.total = self.add_variable((2,), "zeros", name="total")
+        self.count = self.add_variable((2,), "zeros", name="count")
+
+
+def with_own_result() -> keras.metrics.Mean:
+    metric = keras.metrics.Mean()
+    metric.result = lambda: 2 * metric.total
+    return metric
+
+
+def assert_same_result(metric: Any, *states: Any) -> None:
+    """`result_with` has the bits of Keras, and leaves the metric's states as they are."""
+    of_metric = [np.array(x, v.dtype) for x, v in zip(states, metric.variables, strict=True)]
+    before = take_states([metric])[0]
+    ours = result_with(metric, of_metric)
+    assert [x.tobytes() for x in take_states([metric])[0]] == [x.tobytes() for x in before]
+    for variable, state in zip(metric.variables, of_metric, strict=True):
+        variable.assign(state)
+    assert ours.tobytes() == np.array(metric.result()).tobytes()
+
+
 @pytest.mark.parametrize("count", [0.0, 3.0, 1e7])
 def test_a_mean_has_the_bits_of_keras(count: float) -> None:
-    """And its states are left as they are."""
     metric = keras.metrics.SparseCategoricalAccuracy()
     metric.update_state([[1], [0]], [[0.2, 0.8], [0.1, 0.9]])
-    before = take_states([metric])[0]
-    totals = np.random.default_rng(0).normal(size=200).astype("float32")
-    ours = [result_with(metric, [np.array(x), np.float32(count)]) for x in totals]
-    assert [x.tobytes() for x in take_states([metric])[0]] == [x.tobytes() for x in before]
-    for total, mine in zip(totals, ours, strict=True):
-        for variable, state in zip(metric.variables, (total, count), strict=True):
-            variable.assign(state)
-        assert mine.tobytes() == np.array(metric.result()).tobytes()
+    for total in np.random.default_rng(0).normal(size=200):
+        assert_same_result(metric, total, count)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_means_of_numbers_that_are_not_usual(dtype: str) -> None:
+    """TensorFlow makes 0 of numbers that are too small, and warns of none that are too large."""
+    sizes = np.finfo(dtype)
+    totals = [0.0, -0.0, 1.0, np.nan, np.inf, sizes.max, sizes.tiny, sizes.tiny / 4]
+    for total in totals:
+        for count in (*totals, 3.0, 0.01, -2.0):
+            assert_same_result(keras.metrics.Mean(dtype=dtype), total, count)
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [(OwnOrder, (2.0, 6.0)), (Vector, ([1, 2], [2, 0])), (with_own_result, (2.0, 6.0))],
+)
+def test_means_of_a_kind_of_their_own(make: Any, states: Any) -> None:
+    assert_same_result(make(), *states)
