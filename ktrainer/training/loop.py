@@ -61,7 +61,7 @@ from ktrainer.training.preemption import (
     SignalHandlers,
     checkpoint_and_exit,
 )
-from ktrainer.training.resume import resume_run, roll_back, skip_to_initial_epoch
+from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
 from ktrainer.training.triggers import Triggers
 from ktrainer.training.updates_per_call import UpdatesPerCall, max_updates_per_call
 
@@ -140,12 +140,14 @@ class Loop:
 
     def begin(self) -> None:
         """Do everything before the first update."""
-        state = self.state
+        state, first = self.state, self.triggers.initial_epoch
         self.model.stop_training = False
+        skip_to_epoch(state, first)
         self.callbacks.on_train_begin()
         resume_run(self.context, state, self.callbacks)
+        said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
+        skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()
-        skip_to_initial_epoch(state, self.world, self.triggers.initial_epoch)
         progress = state.progress
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)

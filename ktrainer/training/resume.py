@@ -1,7 +1,7 @@
 """Resume a run or roll it back; the `key=value` words with which to resume it.
 
 resume_run              at the start, what `checkpoint.resume` asks for
-skip_to_initial_epoch   at the start, `initial_epoch`
+skip_to_epoch           at the start, `initial_epoch`
 roll_back               in the middle of a run, to its last checkpoint
 words_to_resume         at the end, what to add to the command
 """
@@ -79,10 +79,8 @@ def _resume_mode(context: RunContext, state: TrainState) -> tuple[str, str | Non
     return mode, None
 
 
-def skip_to_initial_epoch(state: TrainState, world: World, initial_epoch: int) -> None:
-    """Begin with `initial_epoch`, or where Keras' BackupAndRestore, which runs on rank 0, says."""
-    said = int(state.model._initial_epoch or initial_epoch)
-    epoch = world.broadcast(said, what="initial epoch")
+def skip_to_epoch(state: TrainState, epoch: int) -> None:
+    """Begin with `epoch`, unless the position is beyond it."""
     progress = state.progress
     if epoch > progress.epoch:
         progress.epoch = epoch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from ktrainer import Callback, DataError, Trainer
-from tests.small import BATCH, ROWS, build, close, data, fit, trainer, watch
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from tests.small import BATCH, ROWS, Watch, build, close, data, fit, trainer, watch
 
 
 def test_epochs() -> None:
@@ -128,6 +130,18 @@ def test_validation_inside_an_epoch_leaves_its_metrics_alone() -> None:
 def test_logging_every() -> None:
     seen, _, _ = watch(trainer__epochs=2, logging__every="5ba")
     assert seen.logged == [5, 10]
+
+
+@pytest.mark.parametrize(("every", "due"), [("5ba", [15, 20]), ("0.75ep", [14, 18, 23])])
+def test_intervals_do_not_count_epochs_before_the_first(
+    every: str, due: list[int], tmp_path: Path
+) -> None:
+    seen = Watch()
+    words = {"run__dir": tmp_path, "checkpoint__every": every, "checkpoint__keep": 9}
+    with trainer([seen], logging__every=every, trainer__validate_every=every, **words) as it:
+        it.fit(build, data(), initial_epoch=2, epochs=4, validation_data=data())
+    saved = sorted(entry.step for entry in Store(tmp_path / "checkpoints").entries())
+    assert (seen.logged, seen.inside, saved) == (due, due, due)
 
 
 @pytest.mark.parametrize(
