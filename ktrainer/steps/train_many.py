@@ -78,7 +78,7 @@ def compile_many(step: CompiledStep, ends_at_bad_loss: bool = False) -> Compiled
 
     def many(*stacked: Any) -> Any:
         def update(i: Any, _: Any, *__: Any) -> Any:
-            found = step(*keras.tree.map_structure(lambda t: t[i], stacked))
+            found = step(*keras.tree.map_structure(lambda t: None if t is None else t[i], stacked))
             good = _is_finite(found) if ends_at_bad_loss else tf.constant(True)
             return i + 1, good, *(x for x in tf.nest.flatten(found) if x is not None)
 

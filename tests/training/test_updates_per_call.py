@@ -295,6 +295,17 @@ def test_labels_of_64_bits_stay_as_they_are(calls: list[int]) -> None:
     assert calls == [28]
 
 
+def test_batches_may_hold_none(calls: list[int]) -> None:
+    x, y = data(ROWS)
+
+    def batches() -> Iterator[Any]:
+        for start in range(0, ROWS, BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH], None
+
+    assert_same_bits({}, given=batches)
+    assert calls == [28]
+
+
 def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 20)
