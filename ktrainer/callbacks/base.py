@@ -120,8 +120,8 @@ class Callback(keras.callbacks.Callback):
         """The most updates, at least 1, that one call of the compiled step may make before this
         callback's events of batches and steps are called; None: no limit.
 
-        For `trainer.steps_per_call=auto`. A class that overrides such an event and not this method
-        has the limit 1.
+        For `trainer.steps_per_call=auto`. A class that overrides such an event and not this method,
+        or inherits the two from different bases, has the limit 1.
         """
         return None
 

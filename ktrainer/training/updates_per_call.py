@@ -183,8 +183,8 @@ def max_updates_per_call(callback: Any) -> int | None:
     """The most updates that one call may make before the callback's events of batches and steps
     are called; None: no limit.
 
-    It has a method of that name, as `ktrainer.Callback` and any Keras callback may, or it is 1 if
-    it overrides such an event. An event that is overridden below the method counts, too.
+    A method of that name returns it, which any callback may have. It is 1 where such an event is
+    overridden by a class that the method's class does not derive from.
     """
     if not STEP_EVENTS.isdisjoint(vars(callback)):  # as of Keras' LambdaCallback
         return 1
@@ -199,10 +199,11 @@ def max_updates_per_call(callback: Any) -> int | None:
 
 @lru_cache(maxsize=1024)
 def _overrides_step_events(kind: type) -> bool:
-    """Whether a class overrides an event of batches or steps, below any `max_updates_per_call`."""
-    for base in kind.__mro__:
-        if base is keras.callbacks.Callback or "max_updates_per_call" in vars(base):
-            return False
-        if not STEP_EVENTS.isdisjoint(vars(base)):
-            return True
-    return False
+    """Whether a class overrides an event of batches or steps, or inherits one, that the class of
+    its `max_updates_per_call` does not have."""
+    limiting: type = next(
+        (base for base in kind.__mro__ if "max_updates_per_call" in vars(base)),
+        keras.callbacks.Callback,
+    )
+    others = [base for base in kind.__mro__ if not issubclass(limiting, base)]
+    return any(not STEP_EVENTS.isdisjoint(vars(base)) for base in others)

@@ -129,6 +129,14 @@ class LossGuardSubclass(LossGuard):
         self.model.optimizer.learning_rate = 0.1 / (1 + step)
 
 
+class TwoBases(LossGuard, StepCallback):
+    """The same of an event of its other base."""
+
+
+class SuperOfTwoBases(LossGuard, KerasBatchCallback):
+    """`ktrainer.Callback`, between the two, calls the event of the last."""
+
+
 class InstanceAttribute(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
@@ -138,9 +146,13 @@ class InstanceAttribute(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.1 / (1 + batch)
 
 
-@pytest.mark.parametrize(
-    "kind", [KerasBatchCallback, StepCallback, LossGuardSubclass, InstanceAttribute, None]
+STEP_CALLBACKS = (
+    *(KerasBatchCallback, StepCallback, LossGuardSubclass),
+    *(TwoBases, SuperOfTwoBases, InstanceAttribute),
 )
+
+
+@pytest.mark.parametrize("kind", [*STEP_CALLBACKS, None])
 def test_callbacks_of_steps_run_at_every_step(calls: list[int], kind: Any) -> None:
     """A rate that is set in each batch must be the rate of that batch."""
     settings: dict[str, Any] = {}
