@@ -7,7 +7,8 @@ mpi_communicator.py, array_transfer.py, mpi_chunks.py, mpi_rows.py   messages an
 rank_layout.py          the grid of partitions and replicas
 collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
 mpi_gradients.py, horovod_gradients.py    sum gradients
-sum_in_place.py, host_groups.py           sums of arrays by MPI, without copies; within hosts first
+sum_in_place.py, shared_memory.py, host_groups.py   sums of arrays: by messages, on one host, within
+                        hosts first
 deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
 elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join
 launcher_events.py, restart_records.py         events for the launcher; records over restarts

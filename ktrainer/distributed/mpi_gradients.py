@@ -9,6 +9,8 @@ which sums gradients where they are: TensorFlow's memory is MPI's buffer, withou
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32.
 
+Ranks of one host exchange gradients through memory that they share, others by messages; see
+`ktrainer.distributed.shared_memory` and `ktrainer.distributed.sum_in_place`, which give equal bits.
 With ranks on several hosts, dense gradients are summed within each host first, in which 16 bits are
 widened; see `ktrainer.distributed.host_groups`.
 """
@@ -30,6 +32,7 @@ from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
+from ktrainer.distributed.shared_memory import open_shared_memory
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
 _HALVES = (tf.float16, tf.bfloat16)
@@ -77,6 +80,7 @@ class MpiGradients(GradientCollectives):
         self._comm = self.world.duplicate()
         self.size = self._comm.size
         self._hosts = open_host_groups(self.world) if self._hierarchical else None
+        self._shared = open_shared_memory(self.world, self._comm)
 
     @property
     def comm(self) -> MPI.Intracomm:
@@ -209,9 +213,16 @@ class MpiGradients(GradientCollectives):
         if (hosts := self.hosts) is not None:
             reduce_in_pieces(found, lambda array: hosts.sum(array, array))
         else:
-            comm = self.comm
-            reduce_in_pieces(found, lambda x: sum_in_place(self.world, comm, x, "gradients"))
+            reduce_in_pieces(found, lambda array: self._sum_piece(array, "gradients"))
         return found
+
+    def _sum_piece(self, array: np.ndarray, what: str) -> None:
+        """Replace a flat array of at most `PIECE_BYTES` by its sum over ranks."""
+        self.world.check_usable()
+        if self._shared is not None:
+            self._shared.sum_in_place(array, what)
+        else:
+            sum_in_place(self.world, self._comm, array, what)
 
     def _reduce_halves(
         self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
@@ -227,7 +238,7 @@ class MpiGradients(GradientCollectives):
         else:
             with np.errstate(over="ignore"):
                 total = packed.astype(wire)
-            sum_in_place(self.world, self.comm, total, "16-bit gradients")
+            reduce_in_pieces([total], lambda piece: self._sum_piece(piece, "16-bit gradients"))
         ends = np.cumsum(sizes)
         return [
             total[end - part.size : end].astype(part.dtype).reshape(part.shape)

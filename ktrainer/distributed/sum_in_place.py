@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2 * 2**20  # longer ones are no faster
 _SMALL_BYTES = 2**16  # a collective of its own takes longer than copying that much
-_MOST_RANKS = 64  # of more, each would have too many messages
+MOST_RANKS = 64  # of more, each would have too many messages
 _TAG = 1
 
 Views: TypeAlias = list[np.ndarray]
@@ -48,20 +48,19 @@ def sum_in_place(world: MpiComm, comm: MPI.Intracomm, array: np.ndarray, what: s
     if comm.size == 1:
         return
     what = f"all-reduce of {what}"
-    if comm.size > _MOST_RANKS and array.itemsize > 2:
+    if comm.size > MOST_RANKS and array.itemsize > 2:
         from mpi4py import MPI
 
         request = comm.Iallreduce(MPI.IN_PLACE, array)
         world.wait(request, what, array)
         return
-    length = -(-array.size // comm.size)
-    segments = [array[rank * length : (rank + 1) * length] for rank in range(comm.size)]
+    segments = segments_of(array, comm.size)
     mine = segments[comm.rank]
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
     received = {rank: np.empty_like(mine) for rank in others}
     sent = [(rank, segments[rank], received[rank]) for rank in others]
     _exchange(world, comm, sent, what)
-    _add_up(mine, [received.get(rank, mine) for rank in range(comm.size)])
+    add_up(mine, [received.get(rank, mine) for rank in range(comm.size)])
     sent = [(rank, mine, segments[rank]) for rank in others]
     _exchange(world, comm, sent, what)
 
@@ -103,8 +102,17 @@ class _NotStarted:
         return False
 
 
-def _add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Write the sum of two or more arrays, in their order, into `total`, which is one of them."""
+def segments_of(array: np.ndarray, ranks: int) -> Views:
+    """The segment of a flat array that each of some ranks adds up."""
+    length = -(-array.size // ranks)
+    return [array[rank * length : (rank + 1) * length] for rank in range(ranks)]
+
+
+def add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+    """Write the sum of two or more arrays, in their order, into `total`, which is one of them.
+
+    16-bit floats are added up in float32; an overflow is an inf.
+    """
     wide = np.dtype(np.float32) if total.itemsize == 2 else total.dtype
     in_place = wide == total.dtype and not any(part is total for part in parts[2:])
     so_far = total if in_place else np.empty(total.shape, wide)

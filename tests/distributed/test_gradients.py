@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import distributed
-from ktrainer.distributed import sum_in_place
+from ktrainer.distributed import shared_memory, sum_in_place
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.distributed.mpi_gradients import MpiGradients
+from ktrainer.distributed.shared_memory import open_shared_memory
 from ktrainer.distributed.sum_in_place import PIECE_BYTES, pieces
 from tests.dist.small import ENGINES, group_mode
 
@@ -74,10 +76,17 @@ def test_two_ranks_get_the_bits_of_new_tensors(
         assert in_place == other == new == other_new, kind
 
 
-def _in_place(dtype: str, most_ranks: int) -> list[np.ndarray]:
+def _three_ways(dtype: str) -> dict[str, list[np.ndarray]]:
+    """Sums by shared memory, by messages, as if rank 1 ran elsewhere, and by MPI's all-reduce."""
+    found = {"shared memory": _half(dtype)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sum_in_place, "_MOST_RANKS", most_ranks)  # beyond, by MPI's all-reduce
-        return _half(dtype)
+        if distributed.current_world().rank == 1:
+            patch.setattr(shared_memory, "_open_memory", lambda path, name: None)
+        found["messages"] = _half(dtype)
+        patch.setattr(sum_in_place, "MOST_RANKS", 2)
+        patch.setattr(shared_memory, "MOST_RANKS", 2)
+        found["all-reduce"] = _half(dtype)
+    return found
 
 
 def _half(dtype: str) -> list[np.ndarray]:
@@ -91,13 +100,35 @@ def _half(dtype: str) -> list[np.ndarray]:
     return arrays
 
 
-@pytest.mark.parametrize("most_ranks", [2, 3])
-def test_three_ranks_get_equal_bits(ranks: Callable[..., Any], most_ranks: int) -> None:
-    every = ranks(3).run(_in_place, "float64", most_ranks)
-    ours = zip(*(_gradients("float64", rank) for rank in range(3)), strict=True)
-    for arrays, mine in zip(zip(*every, strict=True), ours, strict=True):
-        assert len({array.tobytes() for array in arrays}) == 1
-        np.testing.assert_allclose(arrays[0], 0.5 * sum(g.numpy() for g in mine), atol=1e-14)
+def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
+    every = ranks(3).run(_three_ways, "float64")
+    for way in every[0]:
+        sums = zip(*(found[way] for found in every), strict=True)
+        ours = zip(*(_gradients("float64", rank) for rank in range(3)), strict=True)
+        for arrays, mine in zip(sums, ours, strict=True):
+            assert len({array.tobytes() for array in arrays}) == 1
+            np.testing.assert_allclose(arrays[0], 0.5 * sum(g.numpy() for g in mine), atol=1e-14)
+    for shared, sent in zip(every[0]["shared memory"], every[0]["messages"], strict=True):
+        assert shared.tobytes() == sent.tobytes()
+
+
+def _many_sums(count: int) -> list[bool]:
+    """Sums one right after another, which take turns at the buffers."""
+    here: Any = distributed.current_world()
+    shared = open_shared_memory(here, here.comm)
+    assert shared is not None
+    random, found = np.random.default_rng(here.rank), []
+    for number in range(count):
+        array = np.full(1 + number % 7, 2.0**here.rank + number)
+        time.sleep(random.uniform(0, 2e-4))
+        shared.sum_in_place(array, "numbers")
+        found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
+    return found
+
+
+def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
+    for size in (2, 3, 4):
+        assert all(all(found) for found in ranks(size).run(_many_sums, 300))
 
 
 def test_pieces_are_bounded_and_cover_everything() -> None:

@@ -1,0 +1,119 @@
+"""Sums of arrays over ranks of one host, through memory that all of them have mapped.
+
+Each rank has a part of it. An array is summed in four steps, of which each is one pass over half of
+the array for two ranks:
+
+    each rank writes the others' segments of its array to its part
+    barrier
+    it adds up its own segment, read from the parts of all ranks in their order, and writes the sum
+    barrier
+    it reads the other segments' sums
+
+Messages between two processes copy each byte once more. There are two buffers, which take turns: a
+rank that writes to one knows, from the barriers since it was last used, that all have read it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ktrainer.distributed.sum_in_place import MOST_RANKS, PIECE_BYTES, add_up, segments_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ktrainer.distributed.mpi_communicator import MpiComm
+
+_BUFFERS = 2
+
+
+class SharedMemory:
+    """Memory that the ranks of a communicator share.
+
+    Args:
+        world: waits, with its deadline.
+        comm: a communicator of its ranks.
+        parts: of each rank, `_BUFFERS * PIECE_BYTES` bytes.
+    """
+
+    def __init__(self, world: MpiComm, comm: MPI.Intracomm, parts: Sequence[np.ndarray]) -> None:
+        self._world, self._comm = world, comm
+        spans = [slice(k * PIECE_BYTES, (k + 1) * PIECE_BYTES) for k in range(_BUFFERS)]
+        self._buffers = cycle([[part[span] for part in parts] for span in spans])
+
+    def sum_in_place(self, array: np.ndarray, what: str) -> None:
+        """Replace a flat array by its sum over ranks; the bits are those of `sum_in_place`.
+
+        Args:
+            array: contiguous, at most `PIECE_BYTES`; of the same length and dtype on all ranks.
+            what: what is summed, for messages.
+        """
+        what, rank = f"all-reduce of {what}", self._comm.rank
+        parts = [part[: array.nbytes].view(array.dtype) for part in next(self._buffers)]
+        segments = segments_of(array, len(parts))
+        shared = [segments_of(part, len(parts)) for part in parts]
+        others = [each for each in range(len(parts)) if each != rank]
+        for other in others:
+            shared[rank][other][:] = segments[other]
+        self._world.wait(self._comm.Ibarrier(), what)
+        addends = [mine[rank] for mine in shared]
+        addends[rank] = segments[rank]
+        add_up(segments[rank], addends)
+        shared[rank][rank][:] = segments[rank]
+        self._world.wait(self._comm.Ibarrier(), what)
+        for other in others:
+            segments[other][:] = shared[other][other]
+
+
+def open_shared_memory(world: MpiComm, comm: MPI.Intracomm) -> SharedMemory | None:
+    """Memory that all ranks share; None where they cannot. All ranks call it together.
+
+    It has no name in any file system, so that nothing is left behind, however a process ends: each
+    rank opens the others' by their process ids, which needs Linux, and one host or container.
+
+    Args:
+        comm: a communicator of all ranks of `world`.
+
+    Raises:
+        DeadlineExceeded: a rank does not open it in time.
+    """
+    if not 1 < world.size <= MOST_RANKS:
+        return None
+    with ExitStack() as files:
+        own, name = None, f"ktrainer-{secrets.token_hex(8)}"
+        with suppress(OSError, AttributeError):  # not on Linux; no memory
+            own = os.memfd_create(name)
+            files.callback(os.close, own)
+            os.ftruncate(own, _BUFFERS * PIECE_BYTES)
+        path = f"/proc/{os.getpid()}/fd/{own}"
+        opened = [
+            _open_memory(each, its_name)
+            for each, its_name in world.allgather((path, name), "open shared memory")
+        ]
+        mapped = [np.frombuffer(memory, np.uint8) for memory in opened if memory is not None]
+        everywhere = world.allgather(len(mapped) == world.size, "open shared memory")
+    return SharedMemory(world, comm, mapped) if all(everywhere) else None
+
+
+def _open_memory(path: str, name: str) -> mmap.mmap | None:
+    """Map the memory of a rank; None if `path` is not that: the rank runs somewhere else."""
+    try:
+        if name not in os.readlink(path):
+            return None
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(file, _BUFFERS * PIECE_BYTES)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
