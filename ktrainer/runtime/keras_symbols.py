@@ -481,7 +481,7 @@ tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone
     ResourceVariable
-        steps, verify: its methods that assign are replaced; assignments are noted, or undone
+        steps, verify: its methods that assign are replaced; one operation reads this kind
     BaseResourceVariable._strided_slice_assign
         verify: replaced; a pass leaves variables as they were
 """

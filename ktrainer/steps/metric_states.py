@@ -12,6 +12,7 @@ import numpy as np
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
+from ktrainer.steps.named_variables import view_of
 
 States = list[list[np.ndarray]]  # per top-level metric, per variable
 
@@ -82,7 +83,7 @@ def require_sums(model: keras.Model, why: str, instead: str) -> None:
 
 def take_states(metrics: Iterable[Any]) -> States:
     """Copies of the states of `metrics`, on the host."""
-    return [[np.array(v.numpy()) for v in metric.variables] for metric in metrics]
+    return [[np.array(view_of(v)) for v in metric.variables] for metric in metrics]
 
 
 @dataclass

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from ktrainer.steps import optimizers_of
+from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.variable_placement import placement_of
 
 
@@ -63,4 +64,7 @@ def model_variables(model: Any) -> list[tuple[str, Any]]:
 def view_of(variable: Any) -> np.ndarray:
     """The values of a variable, read-only and without a copy if they are in host memory
     (`variable.numpy()` copies). They do not change with the variable."""
+    value = getattr(variable, "_value", variable)
+    if type(value) is ResourceVariable:  # one operation, not three
+        return np.asarray(tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype))
     return np.asarray(tf.convert_to_tensor(variable))
