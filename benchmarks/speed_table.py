@@ -48,6 +48,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
     with_peer = ["mirrored, 2 devices", "central storage, 2 devices", "multi-worker mirrored, 2"]
     return [
         (ONE, "keras_fit", ["--rounds", "2"]),
+        (ONE, "zoo_fit", ["--rounds", "2"]),
         (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6"]),
         *compared * TURNS,

@@ -1,0 +1,91 @@
+"""What a step costs for each model of the tests' zoo: Keras' `Model.fit` and ktrainer by default.
+
+    python benchmarks/zoo_fit.py [mlp transformer ...]
+
+19 kinds of models in one process, batches of 16 rows from memory, 64 steps an epoch, one thread for
+one operation. For each, epochs of both take turns; shown is the median of each, without the first
+epochs, in which the step is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
+
+# isort: split
+import keras
+import tensorflow as tf
+from keras_fit import EpochTimes
+from results import OURS, add_option, record
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.contracts.zoo import ZOO, Case
+
+BATCH, STEPS, EPOCHS = 16, 64, 3
+SIZES = f"models of the tests' zoo, batch {BATCH}, 1 process"
+CONFIG = {
+    "trainer": {"epochs": EPOCHS},
+    "data": {"batch_size": BATCH, "shuffle": False},
+    "logging": {"progress": "none", "csv": False},
+    "checkpoint": {"resume": "never"},
+    "world": {"threads": 1},
+}
+
+
+def milliseconds(times: EpochTimes) -> list[float]:
+    return [seconds / STEPS * 1e3 for seconds in times.seconds[1:]]
+
+
+def measure(case: Case, rounds: int) -> tuple[list[float], list[float]]:
+    """Milliseconds a step of each epoch: ours, and Keras'."""
+    data = case.data(BATCH * STEPS)
+    options: Any = {"class_weight": case.class_weight} if case.class_weight else {}
+    keras.utils.set_random_seed(0)
+    peer, model = case.build(), case.build()
+    ours: list[float] = []
+    theirs: list[float] = []
+    with Trainer(CONFIG) as trainer:
+        for _ in range(rounds):
+            x, y, weights = (*data, None, None)[:3]
+            times = EpochTimes()
+            plain: dict[str, Any] = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+            peer.fit(x, y, BATCH, sample_weight=weights, callbacks=[times], **plain, **options)
+            theirs += milliseconds(times)
+            times = EpochTimes()
+            trainer.fit(model, data, callbacks=[times], **options)
+            ours += milliseconds(times)
+    return ours, theirs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--rounds", type=int, default=3)
+    add_option(parser)
+    args = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    ratios = {}
+    print("| model | Model.fit | ktrainer | ratio |\n|---|---|---|---|")
+    for name in args.models or ZOO:
+        ours, theirs = measure(ZOO[name], args.rounds)
+        a, b = statistics.median(ours), statistics.median(theirs)
+        ratios[name] = a / b
+        print(f"| {name} | {b:.2f} ms | {a:.2f} ms | {a / b:.2f} |", flush=True)
+    slowest = max(ratios, key=ratios.__getitem__)
+    what = "step / that of Model.fit, the slowest model"
+    record(args.results, what, f"{slowest} of the {SIZES}", {OURS: [ratios[slowest]]}, unit="x")
+    middle = statistics.median(ratios.values())
+    record(args.results, "the same, median model", SIZES, {OURS: [middle]}, unit="x")
+
+
+if __name__ == "__main__":
+    main()
