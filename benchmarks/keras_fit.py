@@ -29,6 +29,9 @@ import tensorflow as tf
 from keras import layers
 from results import OURS, add_option, record
 
+from ktrainer.distributed import SingleWorld
+from ktrainer.runtime.devices import claim_device
+
 BATCH = 64
 PEER = "Model.fit"
 SIZES = {"MLP": "MLP 784-64-10", "CNN": "CNN, 8 and 16 filters"}
@@ -128,8 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     add_option(parser)
     args = parser.parse_args()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    claim_device(SingleWorld(), threads=1)  # before TensorFlow makes the data
     random = np.random.default_rng(0)
     x = random.random((BATCH * args.steps, 28, 28, 1), dtype=np.float32)
     y = random.integers(0, 10, len(x))

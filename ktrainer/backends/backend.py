@@ -49,7 +49,7 @@ class Backend(ABC):
 
     def claim_devices(self) -> None:
         """Take this process's devices, before TensorFlow starts."""
-        claim_device(self.world, threads=self.plan.threads)
+        claim_device(self.world, self.plan.threads, expects_gpu=self.plan.device == "gpu")
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         """Call the user's function that makes the model."""

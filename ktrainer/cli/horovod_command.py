@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from runpy import run_path
 
 import psutil
 
 from ktrainer.errors import SetupError
 from ktrainer.launch import horovod_recipe as recipe
 from ktrainer.launch import process_tree
+from ktrainer.runtime.hardware import tensorflow_has_cuda
 from ktrainer.runtime.tensorflow_setup import REMEDY
 
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         SetupError: a tool is missing, or a step failed; with the end of its log.
     """
     nccl = None
-    if _has_cuda():
+    if tensorflow_has_cuda():
         nccl = recipe.find_nccl(os.environ, [Path(sysconfig.get_path("purelib"))])
         if nccl is None:
             print(
@@ -100,14 +100,6 @@ def _tensorflow() -> str:
         except metadata.PackageNotFoundError:
             continue
     raise SetupError(f"Horovod is built for an installed TensorFlow. Install it: {REMEDY}")
-
-
-def _has_cuda() -> bool:
-    """Return whether the installed TensorFlow is built for CUDA; a Horovod with NCCL needs that."""
-    spec = find_spec("tensorflow")  # finds the package without importing it
-    folders = spec.submodule_search_locations if spec is not None else None
-    facts = Path(next(iter(folders or []), "")) / "python" / "platform" / "build_info.py"
-    return facts.is_file() and bool(run_path(str(facts))["build_info"]["is_cuda_build"])
 
 
 def _mpi() -> str:

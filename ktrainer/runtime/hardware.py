@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 from typing import Any, Protocol
 
 from ktrainer.config.cluster_environment import tf_config
@@ -104,11 +106,22 @@ def _usable_cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def tensorflow_has_cuda() -> bool:
+    """Return whether the installed TensorFlow is built for CUDA, without importing it."""
+    spec = find_spec("tensorflow")
+    folders = spec.submodule_search_locations if spec is not None else None
+    facts = Path(next(iter(folders or []), "")) / "python" / "platform" / "build_info.py"
+    return facts.is_file() and bool(run_path(str(facts))["build_info"]["is_cuda_build"])
+
+
 def _visible_gpus() -> set[str]:
-    """Names of the NVIDIA GPUs that this process may use, without loading CUDA."""
+    """Names of the NVIDIA GPUs that this process may use, without loading CUDA; none for a
+    TensorFlow that is built for CPUs."""
     devices = {path.removeprefix("/dev/nvidia") for path in glob("/dev/nvidia[0-9]*")}
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not devices or asked is None:
+    if not devices or not tensorflow_has_cuda():
+        return set()
+    if asked is None:
         return devices
     return {name.strip() for name in asked.split(",") if name.strip() not in ("", "-1")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ktrainer.config import load_config
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.plan.run_plan import make_plan
+from ktrainer.runtime import hardware
 from ktrainer.runtime.devices import claim_device
 from ktrainer.runtime.hardware import Hardware
 
@@ -130,6 +132,29 @@ def test_threads_already_set_are_no_error(devices: Devices) -> None:
     devices.error = RuntimeError("Intra op parallelism cannot be modified after initialization")
     claim_device(world(0, local_size=2), threads=3)
     assert devices.threads == {}
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_gpu_that_tensorflow_does_not_find_is_said_once_a_host(
+    devices: Devices, local_rank: int
+) -> None:
+    said = pytest.warns(UserWarning, match=r"tensorflow\[and-cuda\]")
+    with said if local_rank == 0 else contextlib.nullcontext():
+        claim_device(world(local_rank, local_size=2), expects_gpu=True)
+    devices.gpus = ["a"]
+    claim_device(world(local_rank, local_size=2), expects_gpu=True)
+
+
+def test_a_tensorflow_for_cpus_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    built = {"is_cuda_build": tf.test.is_built_with_cuda()}
+    assert hardware.tensorflow_has_cuda() == built["is_cuda_build"]
+    monkeypatch.setattr(hardware, "run_path", lambda path: {"build_info": built})
+    monkeypatch.setattr(hardware, "_has_nccl", lambda: False)
+    for cuda, gpus in ((False, 0), (True, 2)):
+        built["is_cuda_build"] = cuda
+        assert Hardware.detect(SingleWorld()).gpus == gpus
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ class TfDistribute(Backend):
         self._moved: WeakSet[keras.Model] = WeakSet()
 
     def claim_devices(self) -> None:
-        claim_device(self.world, self.plan.threads, len(self.layout.devices))
+        expects_gpu = self.plan.device == "gpu"
+        claim_device(self.world, self.plan.threads, len(self.layout.devices), expects_gpu)
         make_devices(self.layout)
 
     @property
