@@ -4,6 +4,7 @@
 #   make train    train the quick-start example with two data-parallel processes
 #   make test     run the tests; those that need Horovod are skipped where it is not built
 #   make test-all build Horovod once, install PySpark, then run all tests
+#   make test-gpu run the tests that need a GPU; what they see is written to build/gpu
 #   make horovod  build Horovod once
 #   make test-keras run the contracts with the oldest supported Keras
 #   make lint     formatting, lints, types and import layers
@@ -28,7 +29,7 @@ TORCH ?= torch
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test test-all test-keras lint bench docs clean horovod spark
+.PHONY: setup train test test-all test-gpu test-keras lint bench docs clean horovod spark
 
 setup: $(INSTALLED)
 
@@ -61,8 +62,15 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
 
+# The tests for GPUs run with the CPU in the GPU's place, to see that they still work.
 test-all: setup horovod spark
 	$(PYTEST) -m "" $(PYTEST_ARGS)
+	$(PYTEST) -m gpu tests/gpu --gpu-device=cpu $(PYTEST_ARGS)
+
+# One by one: their ranks share the GPU, and step times are measured.
+test-gpu:
+	@$(MAKE) setup TENSORFLOW=gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu --gpu-device=gpu $(PYTEST_ARGS)
 
 # Beside the newest Keras, which .venv has: the package alone, in a folder that comes first.
 OLDEST_KERAS := 3.14

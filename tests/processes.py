@@ -15,10 +15,11 @@ Done = subprocess.CompletedProcess[str]
 
 def run(command: Sequence[object], cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
     """Run a command to its end; its output as text."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, "PYTHONPATH": path, **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

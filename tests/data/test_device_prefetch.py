@@ -213,23 +213,3 @@ def test_ranks_resume_to_the_bit(ranks: Any, tmp_path: Path, words: list[str]) -
     truth = ranks(2).run(fitted, str(tmp_path / "a"), None, (), words, deadline=120)
     parts = ranks(2).run(fitted, str(tmp_path / "b"), "CPU:0", (3, 15), words, deadline=120)
     assert parts[0][1] == truth[0][1]
-
-
-@pytest.mark.gpu
-def test_a_gpu_gets_its_batches_ahead(tmp_path: Path) -> None:
-    if not tf.config.list_physical_devices("GPU"):
-        pytest.skip("there is no GPU")
-    seen: list[str] = []
-
-    class Watched(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            seen.append(data[0].device)
-            return super().train_step(data)
-
-    model = Watched([keras.Input((WIDE,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True)
-    with Trainer(overrides=[f"run.dir={tmp_path}", "logging.progress=none"]) as trainer:
-        assert trainer.backend.input_device is not None
-        trainer.fit(model, pipeline().map(lambda x, y: (x / ROWS, y)))
-    assert seen
-    assert all("GPU" in device for device in seen)

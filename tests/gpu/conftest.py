@@ -1,0 +1,125 @@
+"""Ranks on a GPU and on the CPU beside it, and a file of what was seen.
+
+    make test-gpu                                        a GPU is required
+    python -m pytest -m gpu tests/gpu                    without one, all is skipped
+    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: tries the tests
+
+All of TensorFlow runs in ranks of their own: this process never sees a GPU, which its own tests
+would share and fill.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.harness import Pool, Ranks
+from tests.dist.harness.group import ROOT
+from tests.gpu.device import CPU, Device, chosen_device, log_without_gpu, why_no_gpu
+from tests.gpu.results import Results
+from tests.gpu.training import start
+
+START_SECONDS = 300.0  # a driver may compile TensorFlow's kernels for the GPU first
+_results = pytest.StashKey[Results]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("GPU tests")
+    group.addoption(
+        "--gpu-device",
+        choices=("auto", "gpu", "cpu"),
+        default="auto",
+        help="auto: skip without a GPU; gpu: fail without one; cpu: the CPU takes its place",
+    )
+    group.addoption(
+        "--gpu-results", type=Path, help="folder for results.json and results.md; default build/gpu"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip all tests where there is no GPU."""
+    reason = None if _asked(config) != "auto" else why_no_gpu()
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.timeout(600))
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    results = item.config.stash.get(_results, None)
+    if results is not None and (report.when == "call" or report.failed):
+        results.ended(item.name, report.outcome, report.duration, report.longreprtext)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    results = config.stash.get(_results, None)
+    if results is not None:
+        terminalreporter.section("seen on the device")
+        terminalreporter.write_line(results.as_markdown())
+
+
+@pytest.fixture(scope="session")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = request.config.getoption("gpu_results", None)
+    if folder is None:
+        # Files side by side, as `make test` runs them, would overwrite each other's results.
+        own = _asked(request.config) != "cpu" and "PYTEST_XDIST_WORKER" not in os.environ
+        folder = ROOT / "build" / "gpu" if own else tmp_path_factory.mktemp("gpu")
+    results = request.config.stash[_results] = Results(folder)
+    return results
+
+
+@pytest.fixture(scope="session")
+def device(pool: Pool, results: Results, request: pytest.FixtureRequest) -> Device:
+    """The device that is tested, which TensorFlow has found."""
+    device = chosen_device(_asked(request.config))
+    found = _started(pool.ranks(1, "device", env=device.environment))[0]
+    results.describe({"device": device.kind, **found})
+    if device.kind == "GPU" and not found["gpus"]:
+        reason = f"no GPU: TensorFlow finds none. Its log:\n{log_without_gpu(device)}"
+        pytest.skip(reason) if _asked(request.config) == "auto" else pytest.fail(reason, False)
+    return device
+
+
+@pytest.fixture
+def on_device(ranks: Callable[..., Ranks], device: Device) -> Callable[[int], Ranks]:
+    """`on_device(2)` are two ranks that share the device."""
+
+    def group(size: int = 1) -> Ranks:
+        found = ranks(size, "device", env=device.environment)
+        if not found._tasks:  # also one that replaces a group that was lost
+            _started(found)
+        return found
+
+    return group
+
+
+@pytest.fixture
+def on_cpu(ranks: Callable[..., Ranks]) -> Ranks:
+    """One rank that sees no GPU."""
+    return ranks(1, "cpu", env=CPU.environment)
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest, results: Results) -> Callable[..., None]:
+    """`seen(difference=1e-12)` writes down what a test has measured, before it is judged."""
+    return lambda **facts: results.add(request.node.name, facts)
+
+
+def _asked(config: pytest.Config) -> str:
+    # The option is unknown where pytest was not given this folder.
+    return str(config.getoption("gpu_device", "auto"))
+
+
+def _started(group: Ranks) -> list[dict[str, Any]]:
+    """Start TensorFlow on the ranks, once; what each of them is."""
+    group.outcomes(start, deadline=START_SECONDS)  # CUDA may open files that stay open
+    return group.run(start)
