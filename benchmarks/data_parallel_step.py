@@ -1,5 +1,7 @@
 """What a data-parallel step costs: no communication, our engines, and a hand-written loop.
 
+A variant "only waits" has the mpi engine's step without its sums: the difference is what these cost.
+
     ktrainer run -n 2 benchmarks/data_parallel_step.py [--engine horovod]
     mpirun -n 2 python benchmarks/data_parallel_step_torch.py  # the same with PyTorch's DDP
 
@@ -56,6 +58,14 @@ def batches(rank: int, count: int) -> list[tuple[tf.Tensor, tf.Tensor]]:
     ]
 
 
+class OnlyWaits(MpiGradients):
+    """Ranks wait for each other and exchange nothing: what is left if sums took no time."""
+
+    def _sum_in_place(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        self.world.barrier()
+        return list(arrays)
+
+
 def ours(collectives: GradientCollectives | None, rank: int, size: int) -> Callable[[Any], Any]:
     program = CompiledProgram(build_model(), StepOptions(), collectives, rank)
     program.build((tf.TensorSpec([None, 784]), tf.TensorSpec([None], tf.int64)))
@@ -110,6 +120,7 @@ def main() -> None:
     world = open_world()
     variants = {"none": ours(None, world.rank, world.size)}
     if args.engine == "mpi":
+        variants["only waits"] = ours(OnlyWaits(world), world.rank, world.size)
         variants["mpi"] = ours(MpiGradients(world), world.rank, world.size)
     else:
         from ktrainer.distributed.horovod_gradients import HorovodGradients
