@@ -1,6 +1,7 @@
 """What a data-parallel step costs: no communication, our engines, and a hand-written loop.
 
-A variant "only waits" has the mpi engine's step without its sums: the difference is what these cost.
+A variant "only waits" has the mpi engine's step without its sums: the difference is what these
+cost.
 
     ktrainer run -n 2 benchmarks/data_parallel_step.py [--engine horovod]
     mpirun -n 2 python benchmarks/data_parallel_step_torch.py  # the same with PyTorch's DDP
