@@ -312,6 +312,13 @@ class Trainer(CustomLoop):
         """Folder of the checkpoints of this `fit`: `checkpoints`, `checkpoints-2`, ..."""
         return self._context().checkpoint_dir(self.state)
 
+    def words_to_resume(self, checkpoint: str | os.PathLike[str]) -> str:
+        """The `key=value` to add to the command of this run to resume from `checkpoint`; empty:
+        none are needed."""
+        from ktrainer.training.resume import words_to_resume
+
+        return words_to_resume(self._context(), self.state, Path(checkpoint))
+
     def request_stop(self, reason: str) -> None:
         """End training after the current update, on all ranks."""
         self.state.request_stop(reason)

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from ktrainer.errors import CheckpointError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.steps.variable_placement import placement_of
 
+Saved = Callable[[int, Path, Mapping[str, Any]], None]  # step, folder, facts of its manifest
+
 # Writers that were not closed: Keras' own fit does not close callbacks after an error.
 _open: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
@@ -44,6 +46,7 @@ class BackgroundWriter:
         world: the ranks. Rank 0 writes; under a pipeline, each stage of replica 0 its part.
         asynchronous: whether training continues while a checkpoint is written.
         alone: whether the other ranks have made theirs already.
+        on_saved: called on rank 0 for each checkpoint once it is on the disk.
 
     Raises:
         SetupError: on all ranks: the folder cannot be written, or another job uses it.
@@ -56,9 +59,10 @@ class BackgroundWriter:
         world: World,
         asynchronous: bool,
         alone: bool = False,
+        on_saved: Sequence[Saved] = (),
     ) -> None:
         self.store, self.world, self.asynchronous = Store(directory), world, asynchronous
-        self._model = model
+        self._model, self._on_saved = model, on_saved
         self._lock = None if alone else _lock_on_root(self.store, world)
         self._parts: StageParts | None = None
         self._texts: dict[str, bytes] = {}
@@ -213,7 +217,7 @@ class BackgroundWriter:
             collect = partial(
                 self._parts.collect, self._number, names=snapshot.names, ending=self._is_ending
             )
-        self.store.save(
+        path = self.store.save(
             snapshot.arrays,
             snapshot.state,
             snapshot.step,
@@ -223,6 +227,8 @@ class BackgroundWriter:
             write=collect,
         )
         note_save(self.store.directory, snapshot.step, snapshot.facts.get("run", ""))
+        for tell in self._on_saved:
+            tell(snapshot.step, path, snapshot.facts)
         prune(self.store)
 
     def _is_ending(self) -> bool:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.base import Callback, as_floats
-from ktrainer.checkpoint.background_writer import BackgroundWriter
+from ktrainer.checkpoint.background_writer import BackgroundWriter, Saved
 from ktrainer.checkpoint.best_metric import BestMetric
 from ktrainer.checkpoint.contents.capture_state import history_of
 from ktrainer.checkpoint.contents.run_snapshot import Snapshot, take_snapshot
@@ -52,6 +52,10 @@ class Checkpoint(Callback):
         iterators: save the state of tf.data iterators, with their shuffle buffers.
         callbacks: callbacks whose states are saved too; the trainer gives all of the run's.
         world: the ranks; default: the trainer's, or this process's.
+
+    Attributes:
+        on_saved: called on rank 0 with the step, the folder and the manifest's facts of each
+            checkpoint once it is on the disk, by the thread that has written it.
 
     Raises:
         ConfigError: no folder, nothing to save for, or a metric of unknown direction.
@@ -81,6 +85,7 @@ class Checkpoint(Callback):
         self._best = BestMetric(best, mode)
         self.asynchronous, self.iterators = asynchronous, iterators
         self.callbacks = list(callbacks)
+        self.on_saved: Sequence[Saved] = ()
         self._own_world = world
         self._validated: Mapping[str, float] | None = None  # logs to judge
         self._at_cut: Snapshot | None = None  # the state to resume an incomplete epoch from
@@ -110,6 +115,7 @@ class Checkpoint(Callback):
             self.world,
             self.asynchronous,
             alone=self.train_state.joining,
+            on_saved=self.on_saved,
         )
 
     @property

@@ -35,6 +35,14 @@ COMMANDS = {
         "ktrainer.cli.checkpoint_command",
         "list, show, verify, export and import checkpoints",
     ),
+    "runs": (
+        "ktrainer.cli.runs_command",
+        "list runs: state, progress, best values, how to resume",
+    ),
+    "compare": (
+        "ktrainer.cli.compare_command",
+        "show where two runs first differ, and what else differs",
+    ),
     "env": ("ktrainer.cli.env_command", "show what is installed here, and which backends can run"),
     "horovod build": (
         "ktrainer.cli.horovod_command",

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.data.local_batch import leaf_names
+
 _SAMPLE_BYTES = 1 << 22
 _SAMPLE_ROWS = 4096
 _SAMPLE_ELEMENTS = 1024
@@ -39,6 +41,12 @@ def batch_digest(leaf: Any) -> int:
     flat = leaf.reshape(-1)
     sample = flat[:: max(1, flat.size // _SAMPLE_ELEMENTS)]
     return int.from_bytes(_blake(sample, 7, repr(leaf.shape).encode()), "little")
+
+
+def batch_facts(batch: Any) -> dict[str, str]:
+    """A digest of each leaf of a batch, named as in `Feed.fingerprint`."""
+    leaves = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
+    return {f"first batch/{name}": f"{batch_digest(leaf):016x}" for name, leaf in leaves}
 
 
 def tensor_digest(value: Any) -> tf.Tensor:

@@ -31,8 +31,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.data.data_digests import batch_digest
-from ktrainer.data.local_batch import graph_slice, leaf_names, rows_in_graph
+from ktrainer.data.data_digests import batch_facts
+from ktrainer.data.local_batch import graph_slice, rows_in_graph
 from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
 
@@ -120,8 +120,7 @@ def hinted(dataset: tf.data.Dataset) -> bool:
 def first_batch_facts(dataset: tf.data.Dataset) -> dict[str, str]:
     """Digests of the first batch of the whole pipeline, on which all ranks must agree."""
     for batch in dataset.take(1):
-        leaves = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
-        return {f"first batch/{name}": f"{batch_digest(leaf):016x}" for name, leaf in leaves}
+        return batch_facts(batch)
     return {}
 
 

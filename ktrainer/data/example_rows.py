@@ -83,6 +83,8 @@ class ExampleRows(Rows):
     def is_slow(self, rows: int) -> bool:
         return True
 
+    fingerprint_reads = True
+
     def fingerprint(self) -> dict[str, str]:
         where = np.unique(np.linspace(0, self.count - 1, 3).astype(np.int64))
         batch = self.take(where, ShuffleOrder(), 0)

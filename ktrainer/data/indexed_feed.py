@@ -25,11 +25,14 @@ class Rows(ABC):
         count: how many there are.
         spec: nested specs of a batch of them, the batch dimension None.
         draws: whether reading draws random numbers, from the generator of `(seed, epoch, row)`.
+        fingerprint_reads: whether the fingerprint is of rows that are read for it, by code of the
+            user's.
     """
 
     count: int
     spec: Any
     draws: bool = False
+    fingerprint_reads: bool = False
 
     @abstractmethod
     def take(self, where: slice | np.ndarray, order: ShuffleOrder, epoch: int) -> Any:
@@ -85,7 +88,7 @@ class IndexedFeed(Feed):
     ) -> None:
         self._device = device
         self._source, self.rows, self.spec = rows, rows.count, rows.spec
-        self.replica, self.replicas = world.replica, world.replicas
+        self.replica, self.replicas, self._alone = world.replica, world.replicas, world.size == 1
         self.global_batch, self.shuffle = global_batch, shuffle
         self.shuffle_order = (order or ShuffleOrder()) if shuffle or rows.draws else None
         steps = self.rows // global_batch, -(-self.rows // global_batch)
@@ -152,7 +155,10 @@ class IndexedFeed(Feed):
 
     def fingerprint(self) -> dict[str, str]:
         order = "in order" if self.shuffle_order is None else str(self.shuffle_order)
-        return self._source.fingerprint() | {"length": f"{self.rows} rows", "order": order}
+        facts = {"length": f"{self.rows} rows", "order": order}
+        if self._alone and self._source.fingerprint_reads:  # there is nothing to compare with
+            return facts
+        return self._source.fingerprint() | facts
 
     def close(self) -> None:
         super().close()

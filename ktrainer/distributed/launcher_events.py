@@ -43,6 +43,11 @@ def report_silent(stable_ranks: Iterable[int]) -> None:
     _report("silent", stable_ranks=sorted(stable_ranks))
 
 
+def report_history(path: str) -> None:
+    """Report the record of the run, in which the launcher writes how the ranks have ended."""
+    _report("history", text=path)
+
+
 def has_listener() -> bool:
     """Return whether a launcher receives events."""
     return listener is not None

@@ -6,11 +6,15 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
+from ktrainer.config.redact import redact_text
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.failure_report import (
     SIGNAL_BASE,
     Failure,
+    error_message,
     first_failure,
     host_failure,
     late_failure,
@@ -19,6 +23,7 @@ from ktrainer.launch.failure_report import (
 )
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.restarts import Restarts
+from ktrainer.runtime.history_file import ROWS, append, read_events
 
 TIMED_OUT = 124  # as timeout(1)
 _EXIT = "builtins.SystemExit"
@@ -48,6 +53,7 @@ def restarts_follow(
             _print(why_not)
         return False
     _print_failure(end, failure, args.ranks)
+    record_end(end, "failed", failure)
     number = f"{restarts.count + 1} of {restarts.limit}"
     cold = restarts.why_cold()
     again = f"; TensorFlow is imported again, since {cold}" if cold else ""
@@ -65,12 +71,14 @@ def conclude(end: GroupEnd, args: argparse.Namespace, heals: bool = False) -> in
         print(_SHOW_CURSOR, end="", flush=True)  # an interrupted display has hidden it
     if end.stopped_by == "timeout":
         _print(f"ended after {args.timeout:g} seconds (--timeout)")
+        record_end(end, "interrupted", f"ended after {args.timeout:g} seconds (--timeout)")
         return TIMED_OUT
     if end.interrupted is not None and not end.failures:
         _print(end.interrupted.text)
         return end.interrupted.code
     if isinstance(end.stopped_by, int):
         _print(f"ended by {signal.Signals(end.stopped_by).name}")
+        record_end(end, "interrupted", signal.Signals(end.stopped_by).name)
         chosen = [n.code for n in end.failures.values() if n.kind == _EXIT]
         own = {r: n for r, n in end.failures.items() if not n.follows and n.kind != _EXIT}
         if (failed := first_failure(own, (), 0, "", {})) is not None:
@@ -81,7 +89,30 @@ def conclude(end: GroupEnd, args: argparse.Namespace, heals: bool = False) -> in
     if failure is None:
         return 0
     _print_failure(end, failure, args.ranks)
+    record_end(end, "failed", failure)
     return failure.code or 1
+
+
+def record_end(end: GroupEnd, reason: str, cause: Failure | str) -> None:
+    """Write in the record of the run how its ranks have ended, of which rank 0 may know nothing.
+
+    Args:
+        reason: `failed` or `interrupted`. A fit that has finished stays so; a failure says more
+            than how rank 0 has ended because of it.
+        cause: the first failure, or why the ranks were ended.
+    """
+    if end.history is None:
+        return
+    path, facts = Path(end.history), dict[str, object]()
+    if isinstance(cause, Failure):
+        facts = {} if cause.rank is None else {"rank": cause.rank}
+        note = end.failures.get(cause.rank) if cause.rank is not None else None
+        cause = error_message(note) if note is not None else cause.headline
+    with suppress(OSError):  # it may be on another host
+        last = list(read_events(path, only_last=ROWS))[-1]
+        written = last["reason"] if last["event"] == "end" else None
+        if written is None or (reason == "failed" and written != "finished"):
+            append(path, "end", fit=last.get("fit", 1), reason=reason, why=redact_text(cause), **facts)
 
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:

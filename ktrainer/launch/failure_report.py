@@ -149,13 +149,13 @@ def others(notes: Mapping[int, Note], first: Failure) -> list[str]:
     """One line for each further rank that reported a failure."""
     lines = []
     for rank, note in sorted(notes.items()):
-        message = _message(note)
+        message = error_message(note)
         if rank != first.rank and message != f"{note.kind}: {first.headline}":
             lines.append(f"rank {rank} then failed too: {message}")
     return lines
 
 
-def _message(note: Note) -> str:
+def error_message(note: Note) -> str:
     """The first line of the error's message; the stacks of other ranks may follow it."""
     text = note.text.strip().splitlines()
     named = [line for line in text if line.startswith(f"{note.kind}:")]
@@ -164,7 +164,7 @@ def _message(note: Note) -> str:
 
 def _survivors_failure(note: Note) -> Failure:
     """The failure that all surviving ranks reported when they ended together."""
-    return Failure(None, note.code, _message(note).removeprefix(f"{note.kind}: "))
+    return Failure(None, note.code, error_message(note).removeprefix(f"{note.kind}: "))
 
 
 def _raised(rank: int, note: Note) -> Failure:

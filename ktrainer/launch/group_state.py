@@ -35,6 +35,7 @@ class GroupEnd:
         faults: rank -> stack of a crash.
         stopped_by: the signal that this process got, or `"timeout"`, or None.
         ended: ranks that reached the end of the script.
+        history: path of the run's record; None before training has begun.
         saved: whether it was stopped before a restart that would have resumed from a checkpoint.
     """
 
@@ -51,6 +52,7 @@ class GroupEnd:
     faults: dict[int, str] = field(default_factory=dict)
     stopped_by: int | str | None = None
     ended: set[int] = field(default_factory=set)
+    history: str | None = None
     saved: bool = False
 
 

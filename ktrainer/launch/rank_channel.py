@@ -60,7 +60,7 @@ class Note:
         code: exit code of a failure or interruption.
         kind: the exception's class, `"package.module.Name"`.
         text: the traceback, as Python prints it; of an import of TensorFlow, the environment
-            variables that the script has changed before.
+            variables that the script has changed before; the path of the run's record.
         follows: the failure is a consequence of the loss of another rank.
         final: another try would fail in the same way, or the script chose its exit code.
         number: the phase of the script that begins; see `HealingPhases`.
@@ -78,6 +78,7 @@ class Note:
         "grace",
         "startup",
         "silent",
+        "history",
     ]
     pid: int = 0
     time: float = 0.0

@@ -321,6 +321,8 @@ class RankGroup:
             elif note.event == "imports":
                 if self._warm is not None:
                     self._warm.record_import(note.text)
+            elif note.event == "history":
+                self.end.history = note.text
             elif note.event == "phase":
                 if self._phases is not None:
                     self._phases.record(note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import time
@@ -68,6 +69,29 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def is_held(folder: Path) -> bool | None:
+    """Whether a process holds `folder`; None where the file system has no locks, or the lock file
+    cannot be read.
+
+    On another host, the answer is right where the file system's locks reach across hosts.
+    """
+    try:
+        file = os.open(folder / NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+    return False
 
 
 def _holder() -> str:

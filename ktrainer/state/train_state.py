@@ -47,6 +47,9 @@ class TrainState:
         differences: lines that say what cannot equal one process, or `Model.fit`.
         differences_said: those that were printed where there is no display, in all fits.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
+        data_facts: facts of the data by which two runs can be compared.
+        first_batch: digests of the first batch, until they are recorded.
+        end: how the run has ended, and why; see `ktrainer.training.run_facts.end_facts`.
         stop_reason: why a callback has asked for the end of training; None if none has.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
         update_invalid: whether the last update has spoilt the model, as far as `health` can tell:
@@ -72,6 +75,9 @@ class TrainState:
     steps_per_epoch: int | None = None
     differences: tuple[str, ...] = ()
     differences_said: set[str] = field(default_factory=set)
+    data_facts: dict[str, str] = field(default_factory=dict)
+    first_batch: dict[str, str] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)
     epoch_complete: bool = True
     stop_reason: str | None = None
     out_of_time: bool = False

@@ -5,6 +5,7 @@ learning rate        set before the step
 metrics              logs of all ranks, before any callback reads logs
 the user's own       in the order given, those in code before those in the config
 health               loss guard and weight audit, before a checkpoint could keep a bad state
+record               before the checkpoint that a killed run resumes from, so that no row is missing
 checkpoint           after everything that changes state at this point
 throughput, CSV, TensorBoard, progress              read only
 """
@@ -24,6 +25,7 @@ from ktrainer.callbacks.throughput import Throughput
 from ktrainer.callbacks.weight_audit import Audit
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.config import callback_registry
+from ktrainer.training.history_log import HistoryLog
 
 
 def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
@@ -35,6 +37,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
     """
     throughput = Throughput(write=cfg.logging.csv)
     checkpoints = _checkpoints(cfg)
+    records = [] if cfg.trainer.fast_dev_run else [HistoryLog()]  # it leaves no files
     rate = LearningRate(
         scale=cfg.lr.scale,
         warmup=cfg.lr.warmup,
@@ -49,6 +52,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         *user_callbacks,
         *configured,
         *_health(cfg),
+        *records,
         *checkpoints,
         throughput,
         *_logs(cfg),
@@ -56,6 +60,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
     ]
     for checkpoint in checkpoints:
         checkpoint.callbacks = callbacks  # it saves the states of all of them
+        checkpoint.on_saved = [record.checkpoint_saved for record in records]
     return callbacks
 
 

@@ -50,6 +50,7 @@ import numpy as np
 
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.loss_guard import LossGuard
+from ktrainer.data.data_digests import batch_facts
 from ktrainer.errors import DataError
 from ktrainer.state.durations import Every
 from ktrainer.state.metric_counts import MetricCounts
@@ -287,6 +288,8 @@ class Loop:
         """Have one call's updates made; returns its logs, unread."""
         progress, timers = self.state.progress, self.state.timers
         self.world.step = progress.step + 1
+        if progress.step == 0 and self.world.size == 1:  # else ranks have compared it
+            self.state.first_batch = batch_facts(updates[0][0].batch)
         self.callbacks.on_train_batch_begin(progress.batch)
         emit(self.callbacks.callbacks, "on_step_begin", progress.step)
         start = time.perf_counter()

@@ -30,6 +30,7 @@ from ktrainer.training.fit_settings import (
 )
 from ktrainer.training.loop import Loop, drive
 from ktrainer.training.preemption import SignalHandlers
+from ktrainer.training.run_facts import end_facts
 from ktrainer.training.triggers import make_triggers
 from ktrainer.verify.first_update_check import check_first_update
 from ktrainer.verify.known_differences import known_differences
@@ -113,7 +114,12 @@ class Run:
                 stack.enter_context(signals.installed())
                 stack.enter_context(recorded_run(self.verify_run))
             stack.enter_context(closing(recovery))
-            yield loop
+            try:
+                yield loop
+            except BaseException as error:
+                state.end = state.end or end_facts(error)
+                raise
+            state.end = end_facts(None)
 
     def ranks_changed(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
         """Reopen the feeds and reassign the callbacks for a new set of ranks.
@@ -278,11 +284,12 @@ class Run:
         if cut:  # look at it while each process has all of the model
             self._look_for_differences(split)
         program.build(self.state.feed.spec)
+        self.state.data_facts = self._data_facts() if config.health.check_data else {}
         if context.world.size > 1:
             check_consistency(
                 context.world,
                 model_facts=model_facts(self.model),
-                data_facts=self._data_facts() if config.health.check_data else {},
+                data_facts=state.data_facts,
                 versions=versions_that_compute(),
             )
         if not cut:

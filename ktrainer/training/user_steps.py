@@ -24,6 +24,7 @@ from ktrainer.training.call_arguments import CallArguments, fit_arguments
 from ktrainer.training.fit_settings import versions_that_compute
 from ktrainer.training.loop_state import LoopModel, LoopValues, as_list
 from ktrainer.training.run import Run
+from ktrainer.training.run_facts import end_facts
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
@@ -86,8 +87,9 @@ class StepsRun(Run):
             )
         self.state.program = UserProgram(self.model)
         world = self.context.world
+        facts = self._data_facts() if self.context.config.health.check_data else {}
+        self.state.data_facts = facts
         if world.size > 1:
-            facts = self._data_facts() if self.context.config.health.check_data else {}
             check_consistency(world, data_facts=facts, versions=versions_that_compute())
 
 
@@ -213,7 +215,9 @@ class Steps:
     def __enter__(self) -> Steps:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is not None and not self._over:
+            self._state.end = end_facts(error)  # the loop itself hears only of its end
         self.close()
 
     def __del__(self) -> None:

@@ -1,0 +1,128 @@
+"""The record of a run: `history.jsonl` in its folder, one JSON event a line, only appended to.
+
+| `event` | says |
+|---|---|
+| `start` | training begins, or continues after `step`: settings, versions, code, model, data, ranks |
+| `data` | facts that the first update shows: digests of the first batch |
+| `metrics` | whether a lower (`min`) or a higher (`max`) value is better, by name |
+| `log`, `validation`, `epoch` | rows: the metrics of a step, exact; `epoch` counts from 1 |
+| `checkpoint` | one is on the disk |
+| `rollback` | training has returned to `step` |
+| `ranks` | ranks were lost or have joined; the present ones continue after `step` |
+| `end` | `reason`: finished, interrupted or failed, and why |
+
+Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that a
+callback has made in it; and `time`, in seconds since 1970. In `start`, `rollback` and `ranks`,
+`epoch` counts the finished epochs. Rows after the `step` of one of these were trained again:
+`current_rows` leaves them out.
+
+Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+NAME = "history.jsonl"
+ROWS = ("log", "validation", "epoch")
+RETURNS = ("start", "rollback", "ranks")  # after these, rows of later steps no longer count
+
+Event = dict[str, Any]
+
+
+def append(path: Path, event: str, /, **fields: Any) -> None:
+    """Append an event; a line that a killed process has left incomplete is ended first.
+
+    One system call writes it, so lines of several threads and processes do not mix.
+    """
+    fields = {"event": event, **fields, "time": round(time.time(), 3)}
+    line = _encode(fields) + b"\n"
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
+def read_events(path: Path, only_last: Collection[str] = ()) -> Iterator[Event]:
+    """The complete events, in the order of writing.
+
+    Args:
+        only_last: kinds of event of which the last alone is read. It comes last, unless another
+            event follows it. A long run has millions of lines, most of them of one kind.
+    """
+    skipped = tuple(b'{"event": "%s"' % kind.encode() for kind in only_last)
+    held = b""
+    with path.open("rb") as file:
+        for line in file:
+            if skipped and line.startswith(skipped):
+                held = line if line.endswith(b"\n") else held
+                continue
+            if held and (event := _decode(held)) is not None:
+                yield event
+            held = b""
+            if (event := _decode(line)) is not None:
+                yield event
+    if held and (event := _decode(held)) is not None:
+        yield event
+
+
+def current_rows(events: Iterable[Event]) -> list[Event]:
+    """The rows of all steps that count, each once: not those that were trained again later."""
+    rows: list[Event] = []
+    for event in events:
+        if event["event"] in ROWS:
+            rows.append(event)
+        elif event["event"] in RETURNS:
+            rows = [row for row in rows if _counts_after(row, event)]
+    return rows
+
+
+def place(event: Event) -> tuple[int, int]:
+    """The call of `fit` that an event is of: its number, and that of one inside it, else 0."""
+    return int(event.get("fit", 1)), int(event.get("inside", 0))
+
+
+def _counts_after(row: Event, back: Event) -> bool:
+    """Whether a row still counts after training has returned to the place of `back`."""
+    if place(row) != place(back):
+        fit, inside = place(back)
+        # A script that starts afresh comes to its later fits again.
+        fresh = back["event"] == "start" and not back["step"] and not inside
+        return not (fresh and place(row)[0] >= fit)
+    if row["event"] == "epoch":  # an incomplete one is trained again
+        return bool(row["epoch"] <= back["epoch"])
+    return bool(row["step"] <= back["step"])
+
+
+def _encode(event: Event) -> bytes:
+    try:
+        return json.dumps(event, allow_nan=False, default=str).encode()
+    except ValueError:  # JSON has no NaN; `float` reads these words
+        return json.dumps(_spelled(event), default=str).encode()
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spelled(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spelled(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decode(line: bytes) -> Event | None:
+    """The event of a line; None for what a killed process, or another program, has left."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None

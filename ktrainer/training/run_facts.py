@@ -1,0 +1,73 @@
+"""What the record of a run says of its devices and its model, and of how the run has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from ktrainer.data.rank_consistency import model_facts
+from ktrainer.errors import Interrupted
+
+if TYPE_CHECKING:
+    import keras
+
+
+def device_facts() -> dict[str, int]:
+    """The numbers of cores and GPUs that this process may use."""
+    gpus = tf.config.list_logical_devices("GPU")
+    return {"cores": len(os.sched_getaffinity(0)), "gpus": len(gpus)}
+
+
+def recorded_model_facts(model: keras.Model) -> dict[str, Any]:
+    """Facts by which two models can be told apart: a digest of their layers, and all settings of
+    the optimizer."""
+    facts = model_facts(model)
+    found: dict[str, Any] = {"class": facts["class"]}
+    for kind in ("layer", "variable"):
+        own = {name: value for name, value in facts.items() if name.startswith(f"{kind} ")}
+        found[f"{kind}s"] = f"{len(own)}, {_digest(own)}"
+    found["parameters"] = sum(math.prod(v.shape) for v in model.trainable_variables)
+    for name, value in facts.items():
+        if name.startswith("compile ") and name != "compile optimizer":
+            found[name] = value
+    if (optimizer := getattr(model, "optimizer", None)) is not None:
+        found["optimizer"] = {"class": type(optimizer).__name__, **_settings(optimizer)}
+    return found
+
+
+def end_facts(error: BaseException | None) -> dict[str, Any]:
+    """How a run has ended: `reason`, and more that says why.
+
+    Args:
+        error: what has ended it; None: nothing has.
+    """
+    if error is None:
+        return {"reason": "finished"}
+    if isinstance(error, Interrupted):
+        return {"reason": "interrupted", "why": signal.Signals(error.signal).name}
+    if isinstance(error, KeyboardInterrupt):
+        return {"reason": "interrupted", "why": "SIGINT"}
+    if isinstance(error, SystemExit):
+        return {"reason": "interrupted", "why": f"the script has called sys.exit({error.code!r})"}
+    if isinstance(error, GeneratorExit):
+        return {"reason": "interrupted", "why": "the loop over trainer.steps was left"}
+    first = str(error).strip().partition("\n")[0]
+    return {"reason": "failed", "why": f"{type(error).__name__}: {first}".removesuffix(": ")}
+
+
+def _settings(optimizer: Any) -> Mapping[str, Any]:
+    try:
+        config: Mapping[str, Any] = optimizer.get_config()
+    except Exception:  # a user's class need not be serialisable to be trained with
+        return {}
+    return config
+
+
+def _digest(values: Any) -> str:
+    return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=6).hexdigest()
