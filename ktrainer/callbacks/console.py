@@ -16,7 +16,8 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.base import as_floats
@@ -42,20 +43,24 @@ class _Progress(Reporter):
 
     Attributes:
         throughput: a `Throughput` callback, whose figures the summary shows; None for none.
+        newest: gives the run's newest checkpoint on the disk, for the summary; None: there is none.
     """
 
     def __init__(self, every: str | Duration = "50ba", world: World | None = None) -> None:
         super().__init__(every, world)
         self.meter = Meter()
         self.throughput: Throughput | None = None
+        self.newest: Callable[[], Path | None] = lambda: None
         self._epochs: dict[int, dict[str, float]] = {}
         self._hinted: str | None = None
+        self._changes_before = 0
         self._began_at = self._epoch_began = time.perf_counter()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._epochs = {}
         self._began_at = time.perf_counter()
+        self._changes_before = len(self.train_state.healed)  # in earlier fits
         self._hinted = None
         self.meter.reset(self.progress, self.waited)
 
@@ -115,10 +120,29 @@ class _Progress(Reporter):
         """The text at the end of training."""
         seconds = time.perf_counter() - self._began_at
         speeds = self.throughput.epochs if self.throughput is not None else []
-        facts = summary(self.progress, seconds, speeds, self.world.size)
-        reason = self.train_state.stop_reason
-        said = final_report(facts, self._epochs)
-        return f"{said}\n\n  stopped because {reason}" if reason else said
+        facts = summary(self.progress, seconds, speeds, self.world.size) | self._files()
+        state = self.train_state
+        said = final_report(facts, self._epochs, state.end.get("why"), self._stood_out())
+        return f"{said}\n\n  stopped because {state.stop_reason}" if state.stop_reason else said
+
+    def _files(self) -> dict[str, str]:
+        """Where the run and its newest checkpoint are, and how to resume."""
+        if self.trainer is None or self.trainer.config.trainer.fast_dev_run:
+            return {}
+        facts = {"run": str(self.run_dir)}
+        if (newest := self.newest()) is not None:
+            more = "" if self.train_state.end else "more trainer.epochs"
+            words = " and ".join(filter(None, [self.trainer.words_to_resume(newest), more]))
+            facts["checkpoint"] = str(newest)
+            facts["resume"] = f"the same command with {words}" if words else "the same command"
+        return facts
+
+    def _stood_out(self) -> list[str]:
+        """What else is worth a look."""
+        changes = self.train_state.healed[self._changes_before :]
+        lines = [f"{change.what} after step {change.step}" for change in changes]
+        hint = None if self.throughput is None else self.throughput.hint
+        return [*lines, *([hint] if hint else [])]
 
 
 class PlainProgress(_Progress):

@@ -68,12 +68,18 @@ def headline(model: Any, world: World, trainer: Any, differences: Iterable[str] 
     return "\n".join([first, *(f"  {line}" for line in more)])
 
 
-def final_report(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, float]]) -> str:
+def final_report(
+    facts: Mapping[str, str],
+    epochs: Mapping[int, Mapping[str, float]],
+    interrupted: str | None = None,
+    stood_out: Sequence[str] = (),
+) -> str:
     """The text at the end of training.
 
         training finished
           epochs  5
           time    12s
+          rank 1 was lost after step 16
 
           epoch 5   training  validation  best, epoch 4
           loss        0.1234      0.2345         0.2211
@@ -83,11 +89,15 @@ def final_report(facts: Mapping[str, str], epochs: Mapping[int, Mapping[str, flo
         facts: by label.
         epochs: logs by epoch, from 0. The best one is that of the lowest `val_loss`; its values
             are those of validation.
+        interrupted: what has interrupted it; None: nothing has.
+        stood_out: a line for each thing worth a look.
     """
     width = max(map(len, facts), default=0)
     said = [f"  {label.ljust(width)}  {fact}" for label, fact in facts.items()]
+    said += [f"  {line}" for line in stood_out]
     table = _aligned(_metrics_table(epochs))
-    return "\n".join(["training finished", *said, *(["", *table] if table else [])])
+    first = f"training interrupted by {interrupted}" if interrupted else "training finished"
+    return "\n".join([first, *said, *(["", *table] if table else [])])
 
 
 def _metrics_table(epochs: Mapping[int, Mapping[str, float]]) -> list[list[str]]:

@@ -76,10 +76,14 @@ def _differences(found: RunDifferences) -> list[str]:
     first = next(iter(found.first.values()))
     fit = "" if first.fit == "1" else f" of fit {first.fit}"
     where = f"step {first.step} (epoch {first.epoch}){fit}"
-    before = f"equal up to step {found.equal_until}" if found.equal_until else "equal nowhere before"
+    before = (
+        f"equal up to step {found.equal_until}" if found.equal_until else "equal nowhere before"
+    )
     metrics = [d.metric for d in found.first.values() if (d.fit, d.step) == (first.fit, first.step)]
     lines = [f"first difference: {where}, in {', '.join(metrics)}; {before}", ""]
-    rows = [("", "step", "A", "B", "difference", "relative", "largest relative")]
+    rows: list[tuple[str, ...]] = [
+        ("", "step", "A", "B", "difference", "relative", "largest relative")
+    ]
     rows += [_row(each, found.largest[name]) for name, each in found.first.items()]
     return [*lines, *_aligned(rows[: _SHOWN + 1], "  "), ""]
 
@@ -108,7 +112,7 @@ def _where(records: Sequence[RunRecord]) -> str:
 def _facts(found: RunDifferences) -> list[str]:
     lines = ["", "nothing else is known to differ"]
     if found.facts:
-        rows = [("differs", "A", "B")]
+        rows: list[tuple[str, ...]] = [("differs", "A", "B")]
         rows += [(name, *map(_short, pair)) for name, pair in found.facts.items()]
         lines = ["", *_aligned(rows)]
     for name, changes in zip("AB", found.changed, strict=True):
@@ -126,7 +130,4 @@ def _short(text: str) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        indent + "  ".join(map(str.ljust, row, widths)).rstrip()
-        for row in rows
-    ]
+    return [indent + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -17,8 +17,8 @@ _SHOWN = 2  # best values in the table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer runs`."""
     parser.description = (
-        "List the runs in a folder, the newest first: whether each is running, finished, interrupted "
-        "or failed and why, how far it is, its best values, and how to resume it."
+        "List the runs in a folder, the newest first: whether each is running, finished, "
+        "interrupted or failed and why, how far it is, its best values, and how to resume it."
     )
     parser.add_argument(
         "path",
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(records: Sequence[RunRecord], where: Path) -> list[str]:
-    rows = [("run", "state", "epoch", "step", "best", "started")]
+    rows: list[tuple[str, ...]] = [("run", "state", "epoch", "step", "best", "started")]
     rows += [_row(record, where) for record in records]
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []

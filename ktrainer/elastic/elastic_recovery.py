@@ -30,7 +30,7 @@ from ktrainer.elastic.recovery_point import (
     VariableBackup,
     survivable_section,
 )
-from ktrainer.errors import PeerLost, WorldError, name_ranks
+from ktrainer.errors import PeerLost, WorldError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.train_state import Healed
@@ -294,14 +294,11 @@ def _rank_in(members: list[Member], member: Member) -> int:
 
 
 def _say(healed: Healed) -> None:
-    if healed.lost:
-        what = f"{name_ranks(healed.lost)} {'was' if len(healed.lost) == 1 else 'were'} lost"
-        more = "; the training metrics of this epoch may lack their part of one update"
-    else:
-        what, more = "a rank joined", ""
+    more = "; the training metrics of this epoch may lack their part of one update"
     ranks = "1 rank continues" if healed.size == 1 else f"{healed.size} ranks continue"
     print(
-        f"ktrainer: {what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s){more}",
+        f"ktrainer: {healed.what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s)"
+        f"{more if healed.lost else ''}",
         file=sys.stderr,
         flush=True,
     )

@@ -112,7 +112,9 @@ def record_end(end: GroupEnd, reason: str, cause: Failure | str) -> None:
         last = list(read_events(path, only_last=ROWS))[-1]
         written = last["reason"] if last["event"] == "end" else None
         if written is None or (reason == "failed" and written != "finished"):
-            append(path, "end", fit=last.get("fit", 1), reason=reason, why=redact_text(cause), **facts)
+            append(
+                path, "end", fit=last.get("fit", 1), reason=reason, why=redact_text(cause), **facts
+            )
 
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:

@@ -119,7 +119,14 @@ def _compare_rows(found: RunDifferences, pair: tuple[Event, Event], tolerance: f
         if relative <= tolerance:
             continue
         new = Difference(
-            _fit_name(one), one["event"], one["step"], one["epoch"], name, values, absolute, relative
+            _fit_name(one),
+            one["event"],
+            one["step"],
+            one["epoch"],
+            name,
+            values,
+            absolute,
+            relative,
         )
         found.first.setdefault(name, new)
         known = found.largest.get(name)

@@ -23,7 +23,7 @@ from typing import Any
 
 from ktrainer.errors import ConfigError
 from ktrainer.runtime.folder_lock import is_held
-from ktrainer.runtime.history_file import NAME, ROWS, Event, current_rows, place, read_events
+from ktrainer.runtime.history_file import NAME, Event, current_rows, place, read_events
 
 SILENT_SECONDS = 600.0  # without a sign of life for so long, a run on another host is lost
 _DEPTH = 3  # levels of folders that are searched for runs
@@ -252,8 +252,8 @@ def find_runs(folder: Path) -> list[Path]:
     found = _below(folder, _DEPTH)
     if not found:
         raise ConfigError(
-            f"{folder} has no runs, up to {_DEPTH} levels down. A run's folder has a {NAME}; run.dir "
-            "names it, and without that it is runs/DATE_TIME."
+            f"{folder} has no runs, up to {_DEPTH} levels down. A run's folder has a {NAME}; "
+            "run.dir names it, and without that it is runs/DATE_TIME."
         )
     return found
 

@@ -2,7 +2,7 @@
 
 | `event` | says |
 |---|---|
-| `start` | training begins, or continues after `step`: settings, versions, code, model, data, ranks |
+| `start` | training begins, or continues after `step`: settings, versions, code, model, data |
 | `data` | facts that the first update shows: digests of the first batch |
 | `metrics` | whether a lower (`min`) or a higher (`max`) value is better, by name |
 | `log`, `validation`, `epoch` | rows: the metrics of a step, exact; `epoch` counts from 1 |
@@ -11,8 +11,8 @@
 | `ranks` | ranks were lost or have joined; the present ones continue after `step` |
 | `end` | `reason`: finished, interrupted or failed, and why |
 
-Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that a
-callback has made in it; and `time`, in seconds since 1970. In `start`, `rollback` and `ranks`,
+Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that
+a callback has made in it; and `time`, in seconds since 1970. In `start`, `rollback` and `ranks`,
 `epoch` counts the finished epochs. Rows after the `step` of one of these were trained again:
 `current_rows` leaves them out.
 
@@ -57,8 +57,8 @@ def read_events(path: Path, only_last: Collection[str] = ()) -> Iterator[Event]:
     """The complete events, in the order of writing.
 
     Args:
-        only_last: kinds of event of which the last alone is read. It comes last, unless another
-            event follows it. A long run has millions of lines, most of them of one kind.
+        only_last: kinds of event of which, of several in a row, the last alone is read: a long run
+            has millions of lines, most of them of one kind.
     """
     skipped = tuple(b'{"event": "%s"' % kind.encode() for kind in only_last)
     held = b""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktrainer.errors import name_ranks
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 
@@ -25,6 +26,13 @@ class Healed:
     lost: tuple[int, ...]
     size: int
     seconds: float
+
+    @property
+    def what(self) -> str:
+        """`rank 1 was lost`, or `a rank joined`."""
+        if not self.lost:
+            return "a rank joined"
+        return f"{name_ranks(self.lost)} {'was' if len(self.lost) == 1 else 'were'} lost"
 
 
 @dataclass(eq=False)

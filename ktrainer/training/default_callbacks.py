@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.broadcast import BroadcastVariables
@@ -56,7 +58,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         *checkpoints,
         throughput,
         *_logs(cfg),
-        *_progress(cfg, throughput),
+        *_progress(cfg, throughput, checkpoints),
     ]
     for checkpoint in checkpoints:
         checkpoint.callbacks = callbacks  # it saves the states of all of them
@@ -105,7 +107,7 @@ def _logs(cfg: Any) -> list[Any]:
     return found
 
 
-def _progress(cfg: Any, throughput: Any) -> list[Any]:
+def _progress(cfg: Any, throughput: Any, checkpoints: list[Checkpoint]) -> list[Any]:
     kind = cfg.logging.progress
     if kind == "none":
         return []
@@ -114,7 +116,14 @@ def _progress(cfg: Any, throughput: Any) -> list[Any]:
     rich = kind == "rich" or (kind == "auto" and on_terminal())
     display = RichProgress() if rich else PlainProgress()
     display.throughput = throughput  # for the summary
+    display.newest = partial(_newest, checkpoints)
     return [display]
+
+
+def _newest(checkpoints: Iterable[Checkpoint]) -> Path | None:
+    """The newest checkpoint of this run on the disk."""
+    found = (checkpoint.latest() for checkpoint in checkpoints)
+    return next((entry.path for entry in found if entry is not None), None)
 
 
 def on_terminal(environ: Mapping[str, str] = os.environ) -> bool:

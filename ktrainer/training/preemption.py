@@ -176,6 +176,7 @@ def checkpoint_and_exit(
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
         saver.save_in_time(left)
+    state.end = {"reason": "interrupted", "why": signal.Signals(request.number).name}
     callbacks.on_train_end(logs={})
     saved = None
     if world.is_root:

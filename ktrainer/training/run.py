@@ -289,7 +289,7 @@ class Run:
             check_consistency(
                 context.world,
                 model_facts=model_facts(self.model),
-                data_facts=state.data_facts,
+                data_facts=self.state.data_facts,
                 versions=versions_that_compute(),
             )
         if not cut:

@@ -66,7 +66,8 @@ def _settings(optimizer: Any) -> Mapping[str, Any]:
         config: Mapping[str, Any] = optimizer.get_config()
     except Exception:  # a user's class need not be serialisable to be trained with
         return {}
-    return config
+    # Its name depends on what was made before.
+    return {key: value for key, value in config.items() if key != "name"}
 
 
 def _digest(values: Any) -> str:

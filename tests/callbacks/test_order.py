@@ -28,6 +28,7 @@ def test_callbacks_are_in_their_fixed_order() -> None:
         "EarlyStopping",
         "LossGuard",
         "Audit",
+        "HistoryLog",
         "Checkpoint",
         "Throughput",
         "CSVLog",
@@ -45,6 +46,7 @@ def test_callbacks_that_are_off_are_absent() -> None:
         "BroadcastVariables",
         "LearningRate",
         "AverageMetrics",
+        "HistoryLog",
         "Throughput",
     ]
 
