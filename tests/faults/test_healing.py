@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from ktrainer.checkpoint import verify
+from ktrainer.runs.run_differences import compare
+from ktrainer.runs.run_record import RunRecord
 from tests.dist.harness.group import ROOT
 from tests.faults import agreements_script, healing_script
 
@@ -128,6 +130,13 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     assert not facts["listens everywhere"]  # row 27: neither does any of those who are left
     assert "a rank joined; 2 ranks continue" in ended.stderr
     assert "rank 0 was lost; 1 rank continues" in ended.stderr
+    whole, healed = (RunRecord(tmp_path / name) for name in ("alone/longer", "run-0"))
+    found = compare(whole, healed, tolerance=1e-9)
+    assert (found.first, found.alone) == ({}, (0, 0))
+    assert found.points >= len(expected["history"]["loss"])
+    changes = [event["lost"] for event in healed.events if event["event"] == "ranks"]
+    assert changes == [[1], [], [0]]
+    assert (healed.state, len(healed.starts)) == (("finished", ""), 1)
 
 
 @pytest.mark.exhaustive

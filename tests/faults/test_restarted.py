@@ -16,6 +16,8 @@ from ktrainer.launch.failure_report import Failure
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.rank_channel import Note
 from ktrainer.launch.restarts import Restarts
+from ktrainer.runs.run_differences import compare
+from ktrainer.runs.run_record import RunRecord
 from tests.dist.small import ENGINES
 from tests.launch.conftest import launch, script
 from tests.launch.test_launch import ready, running
@@ -84,7 +86,13 @@ def test_a_failed_group_resumes_from_its_last_checkpoint(
     assert "[1] same True" in out.splitlines()
     assert "rank 1 was ended by signal 9 (SIGKILL: Killed)" in errors
     assert "starting again in 0.1 s, restart 1 of 3" in errors
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    ended, whole = RunRecord(folder), RunRecord(tmp_path / "whole")
+    found = compare(ended, whole)
+    assert (found.first, found.alone, found.points) == ({}, (0, 0), 2)
+    assert [(start["restart"], start["step"]) for start in ended.starts] == [(0, 0), (1, 2)]
+    ends = [(event["reason"], event.get("rank")) for event in ended.events if "reason" in event]
+    assert ends == [("failed", 1), ("finished", None)]
 
 
 @pytest.mark.exhaustive
