@@ -2,7 +2,7 @@
 
 It holds the resolved configuration (`config.yaml`), its difference from the defaults
 (`config.diff.yaml`) and the versions of the libraries (`versions.json`), secrets redacted, and
-is readable by its owner alone.
+is readable by its owner alone. Each `fit` adds to its record: `ktrainer.runtime.history_file`.
 """
 
 from __future__ import annotations
