@@ -1,6 +1,6 @@
 """Small runs that keep a record of each step; a script of its own, to be killed.
 
-    python tests/runs/recorded.py FOLDER STEP [WORD ...]    kills itself before update STEP
+python tests/runs/recorded.py FOLDER STEP [WORD ...]    kills itself before update STEP
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.small import build, data
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Logged]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Logged]]:
     """Folders, and what the loops reported, of runs that differ in one thing each."""
     where, found = tmp_path_factory.mktemp("runs"), {}
     x, y = data()
@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[P
         logged = Logged()
         train(where / name, *words, callbacks=[logged], rows=rows)
         found[name] = (where / name, logged)
-    yield found
+    return found
 
 
 def between(runs: Any, a: str, b: str, tolerance: float = 0.0) -> RunDifferences:

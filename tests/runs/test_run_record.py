@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from tests.small import BATCH, build, data, trainer
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Logged, Any]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Logged, Any]:
     """An undisturbed run: its folder, what the loop reported, and its History."""
     folder, logged = tmp_path_factory.mktemp("whole") / "run", Logged()
     history = train(folder, callbacks=[logged])
-    yield folder, logged, history
+    return folder, logged, history
 
 
 def untimed(folder: Path) -> list[dict[str, Any]]:
@@ -131,12 +131,16 @@ def test_a_run_that_fails(tmp_path: Path) -> None:
     assert record.state == ("failed", "ValueError: too long")
     assert (record.progress, record.checkpoint, record.resume) == ((0, 3), None, None)
     folder = tmp_path / "loop"
-    with trainer(run__dir=folder, logging__every="1ba") as it, pytest.raises(KeyError):
+
+    def loop_that_fails() -> None:
         with it.steps(data(), model=build(), optimizer=None) as steps:
             for _ in steps:
                 steps.log(loss=1.0)
                 if steps.step == 2:
                     raise KeyError("x")
+
+    with trainer(run__dir=folder, logging__every="1ba") as it, pytest.raises(KeyError):
+        loop_that_fails()
     loop = RunRecord(folder)
     assert loop.state == ("failed", "KeyError: 'x'")
     assert [row["step"] for row in loop.rows] == [1, 2]
@@ -151,7 +155,10 @@ def test_a_run_that_goes_back(tmp_path: Path) -> None:
     words = ["health.nan=rollback", f"run.dir={tmp_path}", "checkpoint.every=2ba"]
     words += [f"data.batch_size={BATCH}", "logging.every=1ba", "logging.progress=none"]
     spoiler = Acts(4, spoil)
-    with Trainer(overrides=words, callbacks=[spoiler]) as it, pytest.warns(UserWarning):
+    with (
+        Trainer(overrides=words, callbacks=[spoiler]) as it,
+        pytest.warns(UserWarning, match="back to the checkpoint of step 4"),
+    ):
         it.fit(build, data(40))
     record = RunRecord(tmp_path)
     backs = [event["step"] for event in record.events if event["event"] == "rollback"]
