@@ -24,6 +24,7 @@ from ktrainer.dataparallel.calls import Call, call_of, difference, rows_spec, sp
 from ktrainer.distributed.host_groups import HostGroups
 from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_gradients import MpiGradients
+from ktrainer.distributed.shared_memory import SharedMemory
 from ktrainer.errors import DivergenceError, WorldError
 
 GRADIENTS, OTHERS = "dataparallel_gradients", "dataparallel_others"
@@ -159,6 +160,7 @@ class ChannelSums(MpiGradients):
             mean: weights are divided by the number of ranks that have not joined.
         """
         other = copy.copy(self)
+        other._shared = None  # would keep that of earlier ranks; see `shared`
         other._operation, other._mean = operation, mean
         other._settings = _settings(compression, bucket_mb, mean)
         other.set_wire(compression, bucket_mb)
@@ -175,6 +177,12 @@ class ChannelSums(MpiGradients):
         """Groups of the ranks now, by host."""
         self.world.check_usable()
         return self._opened._hosts
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """Memory of the ranks now."""
+        self.world.check_usable()
+        return self._opened._shared
 
     @property
     def size(self) -> int:

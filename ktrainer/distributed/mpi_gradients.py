@@ -9,8 +9,9 @@ which sums gradients where they are: TensorFlow's memory is MPI's buffer, withou
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32.
 
-Ranks of one host exchange gradients through memory that they share, others by messages; see
-`ktrainer.distributed.shared_memory` and `ktrainer.distributed.sum_in_place`, which give equal bits.
+Where all ranks run on one host, they exchange gradients through memory that they share, elsewhere
+by messages; see `ktrainer.distributed.shared_memory` and `ktrainer.distributed.sum_in_place`, which
+give equal bits.
 With ranks on several hosts, dense gradients are summed within each host first, in which 16 bits are
 widened; see `ktrainer.distributed.host_groups`.
 """
@@ -32,7 +33,7 @@ from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
-from ktrainer.distributed.shared_memory import open_shared_memory
+from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
 _HALVES = (tf.float16, tf.bfloat16)
@@ -102,6 +103,16 @@ class MpiGradients(GradientCollectives):
         self.world.check_usable()
         return self._hosts
 
+    @property
+    def shared(self) -> SharedMemory | None:
+        """Memory of all ranks, if they have it.
+
+        Raises:
+            WorldError: a wait of the world has been interrupted.
+        """
+        self.world.check_usable()
+        return self._shared
+
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
     ) -> list[Gradient]:
@@ -147,6 +158,7 @@ class MpiGradients(GradientCollectives):
             self.world.on_change.remove(self.open)
         if self._hosts is not None:
             self._hosts.close()
+        self._shared = None  # frees it: TensorFlow may keep compiled functions, and so this object
         self.world.free(self._comm)
 
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
@@ -218,11 +230,10 @@ class MpiGradients(GradientCollectives):
 
     def _sum_piece(self, array: np.ndarray, what: str) -> None:
         """Replace a flat array of at most `PIECE_BYTES` by its sum over ranks."""
-        self.world.check_usable()
-        if self._shared is not None:
-            self._shared.sum_in_place(array, what)
+        if (shared := self.shared) is not None:
+            shared.sum_in_place(array, what)
         else:
-            sum_in_place(self.world, self._comm, array, what)
+            sum_in_place(self.world, self.comm, array, what)
 
     def _reduce_halves(
         self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray

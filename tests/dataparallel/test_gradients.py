@@ -271,3 +271,25 @@ def _overflow() -> list[Any]:
 def test_an_overflow_on_one_rank_skips_the_update_on_all(ranks: Callable[..., Any]) -> None:
     expected = [([0.0, -1.0], 2.0**14), ([-1.0, -3.0], 2.0**14)]
     assert ranks(2).run(_overflow) == [expected, expected]
+
+
+def _sums_over_new_communicators() -> list[float]:
+    """A sum of a compiled function before and after the channel's communicators were replaced, as
+    they are when ranks are lost or join."""
+    import tensorflow as tf
+
+    from ktrainer.dataparallel.state import group_of
+
+    with started() as hvd:
+        total = tf.function(lambda: hvd.allreduce(tf.ones([], tf.float64), op=hvd.Sum))
+        found, group = [float(total())], group_of(None)
+        for channel in (group.gradients, group.others):
+            old = channel.sums._comm
+            channel.sums.open()
+            old.Free()
+        return [*found, float(total())]
+
+
+def test_compiled_functions_sum_over_the_ranks_now(ranks: Callable[..., Any]) -> None:
+    for size in (2, 3):
+        assert ranks(size).run(_sums_over_new_communicators) == [[size, size]] * size

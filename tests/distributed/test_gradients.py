@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,20 @@ def _many_sums(count: int) -> list[bool]:
 def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
     for size in (2, 3, 4):
         assert all(all(found) for found in ranks(size).run(_many_sums, 300))
+
+
+def _mapped_when_closed() -> list[int]:
+    """How often memory of ranks is mapped while gradients are open, and once they are closed."""
+    gradients, found = MpiGradients(distributed.current_world()), []  # type: ignore[arg-type]
+    _reduced(gradients, [tf.ones(100_000)], 1.0)  # TensorFlow keeps the function, and `gradients`
+    for end in (lambda: None, gradients.close):
+        end()
+        found.append(Path("/proc/self/maps").read_text().count("memfd:ktrainer"))
+    return found
+
+
+def test_memory_is_freed_when_gradients_are_closed(ranks: Callable[..., Any]) -> None:
+    assert ranks(2).run(_mapped_when_closed) == [[2, 0]] * 2
 
 
 def test_pieces_are_bounded_and_cover_everything() -> None:
