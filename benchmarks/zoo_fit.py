@@ -1,10 +1,10 @@
-"""What a step costs for each model of the tests' zoo: Keras' `Model.fit` and ktrainer by default.
+"""Step times of each model of the tests' zoo: Keras' `Model.fit` and ktrainer by default.
 
     python benchmarks/zoo_fit.py [mlp transformer ...]
 
-19 kinds of models in one process, batches of 16 rows from memory, 64 steps an epoch, one thread for
-one operation. For each, epochs of both take turns; shown is the median of each, without the first
-epochs, in which the step is compiled.
+All run in one process, on batches of 16 rows from memory, 64 steps an epoch, with one thread for an
+operation. `fit` of three epochs is called by turns on either; the median leaves out the first epoch
+of each call, in which the step is compiled.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 
 # isort: split
 import keras
-import tensorflow as tf
 from keras_fit import EpochTimes
 from results import OURS, add_option, record
+
+from ktrainer.distributed import SingleWorld
+from ktrainer.runtime.devices import claim_device
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -71,8 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     add_option(parser)
     args = parser.parse_args()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    claim_device(SingleWorld(), threads=1)  # before TensorFlow makes the models
     ratios = {}
     print("| model | Model.fit | ktrainer | ratio |\n|---|---|---|---|")
     for name in args.models or ZOO:
