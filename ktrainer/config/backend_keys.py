@@ -42,9 +42,9 @@ class DataParallelConfig(BackendConfig):
         engine: all-reduce of gradients. mpi: sums through MPI, needs nothing compiled.
             horovod: Horovod's all-reduce, NCCL on GPUs. auto: horovod where there is a GPU and
             Horovod has NCCL, else mpi.
-        compression: none, or fp16 or bf16: gradients are sent in 16 bits (fewer bytes, rounded);
-            bf16, for the mpi engine only, keeps the range of float32. Where sums are hierarchical
-            that is between hosts only, and within a host nothing is rounded.
+        compression: none, or fp16 or bf16: gradients are sent in 16 bits (half of the bytes,
+            rounded) and added up in float32; bf16 keeps the range of float32. Where sums are
+            hierarchical that is between hosts only, and within a host nothing is rounded.
         hierarchical: sum gradients within each host first and send one sum per host between hosts.
             null: yes, if some of several hosts have several processes, with the mpi engine. false:
             never. true: ask Horovod for it too, which only does so with NCCL.

@@ -34,10 +34,8 @@ from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
+from ktrainer.distributed.sixteen_bits import converted, wire_type
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
-
-_HALVES = (tf.float16, tf.bfloat16)
-_WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 class MpiGradients(GradientCollectives):
@@ -74,7 +72,7 @@ class MpiGradients(GradientCollectives):
 
     def set_wire(self, compression: str, bucket_mb: float) -> None:
         """Set what floats are sent as, and the largest bucket in MiB."""
-        self._wire, self._bucket_bytes = _WIRES[compression], int(bucket_mb * 2**20)
+        self._compression, self._bucket_bytes = compression, int(bucket_mb * 2**20)
 
     def open(self) -> None:
         """Open communicators of the world's ranks; again when these have changed."""
@@ -129,7 +127,7 @@ class MpiGradients(GradientCollectives):
         return reduced
 
     def sum(self, vector: tf.Tensor, order: InOrder) -> tf.Tensor:
-        narrow = vector.dtype if vector.dtype in _HALVES else None
+        narrow = wire_type(vector.dtype, "none")
         vector = tf.cast(vector, tf.float32) if narrow else vector
         call = self._timed(self._sum_array)
         (total,) = order.on_host(call, [vector], [vector.dtype])
@@ -190,8 +188,7 @@ class MpiGradients(GradientCollectives):
 
     def _wire_of(self, dtype: Any) -> np.dtype | None:
         """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
-        dtype = tf.as_dtype(dtype)
-        wire = dtype if dtype in _HALVES else self._wire if dtype.is_floating else None
+        wire = wire_type(tf.as_dtype(dtype), self._compression)
         return None if wire is None else np.dtype(wire.as_numpy_dtype)
 
     def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
@@ -241,18 +238,17 @@ class MpiGradients(GradientCollectives):
         sizes = [part.size for part in parts]
         packed = np.zeros(sum(sizes), np.float32)
         if weight != 0:
-            scaled = [p.reshape(-1).astype(np.float32) * np.float32(weight) for p in parts]
-            np.concatenate(scaled, out=packed)
+            np.concatenate([converted(p.reshape(-1), np.float32) for p in parts], out=packed)
+            packed *= np.float32(weight)
+        total = np.empty(packed.size, wire)
         if (hosts := self.hosts) is not None:
-            total = np.empty(packed.size, wire)
             hosts.sum(packed, total, "16-bit gradients")
         else:
-            with np.errstate(over="ignore"):
-                total = packed.astype(wire)
+            total[:] = converted(packed, wire)
             reduce_in_pieces([total], lambda piece: self._sum_piece(piece, "16-bit gradients"))
         ends = np.cumsum(sizes)
         return [
-            total[end - part.size : end].astype(part.dtype).reshape(part.shape)
+            converted(total[end - part.size : end], part.dtype).reshape(part.shape)
             for end, part in zip(ends, parts, strict=True)
         ]
 
@@ -286,13 +282,13 @@ class MpiGradients(GradientCollectives):
             values, indices = values[:0], indices[:0]
         values = values * values.dtype.type(weight)
         narrow = self._wire_of(values.dtype)
-        wire = values if narrow is None else values.astype(narrow)
+        wire = values if narrow is None else converted(values, narrow)
         rows = np.empty(self.size, np.int64)
         mine = np.array([len(indices)], np.int64)
         request = self.comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
         gather = partial(gather_rows, self.world, self.comm, rows=rows)
-        return gather(wire).astype(values.dtype, copy=False), gather(indices)
+        return converted(gather(wire), values.dtype), gather(indices)
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from ktrainer.distributed.sixteen_bits import converted
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -113,13 +115,19 @@ def add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
 
     16-bit floats are added up in float32; an overflow is an inf.
     """
-    wide = np.dtype(np.float32) if total.itemsize == 2 else total.dtype
-    in_place = wide == total.dtype and not any(part is total for part in parts[2:])
-    so_far = total if in_place else np.empty(total.shape, wide)
+    if total.itemsize == 2:
+        wide = np.array(converted(parts[0], np.float32))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part in parts[1:]:
+                wide += converted(part, np.float32)
+        total[:] = converted(wide, total.dtype)
+        return
+    in_place = not any(part is total for part in parts[2:])
+    so_far = total if in_place else np.empty_like(total)
     with np.errstate(over="ignore", invalid="ignore"):
-        np.add(parts[0], parts[1], out=so_far, dtype=wide)
+        np.add(parts[0], parts[1], out=so_far)
         for part in parts[2:]:
-            np.add(so_far, part, out=so_far, dtype=wide)
+            so_far += part
         if not in_place:
             total[:] = so_far
 

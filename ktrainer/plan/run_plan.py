@@ -197,11 +197,13 @@ def _check_engine(config: Config, facts: Hardware, engine: str | None) -> None:
     backend = config.backend
     if engine != "horovod" or not isinstance(backend, PipelineConfig | DataParallelConfig):
         return
-    if backend.compression == "bf16":
+    if backend.hierarchical and backend.compression in ("fp16", "bf16"):
         raise ConfigError(
-            "Horovod sends float32 or float16: set backend.compression=fp16 or backend.engine=mpi.",
-            path="backend.compression",
-            value="bf16",
+            "Horovod's own hierarchical all-reduce adds up 16 bits in 16 bits, so those are "
+            "exchanged flat, and added up in float32: leave backend.hierarchical at null, or set "
+            "backend.compression=none or backend.engine=mpi.",
+            path="backend.hierarchical",
+            value=True,
         )
     if backend.hierarchical and not (facts.horovod_nccl and facts.world == "mpi"):
         raise ConfigError(

@@ -198,10 +198,11 @@ def test_all_ranks_get_the_same_facts():
 @pytest.mark.parametrize("words", [PARALLEL, PIPELINE], ids=["data_parallel", "pipeline"])
 def test_what_horovod_lacks_is_refused(words):
     facts = {"gpus": 4, "local_size": 4, "horovod": True, "horovod_nccl": True}
-    with pytest.raises(ConfigError, match=r"compression=fp16 or backend\.engine=mpi"):
-        plan([*words, "backend.compression=bf16"], size=4, **facts)
-    assert plan([*words, "backend.compression=bf16"], size=4).engine == "mpi"
     hierarchical = [*words, "backend.hierarchical=true"]
+    with pytest.raises(ConfigError, match=r"backend\.compression=none or backend\.engine=mpi"):
+        plan([*hierarchical, "backend.compression=bf16"], size=4, world="mpi", **facts)
+    assert plan([*hierarchical, "backend.compression=bf16"], size=4).engine == "mpi"
+    assert plan([*words, "backend.compression=bf16"], size=4, **facts).engine == "horovod"
     assert plan(hierarchical, size=4, world="mpi", **facts).engine == "horovod"
     assert plan(hierarchical, size=4).engine == "mpi"
     facts = {"horovod": True, "world": "mpi"}
@@ -216,5 +217,5 @@ def test_a_launch_leaves_it_to_the_ranks_whether_horovod_has_nccl(monkeypatch):
         launch_config.checked_config(words, 2, None, {})
     monkeypatch.setattr(launch_config, "find_spec", lambda name: object())
     assert launch_config.checked_config(words, 2, None, {}).backend.hierarchical
-    with pytest.raises(ConfigError, match="sends float32 or float16"):
+    with pytest.raises(ConfigError, match="exchanged flat"):
         launch_config.checked_config([*words, "backend.compression=bf16"], 2, None, {})
