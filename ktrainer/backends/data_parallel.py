@@ -41,12 +41,21 @@ class DataParallel(Backend):
         return CompiledProgram(model, options, self._collectives, self.world.stable_rank)
 
     def check_callbacks(self, callbacks: Iterable[Any]) -> None:
-        if self._local_layers and any(isinstance(c, BackupAndRestore) for c in callbacks):
+        if not any(isinstance(c, BackupAndRestore) for c in callbacks):
+            return
+        if self._local_layers:
             raise ConfigError(
                 "keras.callbacks.BackupAndRestore keeps the weights of rank 0 alone, and each rank "
                 "has its own local layers: use checkpoint.every instead",
                 path="backend.local_layers",
                 value=self._local_layers,
+            )
+        if self._low_rank is not None:
+            raise ConfigError(
+                "keras.callbacks.BackupAndRestore does not keep what PowerSGD has yet to send of "
+                "each rank's gradients: use checkpoint.every instead",
+                path="backend.compression",
+                value="powersgd",
             )
 
     def open_loop(self) -> UserLoop:
@@ -59,6 +68,14 @@ class DataParallel(Backend):
                 path="backend.local_layers",
                 value=self._local_layers,
             )
+        if self._low_rank is not None:
+            raise ConfigError(
+                "PowerSGD is for trainer.fit: in a loop of your own, which may reduce anything, it "
+                "cannot be told what is left to send of which variable. Set "
+                "backend.compression=bf16, fp16 or none there",
+                path="backend.compression",
+                value="powersgd",
+            )
         if self._collectives is None:
             return UserLoop(self.world)
         return RankLoop(self.world, self._collectives, self.config.data)
@@ -66,6 +83,10 @@ class DataParallel(Backend):
     @property
     def _local_layers(self) -> list[str]:
         return cast("DataParallelConfig", self.config.backend).local_layers
+
+    @property
+    def _low_rank(self) -> int | None:
+        return cast("DataParallelConfig", self.config.backend).low_rank
 
     @property
     def communication_seconds(self) -> float | None:
@@ -82,7 +103,7 @@ class DataParallel(Backend):
 
             return HorovodGradients(
                 self.world,
-                backend.compression,
+                backend.wire,
                 backend.sparse_as_dense,
                 hierarchical=bool(backend.hierarchical),
             )
@@ -98,7 +119,7 @@ class DataParallel(Backend):
         return MpiGradients(
             cast("MpiComm", self.world),
             backend.bucket_mb,
-            backend.compression,
+            backend.wire,
             backend.sparse_as_dense,
             backend.hierarchical is not False,
         )

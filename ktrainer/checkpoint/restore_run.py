@@ -16,6 +16,7 @@ import numpy as np
 
 from ktrainer.checkpoint.contents.data_state import Data
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank, check_ranks, name_of_rank
+from ktrainer.checkpoint.contents.powersgd_state import deal_errors
 from ktrainer.checkpoint.contents.restore_state import assign_state, needed_arrays, pair_variables
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
@@ -73,6 +74,7 @@ def resume(
     if check is not None:
         check(state)
     check_ranks(state, world)
+    arrays = deal_errors(arrays, state, world.size) if world.is_root else arrays
     callbacks = list(callbacks)
     saved = _specs(arrays, world)
     mine = arrays_of_rank(saved, state, world.rank)

@@ -45,6 +45,10 @@ class DataParallelConfig(BackendConfig):
         compression: none, or fp16 or bf16: gradients are sent in 16 bits (half of the bytes,
             rounded) and added up in float32; bf16 keeps the range of float32. Where sums are
             hierarchical that is between hosts only, and within a host nothing is rounded.
+            powersgd: matrices are sent as products of two thin ones (far fewer bytes, and other
+            numbers than without); what an update leaves out is sent by the next ones.
+        powersgd_rank: rank of these products. The higher, the more bytes, and the closer to the
+            gradient.
         hierarchical: sum gradients within each host first and send one sum per host between hosts.
             null: yes, if some of several hosts have several processes, with the mpi engine. false:
             never. true: ask Horovod for it too, which only does so with NCCL.
@@ -60,12 +64,23 @@ class DataParallelConfig(BackendConfig):
 
     name: str = "data_parallel"
     engine: Literal["auto", "horovod", "mpi"] = "auto"
-    compression: Literal["none", "fp16", "bf16"] = "none"
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    powersgd_rank: int = number(4, at_least=1)
     hierarchical: bool | None = None
     op: Literal["average", "sum"] = "average"
     bucket_mb: float = number(25.0, above=0)
     sparse_as_dense: bool = False
     local_layers: list[str] = field(default_factory=list)
+
+    @property
+    def wire(self) -> str:
+        """What floats are sent as: none, fp16 or bf16."""
+        return "none" if self.compression == "powersgd" else self.compression
+
+    @property
+    def low_rank(self) -> int | None:
+        """The rank of the matrices that PowerSGD sends; None without it."""
+        return self.powersgd_rank if self.compression == "powersgd" else None
 
 
 @dataclass(frozen=True)

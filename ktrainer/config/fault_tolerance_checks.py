@@ -91,6 +91,14 @@ def _check_backend(config: Config) -> None:
             path="backend.local_layers",
             value=backend.local_layers,  # type: ignore[union-attr]
         )
+    if backend.compression == "powersgd":
+        raise ConfigError(
+            "a lost rank takes with it what PowerSGD has yet to send of its gradients: set "
+            "world.heal=false, and let `ktrainer run --max-restarts` restart the run from "
+            "checkpoints, which have that of every rank.",
+            path="backend.compression",
+            value="powersgd",
+        )
     if getattr(backend, "op", "average") == "sum":
         raise ConfigError(
             "the sum over ranks changes with their number, so that world.heal=true would change "

@@ -16,6 +16,7 @@ from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.program_interface import LocalBatchLike
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import (
@@ -196,6 +197,7 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
             times=times,
             loss=(lambda: loss) if self.options.guard is not None else None,
             local=local_variables(self.model),
+            powersgd=powersgd_of(self.model),
         )
         sums = [[] if total is None else [tf.identity(total)] for total in self._sums]
         gradients = self._gradients.whole([a + b for a, b in zip(sums, rest, strict=True)])

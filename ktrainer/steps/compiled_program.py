@@ -28,6 +28,7 @@ from ktrainer.steps.local_layers import check_local_layers, local_variables
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_context import StepContext, single_process_step
 from ktrainer.steps.step_helpers import (
@@ -261,6 +262,7 @@ class CompiledProgram(Program):
             hooks=hooks,
             rows=rows_of(batch),
             local=local_variables(self.model),
+            powersgd=powersgd_of(self.model),
         )
         if not self.options.average and self.collectives is not None:
             context.gradient_weight = weight * self.collectives.size

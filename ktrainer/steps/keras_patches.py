@@ -43,7 +43,7 @@ from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
-from ktrainer.steps.update_guard import UpdateGuard
+from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
 _Update = Callable[[list[Any]], Any]  # of gradients
 
@@ -237,12 +237,19 @@ class _Applying:
         if context.capture:
             context.captured.append((optimizer, gradients, variables))
             return None
-        gradients = context.reduce(gradients, variables)
+        scaled = context.powersgd is not None and scales_loss(optimizer)
+        scale = optimizer.dynamic_scale.value if scaled else None
+        gradients = context.reduce(gradients, variables, scale)
+        skipped = tf.constant(False)
         if guard is not None:
             loss = context.loss_of_all
             assert loss is not None  # with a guard there is one
             bad = context.bad = guard.is_bad(loss, gradients, optimizer)
+            skipped = guard.is_skipped(bad, loss, optimizer)
             gradients, update = [*gradients, bad, loss], _guarded(guard, optimizer, update)
+        if context.remainder is not None:
+            context.remainder.keep(~skipped)
+            context.remainder = None
         merge = context.merge_replicas
         return update(gradients) if merge is None else merge(update, gradients)
 

@@ -28,6 +28,7 @@ from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.embedding_gradients import mark_common
+from ktrainer.steps.powersgd import PowerSgd, Remainder
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import UpdateGuard, all_finite
@@ -98,6 +99,8 @@ class StepContext(TracedContext):
             where an optimizer assigns.
         updating: an optimizer assigns now.
         local: `id()` of the variables that are this rank's own; see `steps.local_layers`.
+        powersgd: compresses gradients; None: they are sent as they are.
+        remainder: what it leaves to be sent later, once gradients are reduced.
     """
 
     weight: tf.Tensor
@@ -130,6 +133,8 @@ class StepContext(TracedContext):
     on_assign: Callable[[Any, Any], None] | None = None
     updating: bool = False
     local: Collection[int] = frozenset()
+    powersgd: PowerSgd | None = None
+    remainder: Remainder | None = None
     _next: int = 0
 
     def present(self, dtype: tf.DType) -> tf.Tensor:
@@ -262,9 +267,15 @@ class StepContext(TracedContext):
                 f"what it does ({what}). Remove jit_compile=True, or move that out of the function"
             )
 
-    def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def reduce(
+        self, gradients: list[Any], variables: list[Any], scale: tf.Tensor | None = None
+    ) -> list[Any]:
         """The variables' gradients summed over ranks with their weights; None stays None. Those of
-        local variables are weighted only."""
+        local variables are weighted only.
+
+        Args:
+            scale: the factor by which the loss was scaled, if that changes.
+        """
         loss = [] if self.loss is None else [self.loss()]
         if self.collectives is None:
             self.loss_of_all = loss[0] if loss else None
@@ -282,9 +293,16 @@ class StepContext(TracedContext):
         shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
         shaped = [mark_common(gradient, self.rows) for gradient in shaped]
         counted = [] if self.rows_agree is None else [self.weight]
-        reduced, numbers = reduce_gradients(
-            self.collectives, shaped, [*loss, *counted], weight, self.order
-        )
+        numbers = [*loss, *counted]
+        if self.powersgd is None:
+            reduced, numbers = reduce_gradients(
+                self.collectives, shaped, numbers, weight, self.order
+            )
+        else:
+            of = [variables[i] for i in present]
+            reduced, numbers, self.remainder = self.powersgd.reduce(
+                self.collectives, shaped, of, numbers, weight, self.order, scale
+            )
         if counted:
             with tf.control_dependencies(assert_some_rows(numbers.pop())):
                 reduced = [tf.identity(each) for each in reduced]

@@ -75,15 +75,19 @@ class UpdateGuard:
     ) -> None:
         """`apply()`, or nothing for an update that is skipped."""
         self.note(bad, loss)
-        if scales_loss(optimizer):
-            bad = loss > self.limit  # it finds by itself what is not finite, and halves the scale
+        skipped = self.is_skipped(bad, loss, optimizer)
         done = tf.constant(0)
 
         def applied() -> tf.Tensor:
             apply()
             return tf.constant(0)
 
-        tf.cond(bad, lambda: done, applied)
+        tf.cond(skipped, lambda: done, applied)
+
+    def is_skipped(self, bad: tf.Tensor, loss: tf.Tensor, optimizer: Any) -> tf.Tensor:
+        """Return whether `optimizer` is not to apply an update that is `bad`."""
+        # One that scales the loss finds by itself what is not finite, and halves the scale.
+        return loss > self.limit if scales_loss(optimizer) else bad
 
 
 class Before:

@@ -80,10 +80,13 @@ class RunContext:
             options: how steps run; None for those of its last `fit`, or of the configuration.
         """
         from ktrainer.steps.local_layers import set_local_layers
+        from ktrainer.steps.powersgd import set_powersgd
         from ktrainer.steps.program_cache import cached_program
         from ktrainer.training.fit_settings import step_options
 
         set_local_layers(model, getattr(self.config.backend, "local_layers", ()))
+        low_rank = getattr(self.config.backend, "low_rank", None)
+        set_powersgd(model, low_rank if self.world.size > 1 else None)
         return cached_program(
             model,
             options or step_options(self.config),

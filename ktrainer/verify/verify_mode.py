@@ -92,7 +92,7 @@ def refuse_own_batches(config: Config) -> None:
     """Refuse a configuration that no single process equals.
 
     Raises:
-        ConfigError: batches, or layers, are each worker's own.
+        ConfigError: batches, or layers, are each worker's own; gradients are approximated.
     """
     if getattr(config.backend, "local_layers", None):
         raise ConfigError(
@@ -100,6 +100,13 @@ def refuse_own_batches(config: Config) -> None:
             "verify without backend.local_layers.",
             path="backend.local_layers",
             value=config.backend.local_layers,  # type: ignore[attr-defined]
+        )
+    if getattr(config.backend, "low_rank", None) is not None:
+        raise ConfigError(
+            "PowerSGD applies other gradients than one process does: verify with "
+            "backend.compression=none.",
+            path="backend.compression",
+            value="powersgd",
         )
     if config.data.batch == "per_worker":
         raise ConfigError(

@@ -64,7 +64,7 @@ class _StageContext(StepContext):
 
     holders: Mapping[int, Sequence[int]]
 
-    def reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def reduce(self, gradients: list[Any], variables: list[Any], scale: Any = None) -> list[Any]:
         refuse_combined(gradients, variables)
         for group in self.groups(variables):
             if all(gradients[i] is None for i in group):

@@ -2,7 +2,8 @@
 
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
-`callbacks/<i>/<name>/<k>`. Those of local layers are one set per rank, `...@<rank>`.
+`callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local layers, and what
+PowerSGD has yet to send, are one set per rank, `...@<rank>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
 metric counts of each rank, names of local arrays.
 
@@ -29,6 +30,12 @@ from ktrainer.checkpoint.contents.data_state import (
 )
 from ktrainer.checkpoint.contents.local_state import names_of_all_ranks, with_all_ranks
 from ktrainer.checkpoint.contents.metric_state import counting_ranks, metric_states
+from ktrainer.checkpoint.contents.powersgd_state import (
+    error_names,
+    powersgd_arrays,
+    powersgd_facts,
+    powersgd_names,
+)
 from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
@@ -78,7 +85,9 @@ def capture(
         arrays.update(places)
     states, more = callback_states(callbacks, model)
     arrays.update(more)
-    local = local_names(model, states)
+    arrays.update(powersgd_arrays(model))
+    facts = powersgd_facts(model)
+    local = [*local_names(model, states), *error_names(facts)]
     if local:
         arrays = with_all_ranks(arrays, local, world)
     state = {
@@ -89,6 +98,7 @@ def capture(
         "stop_training": bool(getattr(model, "stop_training", False)),
         "world_size": world.size,
         "data_replicas": replicas_of(world)[: len(places)] if places else [],
+        **facts,
     }
     if local:
         state["local"] = local
@@ -111,6 +121,7 @@ def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any
     names = [name for name, _ in named_variables(model)]
     names += [name for name in arrays if name.startswith(("metrics/", "data/"))]
     names += callback_arrays(state["callbacks"])
+    names += powersgd_names(state)
     return names_of_all_ranks(names, state.get("local", ()), state["world_size"])
 
 

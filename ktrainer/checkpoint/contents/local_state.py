@@ -1,4 +1,4 @@
-"""Values of local layers in a checkpoint: one set per rank, as `...@<rank>`.
+"""Arrays that are each rank's own in a checkpoint, such as those of local layers: `...@<rank>`.
 
 They lie where the array of their name would be; `state["local"]` lists these names.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ktrainer.checkpoint.contents.powersgd_state import is_error
 from ktrainer.distributed import World
 from ktrainer.distributed.array_transfer import gather_arrays, placeholder
 from ktrainer.errors import CheckpointError
@@ -36,7 +37,7 @@ def with_all_ranks(arrays: Arrays, local: Iterable[str], world: World) -> Arrays
         [f"{name}@{world.rank}" for name in own],
         lambda name: arrays[name.rpartition("@")[0]],
         world,
-        "local layers for a checkpoint",
+        "arrays of each rank for a checkpoint",
     )
     if not world.is_root:
         return {name: array for name, array in arrays.items() if name not in own}
@@ -77,7 +78,8 @@ def check_ranks(state: Mapping[str, Any], world: World) -> None:
         CheckpointError: on all ranks.
     """
     saved = int(state.get("world_size", 1))
-    if state.get("local") and saved != world.size:
+    layers = [name for name in state.get("local", ()) if not is_error(name)]
+    if layers and saved != world.size:
         raise CheckpointError(
             f"the checkpoint has local layers (backend.local_layers) of {saved} ranks, and there "
             f"are {world.size}: each rank continues with its own values, so start {saved}. "

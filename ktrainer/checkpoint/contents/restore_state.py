@@ -19,12 +19,18 @@ from ktrainer.checkpoint.contents.callback_state import (
 from ktrainer.checkpoint.contents.capture_state import SEED, Arrays, named_variables
 from ktrainer.checkpoint.contents.data_state import Data, data_name, restore_data
 from ktrainer.checkpoint.contents.metric_state import restore_metrics
+from ktrainer.checkpoint.contents.powersgd_state import (
+    powersgd_names,
+    powersgd_problems,
+    restore_powersgd,
+)
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import built_optimizers
+from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
 Pairs = list[tuple[Any, str]]  # (variable, name of its array)
@@ -44,7 +50,7 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
     problems = _build_optimizers(model, state.get("optimizers", []))
     named = named_variables(model)
     pairs, mismatches = match_arrays(_part(saved, "model/", "optimizer/", "seed/"), named)
-    problems += mismatches
+    problems += [*mismatches, *powersgd_problems(model, saved, state)]
     local = local_variables(model)
     problems += [
         f"{key} is of a local layer, with values of each rank: name it in backend.local_layers"
@@ -67,6 +73,8 @@ def needed_arrays(
     names = {key for _, key in pairs}
     names |= {name for name in saved if name.startswith("metrics/")}
     names |= {data_name(world.rank), data_name(0)} & set(saved)  # its own, or a common one
+    if powersgd_of(model) is not None:
+        names |= set(powersgd_names(state))
     return names | set(callback_arrays(state.get("callbacks", []), weights_here(model)))
 
 
@@ -92,6 +100,7 @@ def assign_state(
     for variable, name in pairs:
         variable.assign(arrays[name])
     finalize_normalization(model)
+    restore_powersgd(model, arrays, state, world)
     progress = Progress.from_dict(dict(state["progress"]))
     if progress.batch:
         restore_metrics(model, arrays, state, world, counted)

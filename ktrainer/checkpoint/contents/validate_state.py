@@ -17,6 +17,11 @@ import numpy as np
 from ktrainer.checkpoint.contents.callback_state import callback_arrays
 from ktrainer.checkpoint.contents.data_state import LEAST_BYTES, data_name
 from ktrainer.checkpoint.contents.local_state import names_of_all_ranks
+from ktrainer.checkpoint.contents.powersgd_state import (
+    error_names,
+    is_powersgd_state,
+    powersgd_names,
+)
 from ktrainer.checkpoint.format.checkpoint_folder import STATE
 from ktrainer.checkpoint.format.checkpoint_reader import Arrays, read_checkpoint
 from ktrainer.checkpoint.format.value_encoding import is_count
@@ -58,7 +63,10 @@ def state_problem(state: Any, arrays: Mapping[str, np.ndarray]) -> str | None:
     local, ranks = state.get("local", ()), state.get("world_size", 1)
     if len(local) * ranks > len(arrays):
         return f"its 'local' has more names than there are arrays of {ranks} ranks"
-    names = names_of_all_ranks([*_names(state, len(arrays)), *local], local, ranks)
+    if not set(error_names(state)) <= set(local):
+        return "its 'powersgd' has variables whose arrays are not of each rank"
+    plain = dict.fromkeys([*_names(state, len(arrays)), *local])
+    names = names_of_all_ranks(plain, local, ranks)
     missing = [name for name in names if name not in arrays]
     if missing:
         return f"it needs the array {missing[0]!r}, which is not in the checkpoint"
@@ -75,7 +83,7 @@ def _names(state: Mapping[str, Any], most: int) -> list[str]:
     states = state.get("callbacks", [])
     if sum(sum(saved["weights"].values()) for saved in states) > most:
         return ["callbacks/..."]
-    return names + list(callback_arrays(states))
+    return names + list(callback_arrays(states)) + powersgd_names(state)
 
 
 def _progress(value: Any) -> bool:
@@ -175,5 +183,6 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "counted": _counted,
     "data_replicas": _counts,
     "data": _data,
+    "powersgd": is_powersgd_state,
     "local": lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
 }
