@@ -196,7 +196,7 @@ class ChannelSums(MpiGradients):
     def reduce_now(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         """The sums over ranks of `weight * array`, as one bucket, of floats of one type."""
         copies = [np.array(array) for array in arrays]  # sums are made in place
-        return self._timed(self.bucket_call(copies[0].dtype))(weight, *copies)
+        return self._timed(self.sum_bucket)(weight, *copies)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         run = super()._timed(call)
@@ -219,7 +219,7 @@ class ChannelSums(MpiGradients):
         if call.kind == "slices":
             sums.gather_slices(_NO_WEIGHT, *arrays)
         else:
-            sums.bucket_call(arrays[0].dtype)(_NO_WEIGHT, *arrays)
+            sums.sum_bucket(_NO_WEIGHT, *arrays)
 
 
 def _settings(compression: str, bucket_mb: float, mean: bool) -> tuple[tuple[str, Any], ...]:

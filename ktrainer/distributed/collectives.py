@@ -28,6 +28,8 @@ from ktrainer.distributed.sum_in_place import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
 DEFAULT_LANE = "order"
+_HALVES = (tf.float16, tf.bfloat16)
+_WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
 
 @cache
@@ -227,6 +229,17 @@ class GradientCollectives(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every engine holds something
         """Release communicators and buffers."""
+
+
+def wire_type(dtype: tf.DType, compression: str) -> tf.DType | None:
+    """The 16-bit type in which gradients of `dtype` are sent; None: unchanged.
+
+    Args:
+        compression: `"none"`, or `"fp16"` or `"bf16"` for all floats.
+    """
+    if dtype in _HALVES:
+        return dtype
+    return _WIRES[compression] if dtype.is_floating else None
 
 
 def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:

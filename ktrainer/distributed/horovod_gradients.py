@@ -24,14 +24,19 @@ from functools import reduce
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, weighted
+from ktrainer.distributed.collectives import (
+    Gradient,
+    GradientCollectives,
+    InOrder,
+    weighted,
+    wire_type,
+)
 from ktrainer.distributed.deadlines import WaitWatchdog
 from ktrainer.distributed.horovod_world import (
     ask_for_hierarchical_sums,
     initialised_horovod,
     process_set_of,
 )
-from ktrainer.distributed.sixteen_bits import wire_type
 from ktrainer.distributed.world import World
 from ktrainer.errors import PeerLost, WorldError
 

@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.mpi_communicator import MpiComm
-from ktrainer.distributed.sixteen_bits import converted
+from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import sum_in_place
 
 
@@ -52,7 +52,7 @@ class HostGroups:
             request = local.Ireduce(send, array if local.rank == 0 else None, MPI.SUM, 0)
             wait(request, f"reduce of {what} within a host", array)
         if local.rank == 0:
-            total[:] = converted(array, total.dtype)
+            convert(array, total)
             sum_in_place(self._world, self._leaders, total, f"{what} between hosts")
         if local.size > 1:
             wait(local.Ibcast(_sendable(total), 0), f"broadcast of {what} within a host", total)

@@ -7,7 +7,7 @@ which sums gradients where they are: TensorFlow's memory is MPI's buffer, withou
 `_private` for why nothing else reads that memory.
 
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
-and are added up in float32.
+and are added up in float32, a piece at a time: no buffer is larger than that.
 
 Where all ranks run on one host, they exchange gradients through memory that they share, elsewhere
 by messages; see `ktrainer.distributed.shared_memory` and `ktrainer.distributed.sum_in_place`, which
@@ -28,13 +28,13 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
-from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder
+from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, wire_type
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
-from ktrainer.distributed.sixteen_bits import converted, wire_type
+from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
 
@@ -145,11 +145,7 @@ class MpiGradients(GradientCollectives):
         return found[0], found[1]
 
     def reduce_in_place(self, arrays: Sequence[np.ndarray], weight: float) -> None:
-        whole = [array for array in arrays if self._wire_of(array.dtype) is None]
-        halves = [array for array in arrays if self._wire_of(array.dtype) is not None]
-        self._timed(self._sum_in_place)(np.array(weight), *whole)
-        halve = partial(self._halves_in_place, np.array(weight))
-        self._timed(reduce_in_pieces)(halves, halve)
+        self._timed(self.sum_bucket)(np.array(weight), *arrays)
 
     def close(self) -> None:
         if isinstance(self.world, ElasticWorld) and self.open in self.world.on_change:
@@ -178,23 +174,10 @@ class MpiGradients(GradientCollectives):
             open_bucket[gradient.dtype] = (bucket, filled + nbytes)
         return buckets
 
-    def bucket_call(self, dtype: tf.DType) -> Callable[..., list[np.ndarray]]:
-        """The host function of (weight, *arrays) that reduces one bucket of one dtype.
-
-        Unless they are sent as 16 bits, arrays are overwritten by what it returns.
-        """
-        wire = self._wire_of(dtype)
-        return self._sum_in_place if wire is None else partial(self._reduce_halves, wire)
-
     def _wire_of(self, dtype: Any) -> np.dtype | None:
         """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
         wire = wire_type(tf.as_dtype(dtype), self._compression)
         return None if wire is None else np.dtype(wire.as_numpy_dtype)
-
-    def _halves_in_place(self, weight: np.ndarray, array: np.ndarray) -> None:
-        wire = self._wire_of(array.dtype)
-        assert wire is not None
-        (array[:],) = self._reduce_halves(wire, weight, array)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, with its time added to `seconds` and its exception kept in `error`."""
@@ -211,55 +194,52 @@ class MpiGradients(GradientCollectives):
 
         return timed
 
-    def _sum_in_place(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        """The sums over ranks of `weight * array`, at once; arrays are overwritten by them."""
         # TensorFlow gives scalars as NumPy's, which cannot be changed.
         found = [x if isinstance(x, np.ndarray) else np.array(x) for x in arrays]
-        for array in found:
-            if weight == 0:
-                array.fill(0)
-            elif weight != 1:
-                np.multiply(array, array.dtype.type(weight), out=array)
-        if (hosts := self.hosts) is not None:
-            reduce_in_pieces(found, lambda array: hosts.sum(array, array))
-        else:
-            reduce_in_pieces(found, lambda array: self._sum_piece(array, "gradients"))
+        reduce_in_pieces(found, partial(self._sum_piece, weight))
         return found
 
-    def _sum_piece(self, array: np.ndarray, what: str) -> None:
-        """Replace a flat array of at most `PIECE_BYTES` by its sum over ranks."""
+    def _sum_piece(self, weight: np.ndarray, array: np.ndarray) -> None:
+        """Replace a flat array of at most `PIECE_BYTES` by its weighted sum over ranks."""
+        wire = self._wire_of(array.dtype)
+        wide = array
+        if wire is not None and array.dtype != np.float32:
+            wide = np.empty(array.size, np.float32)
+            convert(array, wide)
+        if weight == 0:
+            wide.fill(0)
+        elif weight != 1:
+            np.multiply(wide, wide.dtype.type(weight), out=wide)
+        total = wide if wire is None else np.empty(wide.size, wire)
+        what = "gradients" if wire is None else "16-bit gradients"
+        if (hosts := self.hosts) is not None:
+            hosts.sum(wide, total, what)
+        else:
+            if total is not wide:
+                convert(wide, total)
+            self._sum_over_ranks(total, what)
+        if total is not array:
+            convert(total, array)
+
+    def _sum_over_ranks(self, array: np.ndarray, what: str) -> None:
         if (shared := self.shared) is not None:
             shared.sum_in_place(array, what)
         else:
             sum_in_place(self.world, self.comm, array, what)
-
-    def _reduce_halves(
-        self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
-    ) -> list[np.ndarray]:
-        sizes = [part.size for part in parts]
-        packed = np.zeros(sum(sizes), np.float32)
-        if weight != 0:
-            np.concatenate([converted(p.reshape(-1), np.float32) for p in parts], out=packed)
-            packed *= np.float32(weight)
-        total = np.empty(packed.size, wire)
-        if (hosts := self.hosts) is not None:
-            hosts.sum(packed, total, "16-bit gradients")
-        else:
-            total[:] = converted(packed, wire)
-            reduce_in_pieces([total], lambda piece: self._sum_piece(piece, "16-bit gradients"))
-        ends = np.cumsum(sizes)
-        return [
-            converted(total[end - part.size : end], part.dtype).reshape(part.shape)
-            for end, part in zip(ends, parts, strict=True)
-        ]
 
     def _reduce_bucket(
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
     ) -> list[tf.Tensor]:
         """The sums of dense gradients of one dtype."""
         parts, factor = gradients, weight
-        if self._wire_of(parts[0].dtype) is None and not tf.executing_eagerly():
-            parts, factor = _private(parts, weight)
-        call = self._timed(self.bucket_call(parts[0].dtype))
+        if not tf.executing_eagerly():
+            wide = self._wire_of(parts[0].dtype) is None or parts[0].dtype == tf.float32
+            # What is narrow, or will be, is weighted in float32, on the host.
+            parts, rest = _private(parts, weight if wide else tf.ones([], tf.float64))
+            factor = rest if wide else weight
+        call = self._timed(self.sum_bucket)
         outputs = order.on_host(call, [factor, *parts], [part.dtype for part in parts])
         return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
 
@@ -282,13 +262,13 @@ class MpiGradients(GradientCollectives):
             values, indices = values[:0], indices[:0]
         values = values * values.dtype.type(weight)
         narrow = self._wire_of(values.dtype)
-        wire = values if narrow is None else converted(values, narrow)
+        wire = values if narrow is None else values.astype(narrow)
         rows = np.empty(self.size, np.int64)
         mine = np.array([len(indices)], np.int64)
         request = self.comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
         gather = partial(gather_rows, self.world, self.comm, rows=rows)
-        return converted(gather(wire), values.dtype), gather(indices)
+        return gather(wire).astype(values.dtype, copy=False), gather(indices)
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)

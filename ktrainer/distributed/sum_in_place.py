@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ktrainer.distributed.sixteen_bits import converted
+from ktrainer.distributed.sixteen_bits import convert
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -116,11 +116,13 @@ def add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
     16-bit floats are added up in float32; an overflow is an inf.
     """
     if total.itemsize == 2:
-        wide = np.array(converted(parts[0], np.float32))
-        with np.errstate(over="ignore", invalid="ignore"):
-            for part in parts[1:]:
-                wide += converted(part, np.float32)
-        total[:] = converted(wide, total.dtype)
+        wide, addend = (np.empty(total.size, np.float32) for _ in range(2))
+        convert(parts[0], wide)
+        for part in parts[1:]:
+            convert(part, addend)
+            with np.errstate(over="ignore", invalid="ignore"):
+                wide += addend
+        convert(wide, total)
         return
     in_place = not any(part is total for part in parts[2:])
     so_far = total if in_place else np.empty_like(total)

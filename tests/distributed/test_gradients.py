@@ -208,7 +208,7 @@ def _overlap(kind: str) -> list[float]:
     begun, reduce_slices, sum_buckets = (
         threading.Event(),
         collectives.gather_slices,
-        collectives._sum_in_place,
+        collectives.sum_bucket,
     )
 
     def begin(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,7 +219,7 @@ def _overlap(kind: str) -> list[float]:
         return begins
 
     collectives.gather_slices = begin(reduce_slices)  # type: ignore[method-assign]
-    collectives._sum_in_place = begin(sum_buckets)  # type: ignore[method-assign]
+    collectives.sum_bucket = begin(sum_buckets)  # type: ignore[method-assign]
 
     def wait(x: np.ndarray) -> np.ndarray:
         assert begun.wait(30), "no collective has begun before the last gradient was there"

@@ -57,8 +57,7 @@ def _sums(layouts: list[str], dtype: str, compression: str) -> list[tuple[bool, 
             weight = 0.5 + world.rank
             if world.rank == 1:
                 weight, arrays = 0.0, [np.full_like(array, np.nan) for array in arrays]
-            call = collectives.bucket_call(tf.as_dtype(dtype))
-            new = call(np.array(weight), *(np.copy(array) for array in arrays))
+            new = collectives.sum_bucket(np.array(weight), *(np.copy(array) for array in arrays))
             collectives.reduce_in_place(arrays, weight)
             every.append((collectives.hosts is not None, new, arrays))
             collectives.close()
@@ -269,9 +268,9 @@ def counters():
 for hierarchical, wire in [(False, "none"), (True, "none"), (True, "bf16")]:
     sums = MpiGradients(world, 25.0, wire, hierarchical=hierarchical)
     array = np.full(int(sys.argv[1]), 1.0 + world.rank, np.float32)
-    call = sums.bucket_call(tf.float32)
     in_place = lambda: sums.reduce_in_place([array], 1.0)
-    for name, run in {"new": lambda: call(np.array(1.0), array), "in place": in_place}.items():
+    new = lambda: sums.sum_bucket(np.array(1.0), np.copy(array))
+    for name, run in {"new": new, "in place": in_place}.items():
         run()  # connections are made
         every = []
         for _ in range(4):  # TCP sends some packets again on a busy machine
