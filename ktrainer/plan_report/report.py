@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ktrainer.backends.pipeline.schedules.actions import Schedule
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
-from ktrainer.config import Config, DataServiceConfig, PipelineConfig
+from ktrainer.config import Config, DataParallelConfig, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.plan.run_plan import Plan, make_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, plan_request, pretend
@@ -76,6 +76,8 @@ def show_model(
         _show_pipeline(model, inputs, share, config, backend, plan)
     else:
         _show_whole(model, getattr(config.backend, "local_layers", ()))
+        if isinstance(config.backend, DataParallelConfig) and plan.size > 1 and model.built:
+            _show_sent(model, config.backend, plan.size)
     raise PlanPrinted
 
 
@@ -97,6 +99,23 @@ def _show_whole(model: Any, local_layers: Sequence[str]) -> None:
     own = sum(math.prod(v.shape) for v in model.weights if id(v) in local)
     if local_layers:
         print(f"local     {own:,} of its parameters are each process's own")
+
+
+def _show_sent(model: Any, backend: DataParallelConfig, size: int) -> None:
+    """What each process sends of gradients; of embeddings that depends on the batch."""
+    import keras
+
+    from ktrainer.steps.local_layers import local_variables
+    from ktrainer.steps.sent_bytes import sent_bytes
+
+    tables = [each for each in model._flatten_layers() if isinstance(each, keras.layers.Embedding)]
+    sparse = {id(v) for table in tables for v in table.trainable_variables}
+    apart = set() if backend.sparse_as_dense else sparse
+    local = local_variables(model)
+    dense = [v for v in model.trainable_variables if id(v) not in {*apart, *local}]
+    count = sent_bytes(dense, size, backend.wire, backend.low_rank)
+    more = ", and the rows that it looked up in embeddings" if apart - set(local) else ""
+    print(f"wire      each process sends {bytes_text(count)} of gradients an update{more}")
 
 
 def _show_pipeline(

@@ -8,7 +8,8 @@ step_helpers.py                                    a batch's rows, averaged stat
 update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
 reduce_gradients.py, embedding_gradients.py        the sum of gradients over ranks; of embeddings
-powersgd.py                                        gradients sent as products of thin matrices
+powersgd.py, sent_bytes.py                         gradients sent as products of thin matrices; how
+                                                   many bytes are sent
 update_guard.py                                    skips updates that would spoil the model
 metric_logs.py                                     logs that are results of metrics
 mean_metrics.py                                    the weight of a rank's numbers in a mean

@@ -15,8 +15,10 @@ from keras import layers
 
 from ktrainer import Trainer
 from ktrainer.checkpoint import read_checkpoint
+from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.steps.powersgd import powersgd_of
+from ktrainer.steps.sent_bytes import sent_bytes
 from tests.dist.small import group_mode, make_trainer, more
 
 ROWS = 60
@@ -140,6 +142,29 @@ def test_training(ranks: Callable[..., Any], engine: str) -> None:
         moved = zip(found["clipped"]["weights"], start, strict=True)
         norm = np.sqrt(sum(np.sum((a - b) ** 2.0) for a, b in moved))
         assert norm == pytest.approx(1e-3, rel=1e-3)  # of what is applied, on all ranks
+
+
+def _sent(compression: str) -> tuple[int, int]:
+    """Bytes of an update that are summed over two ranks, counted; and foretold."""
+    counted, sums = [], MpiGradients._sum_over_ranks
+
+    def count(self: Any, array: np.ndarray, what: str) -> None:
+        counted.append(array.nbytes)
+        sums(self, array, what)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MpiGradients, "_sum_over_ranks", count)
+        settings = {"backend__compression": compression, "health__nan": "ignore"}
+        fit(**settings, trainer__max_steps=1)
+    wire, low_rank = ("none", 2) if compression == "powersgd" else (compression, None)
+    return sum(counted), sent_bytes(build().trainable_variables, 2, wire, low_rank)
+
+
+@pytest.mark.quick("powersgd")
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "powersgd"])
+def test_bytes_are_those_foretold(ranks: Callable[..., Any], compression: str) -> None:
+    for counted, foretold in ranks(2).run(_sent, compression):
+        assert counted == foretold
 
 
 def _in(folder: str, **settings: Any) -> dict[str, Any]:

@@ -82,7 +82,13 @@ def test_other_backends(script, capsys):
     assert "model     stack: 2,176 parameters, 8.7 kB; with gradients and optimizer 34.8 kB" in out
     words = ["-n", "3", script, "backend=data_parallel"]
     assert main.main(["plan", *words]) == 0
-    assert "3 processes on" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "3 processes on" in out
+    # 2,176 numbers of 4 bytes, times 2 (3 - 1) / 3; with rank 1 two of 16 for 16 x 16 of them.
+    assert "wire      each process sends 11.6 kB of gradients an update" in out
+    products = ["backend.compression=powersgd", "backend.powersgd_rank=1"]
+    assert main.main(["plan", *words, *products]) == 0
+    assert "wire      each process sends 2.0 kB" in capsys.readouterr().out
     assert main.main(["plan", *words, "backend.local_layers=[dense_3]"]) == 0
     out = capsys.readouterr().out
     assert "local     272 of its parameters are each process's own" in out
