@@ -141,10 +141,9 @@ class PowerSgd:
             variables: those of the gradients.
             scale: the factor by which a LossScaleOptimizer has scaled the loss, which changes.
         """
-        memories = self._chosen(gradients, variables)
+        memories, one = self._chosen(gradients, variables), tf.ones([], tf.float64)
         others = [k for k in range(len(gradients)) if k not in memories]
         whole = [_as_matrix(gradients[k], m, weight, scale) for k, m in memories.items()]
-        one = tf.ones([], tf.float64)
         products = [m @ memory.basis for m, memory in zip(whole, memories.values(), strict=True)]
         frames = [_orthonormal(p) for p in collectives.reduce(products, one, order)]
         rest, numbers = reduce_gradients(
@@ -190,16 +189,24 @@ class Remainder:
 _of_model: weakref.WeakKeyDictionary[Any, PowerSgd] = weakref.WeakKeyDictionary()
 
 
-def set_powersgd(model: keras.Model, rank: int | None) -> None:
+def set_powersgd(model: keras.Model, rank: int | None) -> bool:
     """Send gradients of `model` with this rank from now on; as they are if it is None.
 
     What is left to be sent stays, unless the rank is another, or the model was compiled again.
+
+    Returns:
+        Whether that changes, so that steps must be traced again.
     """
     known = _of_model.get(model)
+    if known is None and rank is None:
+        return False
+    if known is not None and (known.rank, known.optimizer) == (rank, model.optimizer):
+        return False
     if rank is None:
-        _of_model.pop(model, None)
-    elif known is None or known.rank != rank or known.optimizer is not model.optimizer:
+        del _of_model[model]
+    else:
         _of_model[model] = PowerSgd(model, rank)
+    return True
 
 
 def powersgd_of(model: Any) -> PowerSgd | None:

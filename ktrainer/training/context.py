@@ -81,12 +81,13 @@ class RunContext:
         """
         from ktrainer.steps.local_layers import set_local_layers
         from ktrainer.steps.powersgd import set_powersgd
-        from ktrainer.steps.program_cache import cached_program
+        from ktrainer.steps.program_cache import cached_program, forget_programs
         from ktrainer.training.fit_settings import step_options
 
         set_local_layers(model, getattr(self.config.backend, "local_layers", ()))
-        low_rank = getattr(self.config.backend, "low_rank", None)
-        set_powersgd(model, low_rank if self.world.size > 1 else None)
+        low_rank = getattr(self.config.backend, "low_rank", None) if self.world.size > 1 else None
+        if options is not None and set_powersgd(model, low_rank):
+            forget_programs(model)
         return cached_program(
             model,
             options or step_options(self.config),

@@ -13,7 +13,7 @@ import tensorflow as tf
 from ktrainer import distributed
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.distributed.mpi_gradients import MpiGradients
-from ktrainer.steps.powersgd import PowerSgd, is_compressed, matrix_shape
+from ktrainer.steps.powersgd import PowerSgd, is_compressed, matrix_shape, powersgd_of, set_powersgd
 from tests.contracts.running import use_float64
 from tests.dist.small import group_mode, more
 
@@ -151,3 +151,19 @@ def test_only_matrices_that_gain_are_compressed() -> None:
     assert not is_compressed((8, 1024), 4)
     assert not is_compressed((1024,), 1)
     assert not is_compressed((), 1)
+
+
+def test_what_is_left_stays_until_something_changes() -> None:
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    model.compile("sgd")
+    assert not set_powersgd(model, None)
+    assert set_powersgd(model, 4)
+    first = powersgd_of(model)
+    assert not set_powersgd(model, 4)
+    assert powersgd_of(model) is first
+    model.compile("sgd")
+    assert set_powersgd(model, 4)
+    assert set_powersgd(model, 2)
+    assert powersgd_of(model) is not first
+    assert set_powersgd(model, None)
+    assert powersgd_of(model) is None
