@@ -106,11 +106,12 @@ def _metrics_table(epochs: Mapping[int, Mapping[str, float]]) -> list[list[str]]
         return []
     last = epochs[max(epochs)]
     columns = {"training": dict(last)}
-    judged = [(logs["val_loss"], i) for i, logs in epochs.items() if "val_loss" in logs]
+    losses = ((logs.get("val_loss", math.nan), i) for i, logs in epochs.items())
+    judged = [(loss, i) for loss, i in losses if not math.isnan(loss)]
     if any(name.startswith("val_") for name in last):
         columns["training"] = {k: v for k, v in last.items() if not k.startswith("val_")}
         columns["validation"] = _of_validation(last)
-    if len(judged) > 1:
+    if judged and len(epochs) > 1:
         _, best = min(judged)
         columns[f"best, epoch {best + 1}"] = _of_validation(epochs[best])
     names = sorted({name for values in columns.values() for name in values}, key=_loss_first)

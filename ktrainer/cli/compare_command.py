@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from ktrainer.runs.run_differences import Difference, RunDifferences, compare
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.history_file import spelled
 
 _SHOWN = 20
 _WIDEST = 60  # characters of a fact
@@ -19,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compare the recorded values of two runs: the first step at which they differ, in which "
         "metric and by how much; and which settings, versions, data, code and numbers of ranks "
-        "differ. Status 1 when values differ. A run records values every logging.every: with "
-        "logging.every=1ba, at each step."
+        "differ. Status 1 when values differ, 2 when there are none to compare. A run records "
+        "values every logging.every: with logging.every=1ba, at each step."
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="the folder of a run")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=_tolerance,
         default=0.0,
         metavar="R",
         help="relative difference that does not count, such as 1e-6 (default: 0, equal to the bit)",
@@ -33,15 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="all that was found, as JSON")
 
 
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print what differs; the exit status is 1 if values do."""
+    """Print what differs; the exit status is 1 if values do, 2 if there are none in common."""
     a, b = (RunRecord(Path(path)) for path in args.runs)
     found = compare(a, b, args.tolerance)
     if args.json:
         runs = {"runs": [record.summary() for record in (a, b)], "tolerance": args.tolerance}
-        print(json.dumps({**runs, **found.to_dict()}, indent=2))
+        print(json.dumps(spelled({**runs, **found.to_dict()}), indent=2))
     else:
         print("\n".join([*_heads((a, b)), "", *_values(found, (a, b)), *_facts(found)]))
+    if not found.points:
+        return 2
     return 1 if found.first else 0
 
 
@@ -68,7 +79,8 @@ def _values(found: RunDifferences, records: Sequence[RunRecord]) -> list[str]:
         lines += [f"only {name} has {', '.join(metrics)}"] if metrics else []
         lines += [f"only {name} has {rows} more rows"] if rows else []
     if found.steps is not None:
-        lines.append(f"the first epoch ends at step {found.steps[0]} in A, {found.steps[1]} in B")
+        epoch, *steps = found.steps
+        lines.append(f"epoch {epoch} ends at step {steps[0]} in A, {steps[1]} in B")
     return lines
 
 
@@ -113,19 +125,25 @@ def _facts(found: RunDifferences) -> list[str]:
     lines = ["", "nothing else is known to differ"]
     if found.facts:
         rows: list[tuple[str, ...]] = [("differs", "A", "B")]
-        rows += [(name, *map(_short, pair)) for name, pair in found.facts.items()]
+        rows += [(name, *_short(*pair)) for name, pair in found.facts.items()]
         lines = ["", *_aligned(rows)]
     for name, changes in zip("AB", found.changed, strict=True):
         for each in changes:
+            before, after = _short(each["before"], each["after"])
             lines.append(
                 f"{name} was resumed at step {each['step']} with another {each['name']}: "
-                f"{_short(each['before'])}, then {_short(each['after'])}"
+                f"{before}, then {after}"
             )
     return lines
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+def _short(a: str, b: str) -> list[str]:
+    """Two texts that differ, cut where they are long, so that the difference is seen."""
+    pairs = enumerate(zip(a, b, strict=False))
+    same = next((k for k, (one, other) in pairs if one != other), min(len(a), len(b)))
+    start = max(0, same - _WIDEST // 3) if max(len(a), len(b)) > _WIDEST else 0
+    short = [("..." if start else "") + text[start:] for text in (a, b)]
+    return [text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..." for text in short]
 
 
 def _aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ktrainer.errors import ConfigError
 from ktrainer.runs.run_record import RunRecord, find_runs
+from ktrainer.runtime.history_file import spelled
 
 _SHOWN = 2  # best values in the table
 
@@ -40,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
             problems.append(str(error))
     found.sort(key=lambda record: record.started or record.last_sign, reverse=True)
     if args.json:
-        print(json.dumps([record.summary() for record in found], indent=2))
+        print(json.dumps(spelled([record.summary() for record in found]), indent=2))
     else:
         print("\n".join(_lines(found, Path(args.path))))
-        print(*problems, sep="\n", end="\n" if problems else "")
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 0
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ktrainer.config.redact import redact_text
+from ktrainer.config.redact import is_secret_name, redact_text
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.failure_report import (
     SIGNAL_BASE,
@@ -23,7 +25,7 @@ from ktrainer.launch.failure_report import (
 )
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.restarts import Restarts
-from ktrainer.runtime.history_file import ROWS, append, read_events
+from ktrainer.runtime.history_file import ROWS, Event, append, read_events
 
 TIMED_OUT = 124  # as timeout(1)
 _EXIT = "builtins.SystemExit"
@@ -97,8 +99,8 @@ def record_end(end: GroupEnd, reason: str, cause: Failure | str) -> None:
     """Write in the record of the run how its ranks have ended, of which rank 0 may know nothing.
 
     Args:
-        reason: `failed` or `interrupted`. A fit that has finished stays so; a failure says more
-            than how rank 0 has ended because of it.
+        reason: `failed` or `interrupted`. A fit that has finished stays so; the first failure
+            says more than how rank 0 has ended because of it.
         cause: the first failure, or why the ranks were ended.
     """
     if end.history is None:
@@ -108,13 +110,14 @@ def record_end(end: GroupEnd, reason: str, cause: Failure | str) -> None:
         facts = {} if cause.rank is None else {"rank": cause.rank}
         note = end.failures.get(cause.rank) if cause.rank is not None else None
         cause = error_message(note) if note is not None else cause.headline
+    secrets = [text for name, text in os.environ.items() if is_secret_name(name)]
     with suppress(OSError):  # it may be on another host
-        last = list(read_events(path, only_last=ROWS))[-1]
+        newest = deque(read_events(path, only_last=ROWS), maxlen=1)
+        last: Event = newest[0] if newest else {"event": ""}
         written = last["reason"] if last["event"] == "end" else None
         if written is None or (reason == "failed" and written != "finished"):
-            append(
-                path, "end", fit=last.get("fit", 1), reason=reason, why=redact_text(cause), **facts
-            )
+            why = redact_text(cause, secrets)
+            append(path, "end", fit=last.get("fit", 1), reason=reason, why=why, **facts)
 
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:

@@ -58,7 +58,7 @@ class RunDifferences:
         alone: numbers of rows that one run alone has, by run.
         facts: dotted name -> its text in both runs, where that differs.
         changed: by run, what a resume has changed: step, name, before, after.
-        steps: updates of both runs at the end of an epoch, where those differ.
+        steps: the first epoch at whose end the numbers of updates differ, and both numbers.
     """
 
     points: int = 0
@@ -69,7 +69,7 @@ class RunDifferences:
     alone: tuple[int, int] = (0, 0)
     facts: dict[str, tuple[str, str]] = field(default_factory=dict)
     changed: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
-    steps: tuple[int, int] | None = None
+    steps: tuple[int, int, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as a JSON-able dict."""
@@ -90,7 +90,7 @@ def compare(a: RunRecord, b: RunRecord, tolerance: float = 0.0) -> RunDifference
     for key in common:
         pair = rows[0][key], rows[1][key]
         if pair[0]["step"] != pair[1]["step"] and found.steps is None:
-            found.steps = pair[0]["step"], pair[1]["step"]
+            found.steps = pair[0]["epoch"], pair[0]["step"], pair[1]["step"]
         _compare_rows(found, pair, tolerance)
         if not found.first:
             found.equal_until = pair[0]["step"]
@@ -183,13 +183,17 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 
 
 def _differing_facts(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    names = list(dict.fromkeys([*a, *b]))
+    kinds = [{name.partition(".")[0] for name in each} for each in (a, b)]
+    both = (
+        kinds[0] & kinds[1]
+    )  # a run that began at another's checkpoint has not recorded its model
     found = {}
-    for name in names:
-        if name.removeprefix("settings.") in _UNLIKE:
+    for name in dict.fromkeys([*a, *b]):
+        kind = name.partition(".")[0]
+        if kind not in both or name.removeprefix("settings.") in _UNLIKE:
             continue
         # Ranks compare more of some data than one process does.
-        if name.startswith("data.") and not (name in a and name in b):
+        if kind == "data" and not (name in a and name in b):
             continue
         if a.get(name) != b.get(name):
             found[name] = a.get(name, _MISSING), b.get(name, _MISSING)

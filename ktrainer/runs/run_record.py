@@ -58,8 +58,7 @@ class RunRecord:
 
     def __init__(self, folder: Path, logs: bool = True) -> None:
         self.folder, self._file = folder, folder / NAME
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder. Give the folder of a run.")
+        check_folder(folder, "Give the folder of a run.")
         if not is_run(folder):
             raise ConfigError(
                 f"{folder} is not the folder of a run: it has no {NAME}. `ktrainer runs DIR` lists "
@@ -182,13 +181,24 @@ class RunRecord:
     def checkpoint(self) -> Path | None:
         """The checkpoint saved last that is still there, of the last call of `fit` that has one."""
         for start in reversed(self.starts):
-            folder = Path(start.get("checkpoints", ""))
-            if not folder.is_dir():  # the run was moved
-                folder = self.folder / folder.name
-            saved = [path.parent for path in folder.glob("step-*/manifest.json")]
-            if saved:
-                return max(saved, key=lambda path: path.stat().st_mtime_ns)
+            if not (recorded := start.get("checkpoints")):
+                continue
+            # Its own first: it may have been moved, or be a copy.
+            for folder in (self.folder / Path(recorded).name, Path(recorded)):
+                try:
+                    saved = list(folder.glob("step-*/manifest.json"))
+                    if saved:
+                        return max(saved, key=lambda path: path.stat().st_mtime_ns).parent
+                except OSError:  # another user's, or one that is being deleted
+                    continue
         return None
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the run has been moved or copied, with its checkpoints."""
+        assert self.checkpoint is not None
+        known = {str(start.get("checkpoints")) for start in self.starts}
+        return not any(self.checkpoint.parent.resolve() == Path(path).resolve() for path in known)
 
     @property
     def resume(self) -> str | None:
@@ -198,6 +208,9 @@ class RunRecord:
         words = str(self.starts[-1].get("resume") or "")
         if "CHECKPOINT" in words:
             words = f"checkpoint.resume={self.checkpoint}"
+        elif self._is_elsewhere:
+            others = [word for word in words.split() if not word.startswith("run.dir=")]
+            words = " ".join([f"run.dir={self.folder}", *others])
         return f"the same command with {words}" if words else "the same command"
 
     def summary(self) -> dict[str, Any]:
@@ -231,8 +244,24 @@ def _why(end: Event) -> str:
     return f"rank {end['rank']}: {why}"
 
 
+def check_folder(folder: Path, advice: str) -> None:
+    """Refuse what is no folder, or cannot be read.
+
+    Raises:
+        ConfigError: with `advice` where there is no such folder.
+    """
+    try:
+        os.listdir(folder)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: there is no such folder. {advice}") from None
+    except NotADirectoryError:
+        raise ConfigError(f"{folder} is not a folder. {advice}") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}.") from None
+
+
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is that of a run. Raises OSError."""
     described = all((folder / name).is_file() for name in _DESCRIBED)
     return described or (folder / NAME).is_file()
 
@@ -243,12 +272,7 @@ def find_runs(folder: Path) -> list[Path]:
     Raises:
         ConfigError: there are none, or it cannot be read.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder. Give a folder of runs, as in runs/.")
-    try:
-        os.listdir(folder)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}.") from None
+    check_folder(folder, "Give a folder of runs, as in runs/.")
     found = _below(folder, _DEPTH)
     if not found:
         raise ConfigError(
@@ -259,11 +283,11 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
-    if is_run(folder):
-        return [folder]
-    if depth == 0:
-        return []
     try:
+        if is_run(folder):
+            return [folder]
+        if depth == 0:
+            return []
         inner = sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:  # one of many that is not ours to read
         return []

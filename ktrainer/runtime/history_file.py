@@ -21,9 +21,11 @@ Imports only the standard library.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -32,25 +34,43 @@ from typing import Any
 NAME = "history.jsonl"
 ROWS = ("log", "validation", "epoch")
 RETURNS = ("start", "rollback", "ranks")  # after these, rows of later steps no longer count
+_POSITION = {"step": int, "epoch": int}
+_NEEDED: dict[str, dict[str, Any]] = {  # the fields of an event without which it says nothing
+    "start": {**_POSITION, "time": (int, float)},
+    "data": {"data": dict},
+    "metrics": {"better": dict},
+    **{row: {**_POSITION, "metrics": dict} for row in ROWS},
+    "rollback": _POSITION,
+    "ranks": _POSITION,
+    "checkpoint": {"step": int, "path": str},
+    "end": {"reason": str},
+}
 
 Event = dict[str, Any]
+
+_writing = threading.Lock()  # else a line of another thread looks incomplete while it is written
 
 
 def append(path: Path, event: str, /, **fields: Any) -> None:
     """Append an event; a line that a killed process has left incomplete is ended first.
 
     One system call writes it, so lines of several threads and processes do not mix.
+
+    Raises:
+        OSError: it could not be written, or not all of it.
     """
     fields = {"event": event, **fields, "time": round(time.time(), 3)}
     line = _encode(fields) + b"\n"
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        os.write(file, line)
-    finally:
-        os.close(file)
+    with _writing:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(file)
 
 
 def read_events(path: Path, only_last: Collection[str] = ()) -> Iterator[Event]:
@@ -108,21 +128,41 @@ def _encode(event: Event) -> bytes:
     try:
         return json.dumps(event, allow_nan=False, default=str).encode()
     except ValueError:  # JSON has no NaN; `float` reads these words
-        return json.dumps(_spelled(event), default=str).encode()
+        return json.dumps(spelled(event), default=str).encode()
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
+    """A copy of a nested structure in which NaN and infinities are strings, as JSON has neither."""
     if isinstance(value, dict):
-        return {key: _spelled(inner) for key, inner in value.items()}
+        return {key: spelled(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_spelled(inner) for inner in value]
+        return [spelled(inner) for inner in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _decode(line: bytes) -> Event | None:
-    """The event of a line; None for what a killed process, or another program, has left."""
+    """The event of a line; None for what a killed process, another program or a newer version of
+    this one has left."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) and _is_valid(event) else None
+
+
+def _is_valid(event: Event) -> bool:
+    """Whether an event is of a known kind, and has the fields that its readers rely on."""
+    kind = event.get("event")
+    if not isinstance(kind, str) or kind not in _NEEDED:
+        return False
+    if not all(isinstance(event.get(name), types) for name, types in _NEEDED[kind].items()):
+        return False
+    if not all(isinstance(event.get(name, 0), int) for name in ("fit", "inside")):
+        return False
+    if not isinstance(event.get("settings", {}), dict):
+        return False
+    return kind not in ROWS or all(_is_number(value) for value in event["metrics"].values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")

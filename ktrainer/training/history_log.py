@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +35,10 @@ SIGN_SECONDS = 10.0  # the file's time says when the run was last alive
 
 
 class HistoryLog(Reporter):
-    """Append what happens in a run to `history.jsonl` in its folder. Needs a trainer."""
+    """Append what happens in a run to `history.jsonl` in its folder. Needs a trainer.
+
+    A file that cannot be written is warned of, and training continues without those lines.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +47,7 @@ class HistoryLog(Reporter):
         self._healed: Progress | None = None  # where training continues with other ranks
         self._known: set[str] = set()  # metrics whose better direction is written
         self._sign = 0.0
+        self._failing = False  # the file could not be written, which was said
 
     # -- the start
 
@@ -144,7 +149,7 @@ class HistoryLog(Reporter):
         """Record a checkpoint that is on the disk; called by the thread that has written it."""
         more = {"metric": facts["metric"]} if "metric" in facts else {}
         with suppress(OSError):  # it is complete
-            self._append("checkpoint", step=step, path=str(path.absolute()), **more)
+            self._write("checkpoint", step=step, path=str(path.absolute()), **more)
 
     def on_heal(self, progress: Progress) -> None:
         """Note the place; what was lost is known once all of it is done."""
@@ -172,18 +177,38 @@ class HistoryLog(Reporter):
         """Nothing: what ends training may be an interruption, which `close` knows."""
 
     def close(self) -> None:
-        if not self._started or self._ended:
+        state = self.train_state
+        if self._ended or not state.end:  # else it was not opened
             return
         self._ended = True
-        state, secrets = self.train_state, self.trainer.config._secrets
+        secrets = self.trainer.config._secrets
         end = {key: redact_text(str(text), secrets) for key, text in state.end.items()}
+        where = {"step": state.progress.step, "epoch": state.progress.epoch}
         with suppress(OSError):  # it must not hide the error that has ended the run
-            self._append("end", **end, step=state.progress.step, epoch=state.progress.epoch)
+            self._write("end", **end, **(where if self._started else {}))
 
     def _append(self, event: str, /, **fields: Any) -> None:
+        """Append an event, or warn once that it cannot be written."""
+        try:
+            self._write(event, **fields)
+        except OSError as error:
+            if not self._failing:
+                self._failing = True  # first, as a warning may be an error
+                warnings.warn(
+                    f"the record of the run, {self.path}, cannot be written: "
+                    f"{error.strerror or error}. Training continues; `ktrainer runs` and `ktrainer "
+                    "compare` will lack what happens until it can be written again.",
+                    stacklevel=2,
+                )
+        else:
+            self._failing = False
+
+    def _write(self, event: str, /, **fields: Any) -> None:
         if not self.reports:
             return
-        assert self.path is not None
+        if self.path is None:  # an error before the start
+            assert self.run_dir is not None
+            self.path = self.run_dir / history_file.NAME
         self._tell_ranks()
         state = self.train_state
         where = {"fit": max(1, state.fits)} | ({"inside": state.inside} if state.inside else {})

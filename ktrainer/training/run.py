@@ -119,7 +119,7 @@ class Run:
             except BaseException as error:
                 state.end = state.end or end_facts(error)
                 raise
-            state.end = end_facts(None)
+            state.end = end_facts(None, state.stop_reason)
 
     def ranks_changed(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
         """Reopen the feeds and reassign the callbacks for a new set of ranks.

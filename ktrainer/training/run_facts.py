@@ -41,24 +41,30 @@ def recorded_model_facts(model: keras.Model) -> dict[str, Any]:
     return found
 
 
-def end_facts(error: BaseException | None) -> dict[str, Any]:
+def end_facts(error: BaseException | None, stop_reason: str | None = None) -> dict[str, Any]:
     """How a run has ended: `reason`, and more that says why.
 
     Args:
         error: what has ended it; None: nothing has.
+        stop_reason: why a callback has ended training before its last epoch; None: none has.
     """
     if error is None:
-        return {"reason": "finished"}
+        why = {"why": f"stopped because {stop_reason}"} if stop_reason else {}
+        return {"reason": "finished", **why}
     if isinstance(error, Interrupted):
         return {"reason": "interrupted", "why": signal.Signals(error.signal).name}
     if isinstance(error, KeyboardInterrupt):
         return {"reason": "interrupted", "why": "SIGINT"}
     if isinstance(error, SystemExit):
-        return {"reason": "interrupted", "why": f"the script has called sys.exit({error.code!r})"}
+        reason = "failed" if error.code else "interrupted"  # as the exit status says
+        return {"reason": reason, "why": f"the script has called sys.exit({error.code!r})"}
     if isinstance(error, GeneratorExit):
         return {"reason": "interrupted", "why": "the loop over trainer.steps was left"}
-    first = str(error).strip().partition("\n")[0]
-    return {"reason": "failed", "why": f"{type(error).__name__}: {first}".removesuffix(": ")}
+    try:
+        first = str(error).strip().partition("\n")[0]
+    except Exception:  # a user's class whose text fails; the error itself must come through
+        first = ""
+    return {"reason": "failed", "why": f"{type(error).__name__}: {first}".rstrip(": ")}
 
 
 def _settings(optimizer: Any) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -155,6 +156,13 @@ def test_closing_table() -> None:
         "  rate            1",
     ]
     assert final_report(facts, {}).splitlines()[-1] == "  examples/s  25.1k (fastest epoch)"
+    losses = {
+        i: {"loss": 1.0, "val_loss": loss} for i, loss in enumerate([math.nan, 0.5, 0.25, math.nan])
+    }
+    assert final_report({}, losses).splitlines()[2:] == [
+        "  epoch 4  training  validation  best, epoch 3",
+        "  loss            1         nan           0.25",
+    ]
 
 
 def test_rich_display_on_a_launchers_terminal(monkeypatch) -> None:

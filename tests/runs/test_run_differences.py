@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from ktrainer import Trainer
+from ktrainer.cli.compare_command import _short
 from ktrainer.cli.main import main
 from ktrainer.runs.run_differences import RunDifferences, compare
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.history_file import NAME
 from tests.runs.recorded import Acts, Logged, train
 from tests.small import build, data
 
@@ -158,3 +160,60 @@ def test_the_same_data_on_one_rank_and_on_two(
     for record in map(RunRecord, folders):
         events = [*record.starts, *record.events]
         assert any("first batch/x" in name for e in events for name in e.get("data", {}))
+
+
+def _copy(folder: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> str:
+    to.mkdir()
+    for event in map(json.loads, (folder / NAME).read_text().splitlines()):
+        if change(event) is not False:
+            with (to / NAME).open("a") as file:
+                file.write(json.dumps(event) + "\n")
+    return str(to)
+
+
+def test_only_what_both_runs_have(
+    runs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = str(runs["a"][0])
+
+    def resumed(event: dict[str, Any]) -> bool:  # from another run's checkpoint of step 9
+        if event["event"] == "start":
+            event |= {"step": 9, "epoch": 1}
+            event.pop("model")
+        return event.get("step", 9) >= 9
+
+    def stopped(event: dict[str, Any]) -> bool:
+        if event["event"] == "epoch" and event["epoch"] == 2:
+            event |= {"step": 9, "metrics": {"loss": "inf"}}
+        return event.get("step", 0) <= 9
+
+    part = _copy(runs["a"][0], tmp_path / "resumed", resumed)
+    assert main(["compare", whole, part]) == 0
+    assert "nothing else is known to differ" in capsys.readouterr().out
+    cut = _copy(runs["a"][0], tmp_path / "stopped", stopped)
+    assert main(["compare", whole, cut]) == 1
+    assert "epoch 2 ends at step 12 in A, 9 in B" in capsys.readouterr().out
+    assert main(["compare", "--json", whole, cut]) == 1
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    told = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert told["first"]["loss"]["relative"] == "inf"
+    nothing = _copy(runs["a"][0], tmp_path / "nothing", lambda event: "metrics" not in event)
+    assert main(["compare", whole, nothing]) == 2
+    assert "no values to compare: B has recorded none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "-1", "x"])
+def test_a_tolerance_is_a_number(tolerance: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", f"--tolerance={tolerance}", "a", "b"])
+    assert "argument --tolerance: " in capsys.readouterr().err
+
+
+def test_long_texts_are_cut_where_they_differ() -> None:
+    same = "x" * 100
+    a, b = _short(f"{same}1{same}", f"{same}2{same}")
+    assert max(len(a), len(b)) <= 60
+    assert (a[:24], b[:24]) == (f"...{'x' * 20}1", f"...{'x' * 20}2")

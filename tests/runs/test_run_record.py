@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer import Interrupted, Trainer
+from ktrainer import Callback, Interrupted, Trainer
 from ktrainer.cli.main import main
 from ktrainer.errors import ConfigError
-from ktrainer.runs.run_record import SILENT_SECONDS, RunRecord, find_runs
+from ktrainer.launch.exit_report import record_end
+from ktrainer.launch.failure_report import Failure
+from ktrainer.launch.group_state import GroupEnd
+from ktrainer.launch.rank_channel import Note
+from ktrainer.runs.run_record import SILENT_SECONDS, RunRecord, find_runs, is_run
 from ktrainer.runtime.folder_lock import is_held
 from ktrainer.runtime.history_file import NAME
 from tests.processes import python
@@ -236,7 +242,7 @@ def test_mistakes_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         RunRecord(tmp_path)
     assert main(["runs", str(tmp_path)]) == 0
-    assert "cannot be read" in capsys.readouterr().out
+    assert "cannot be read" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
     assert "there is no such folder" in capsys.readouterr().err
 
@@ -249,3 +255,103 @@ def test_both_commands_do_without_tensorflow(whole: Any) -> None:
     )
     done = python("-c", code, whole[0], cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
+
+
+def test_why_it_ended(tmp_path: Path) -> None:
+    """Stopped by a callback; by an error without a text, by the script, and before the start."""
+
+    class Textless(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    class Begins(Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            raise ValueError("at the start:")
+
+    def fail() -> None:
+        raise Textless
+
+    class Stops(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            self.trainer.request_stop("it is enough")
+
+    train(tmp_path / "stopped", callbacks=[Stops()])
+    for name, kind, callback in (
+        ("textless", Textless, Acts(2, fail)),
+        ("exit", SystemExit, Acts(2, lambda: sys.exit(3))),
+        ("begins", ValueError, Begins()),
+    ):
+        with pytest.raises(kind):
+            train(tmp_path / name, callbacks=[callback])
+    assert {path.name: RunRecord(path).state for path in find_runs(tmp_path)} == {
+        "stopped": ("finished", "stopped because it is enough"),
+        "textless": ("failed", "Textless"),
+        "exit": ("failed", "the script has called sys.exit(3)"),
+        "begins": ("failed", "ValueError: at the start"),
+    }
+
+
+def test_a_record_that_cannot_be_written_does_not_end_training(tmp_path: Path, whole: Any) -> None:
+    def spoil() -> None:
+        (tmp_path / NAME).rename(tmp_path / "kept")
+        (tmp_path / NAME).mkdir()  # which root cannot write either
+
+    def mend() -> None:
+        (tmp_path / NAME).rmdir()
+        (tmp_path / "kept").rename(tmp_path / NAME)
+
+    with pytest.warns(UserWarning, match="Is a directory. Training continues") as warned:
+        train(tmp_path, callbacks=[Acts(2, spoil), Acts(8, mend)])
+    assert len(warned) == 1
+    lost = [row for row in untimed(whole[0]) if 2 < row["step"] <= 8]
+    assert untimed(tmp_path) == [row for row in untimed(whole[0]) if row not in lost]
+    assert RunRecord(tmp_path).state == ("finished", "")
+
+
+def test_a_run_that_was_moved_or_copied(tmp_path: Path) -> None:
+    """It has its own checkpoints, and is resumed where it is."""
+
+    def fail() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        train(tmp_path / "run", callbacks=[Acts(8, fail)])
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    train(tmp_path / "run")
+    for name in ("copy", "moved"):
+        record = RunRecord(tmp_path / name)
+        assert record.checkpoint == tmp_path / name / "checkpoints" / "step-00000005"
+        assert record.resume == f"the same command with run.dir={tmp_path / name}"
+        if name == "copy":
+            (tmp_path / "copy").rename(tmp_path / "moved")
+    train(tmp_path / "moved")
+    assert untimed(tmp_path / "moved") == untimed(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_read_hides_no_other(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def readable(folder: Path) -> bool:  # root can read everything
+        if folder.name == "private":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return is_run(folder)
+
+    (tmp_path / "private").mkdir()
+    run = rewrite(whole[0], tmp_path / "run", lambda event: True)
+    monkeypatch.setattr("ktrainer.runs.run_record.is_run", readable)
+    assert find_runs(tmp_path) == [run]
+
+
+def test_the_launcher_keeps_secrets_out(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the record is empty."""
+    monkeypatch.setenv("MY_TOKEN", "hunter2")
+    folder = rewrite(whole[0], tmp_path / "run", lambda event: event["event"] != "end")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / NAME).touch()
+    note = Note("failed", code=1, kind="ValueError", text="ValueError: hunter2 is refused")
+    for where in (folder, tmp_path / "empty"):
+        end = GroupEnd(failures={1: note}, history=str(where / NAME))
+        record_end(end, "failed", Failure(1, 1, "rank 1 has failed"))
+        assert RunRecord(where).state == ("failed", "rank 1: ValueError: *** is refused")

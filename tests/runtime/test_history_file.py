@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import stat
 import subprocess
@@ -21,14 +22,14 @@ def write(path: Path, first: int, last: int, attempt: str, fit: int = 1) -> None
     """The rows of steps `first` to `last`."""
     for step in range(first, last + 1):
         epoch = (step - 1) // EPOCH + 1
-        append(path, "log", fit=fit, epoch=epoch, step=step, metrics={"a": attempt})
+        append(path, "log", fit=fit, epoch=epoch, step=step, attempt=attempt, metrics={})
         if step % EPOCH == 0:
-            append(path, "epoch", fit=fit, epoch=epoch, step=step, metrics={"a": attempt})
+            append(path, "epoch", fit=fit, epoch=epoch, step=step, attempt=attempt, metrics={})
 
 
 def kept(path: Path, fit: int = 1) -> list[tuple[str, int, str]]:
     rows = [row for row in current_rows(read_events(path)) if row["fit"] == fit]
-    return [(row["event"], row["step"], row["metrics"]["a"]) for row in rows]
+    return [(row["event"], row["step"], row["attempt"]) for row in rows]
 
 
 def test_numbers_come_back_to_the_bit(tmp_path: Path) -> None:
@@ -61,6 +62,25 @@ def test_a_line_cut_anywhere_costs_that_line_alone(tmp_path: Path) -> None:
         assert [step for _, step, _ in kept(path)] == [*[1, 2, 3][:complete], 9]
     path.write_bytes(b'\x00\xff\n[1]\n{"no": "event"}\n' + whole)
     assert [step for _, step, _ in kept(path)] == [1, 2, 3]
+
+
+def test_lines_of_other_programs_and_versions_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    write(path, 1, 4, "1")
+    for fields in (
+        {"event": "log", "step": 1},
+        {"event": "log", "epoch": 1, "step": 1, "metrics": {"a": "high"}},
+        {"event": "log", "epoch": 1, "step": 1, "metrics": {"a": [1]}},
+        {"event": "log", "fit": "one", "epoch": 1, "step": 1, "metrics": {}},
+        {"event": "start", "step": 0, "epoch": 0},
+        {"event": "start", "step": 0, "epoch": 0, "time": 1.0, "settings": []},
+        {"event": "end"},
+        {"event": "summary", "fit": 2},
+        {"event": 5},
+    ):
+        with path.open("a") as file:
+            file.write(json.dumps(fields) + "\n")
+    assert [event["event"] for event in read_events(path)] == [*["log"] * 4, "epoch"]
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
