@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import tensorflow as tf
 
 
 def convert(source: np.ndarray, target: np.ndarray) -> None:
@@ -12,6 +11,8 @@ def convert(source: np.ndarray, target: np.ndarray) -> None:
     TensorFlow converts float16 in a tenth of the time that NumPy takes.
     """
     if np.float16 in (source.dtype, target.dtype) and source.dtype != target.dtype:
+        import tensorflow as tf  # which sums of other types do without
+
         with tf.device("CPU:0"):
             source = np.asarray(tf.cast(tf.convert_to_tensor(source), target.dtype))
     with np.errstate(over="ignore"):
