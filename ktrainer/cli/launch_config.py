@@ -14,6 +14,7 @@ from ktrainer.config.launch_environment import as_launched
 from ktrainer.errors import ConfigError
 from ktrainer.launch.mpirun_command import available_cpus
 from ktrainer.plan.run_plan import make_plan
+from ktrainer.plan_report.planning_mode import pretend
 from ktrainer.runtime.hardware import Hardware
 
 
@@ -44,7 +45,7 @@ def checked_config(
             world="mpi",
             workers=workers,
         )
-        make_plan(as_launched(config, requested), facts)
+        make_plan(as_launched(config, requested), pretend(config, facts))
         _check_cluster(config, workers)
     return config
 

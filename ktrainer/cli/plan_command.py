@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ktrainer.cli import plan_scaling
 from ktrainer.cli.launch_config import split_words
 from ktrainer.cli.launch_options import positive
 from ktrainer.config.command_line import launcher_words
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say what a run would do, or why it cannot: processes, batches, and for a pipeline its "
         "stages, what goes between them, its schedule, memory and expected speed. A script is "
         "run in this one process up to its first fit; a configuration file is enough to "
-        "see the schedule. No other process is started, and nothing is trained."
+        "see the schedule. No other process is started, and nothing is trained. With --world, "
+        "processes on this host or on --hosts measure some steps, and the plan is the step time of "
+        "other numbers of processes, with its parts."
     )
     _add_options(parser)
     parser.add_argument("target", metavar="SCRIPT_OR_CONFIG", help="a Python script, or a YAML")
@@ -51,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     end = args.args.index("--") if "--" in args.args else len(args.args)
     later, words = own.parse_known_args(args.args[:end])
     words += args.args[end:]
+    scaling = {name: getattr(later, name) or getattr(args, name) for name in plan_scaling.OPTIONS}
+    if scaling["world"] is None:
+        plan_scaling.refuse_without_world(scaling)
     picture = later.picture or args.picture
     if picture is not None:
         _check_picture(picture)
@@ -58,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if not path.is_file():
         raise ConfigError(f"there is no script or configuration {args.target!r}.")
 
+    if scaling["world"] is not None:
+        return _run_scaling(path, words, scaling, later.processes or args.processes or picture)
     from ktrainer.plan_report.planning_mode import PlanRequest
 
     request = PlanRequest(later.processes or args.processes, picture)
@@ -70,7 +78,18 @@ def run(args: argparse.Namespace) -> int:
     return _run_script(path, words, request)
 
 
+def _run_scaling(path: Path, words: list[str], given: dict[str, str | None], other: object) -> int:
+    if path.suffix != ".py":
+        raise ConfigError(f"--world measures steps, which takes a script (.py): {path} is none.")
+    if other:
+        raise ConfigError(
+            "--world says how many processes to plan for: leave out -n and --picture."
+        )
+    return plan_scaling.run(path, words, given)
+
+
 def _add_options(parser: argparse.ArgumentParser) -> None:
+    plan_scaling.add_options(parser)
     parser.add_argument(
         "-n",
         "--processes",

@@ -61,13 +61,13 @@ def sum_in_place(world: MpiComm, comm: MPI.Intracomm, array: np.ndarray, what: s
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
     received = {rank: np.empty_like(mine) for rank in others}
     sent = [(rank, segments[rank], received[rank]) for rank in others]
-    _exchange(world, comm, sent, what)
+    exchange(world, comm, sent, what)
     add_up(mine, [received.get(rank, mine) for rank in range(comm.size)])
     sent = [(rank, mine, segments[rank]) for rank in others]
-    _exchange(world, comm, sent, what)
+    exchange(world, comm, sent, what)
 
 
-def _exchange(
+def exchange(
     world: MpiComm,
     comm: MPI.Intracomm,
     messages: Sequence[tuple[int, np.ndarray, np.ndarray]],

@@ -1,15 +1,50 @@
-"""Whether this process only plans: set by `ktrainer plan`, read by the Trainer."""
+"""Whether this process only plans: set by `ktrainer plan`, read by the Trainer.
+
+The ranks that `ktrainer plan --world` starts find its request in their environment.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ktrainer.config import Config, PipelineConfig, TfDistributeConfig
 from ktrainer.runtime.hardware import Hardware
+
+VARIABLE = "KTRAINER_PLAN"
+
+
+@dataclass(frozen=True)
+class ScalingRequest:
+    """The request of `ktrainer plan --world`.
+
+    Attributes:
+        worlds: numbers of processes to predict the step time of, in rising order; one number stands
+            for it and smaller ones, which depend on the partitions of a pipeline.
+        per_host: the most processes on a host.
+        cores: of a host.
+        threads: of a process.
+        report: the file for what is to be printed.
+        latency: seconds between hosts, per message; None: measured.
+        bandwidth: bytes a second between hosts, each way; None: measured.
+    """
+
+    worlds: tuple[int, ...]
+    per_host: int
+    cores: int
+    threads: int
+    report: str
+    latency: float | None = None
+    bandwidth: float | None = None
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +54,19 @@ class PlanRequest:
     Attributes:
         processes: how many to plan for; None: one pipeline's, or one.
         picture: where to draw the schedule.
+        scaling: predict the step time of several numbers of processes.
     """
 
     processes: int | None = None
     picture: Path | None = None
+    scaling: ScalingRequest | None = None
 
 
-class PlanPrinted(BaseException):
+class PlanPrinted(SystemExit):
     """Ends the script once its plan is shown. No Exception: a script shall not catch it."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
 
 _request: ContextVar[PlanRequest | None] = ContextVar("ktrainer_plan_request", default=None)
@@ -34,7 +74,17 @@ _request: ContextVar[PlanRequest | None] = ContextVar("ktrainer_plan_request", d
 
 def plan_request() -> PlanRequest | None:
     """The request of `ktrainer plan`; None in a process that trains."""
-    return _request.get()
+    return _request.get() or _request_of(os.environ.get(VARIABLE))
+
+
+@cache
+def _request_of(given: str | None) -> PlanRequest | None:
+    """The request in the environment of a rank."""
+    if given is None:
+        return None
+    values = json.loads(given)
+    scaling = ScalingRequest(**{**values, "worlds": tuple(values["worlds"])})
+    return PlanRequest(scaling.worlds[-1], scaling=scaling)
 
 
 @contextmanager
@@ -56,4 +106,5 @@ def pretend(config: Config, facts: Hardware) -> Hardware:
     if isinstance(backend, TfDistributeConfig) and backend.strategy == "parameter_server":
         return replace(facts, workers=request.processes or facts.workers or 1)
     size = request.processes or (backend.partitions if isinstance(backend, PipelineConfig) else 1)
-    return replace(facts, size=size, local_size=size, own_gpu=None)
+    on_host = size if request.scaling is None else min(size, request.scaling.per_host)
+    return replace(facts, size=size, local_size=on_host, own_gpu=None)

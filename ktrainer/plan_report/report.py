@@ -65,8 +65,12 @@ def show_model(
     from ktrainer.backends.pipeline.check_supported import refuse_callbacks
     from ktrainer.training.fit_settings import check_model
 
-    config, plan = context.config, context.plan
+    config, plan, request = context.config, context.plan, plan_request()
     check_model(model, config)
+    if request is not None and request.scaling is not None:
+        from ktrainer.plan_report.scaling_report import show_scaling
+
+        show_scaling(context, model, data, request.scaling)
     print(plan)
     if isinstance(config.backend, PipelineConfig):
         inputs, rows = _inputs(context, data)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,12 @@ class Runner:
     Args:
         transport: to and from the other stages.
         shared: gradients of variables that other partitions hold too.
+
+    Attributes:
+        on_action: is given each action and the seconds that it took, waits included.
     """
+
+    on_action: Callable[[Action, float], None] | None = None
 
     def __init__(self, transport: Transport, shared: TiedGradients) -> None:
         self.transport, self.shared = transport, shared
@@ -97,7 +103,10 @@ class Runner:
         last = {id(v): place for place, a in enumerate(row) for v in step.added_by(a)}
         for place, action in enumerate(row):
             step.post_receive(row[place + _AHEAD if place else 0 : place + _AHEAD + 1])
+            start = time.perf_counter()
             getattr(step, _METHODS[action.kind])(action)
+            if self.on_action is not None:
+                self.on_action(action, time.perf_counter() - start)
             for variable in self.shared.variables:
                 if last.get(id(variable)) == place:
                     self.shared.complete(variable, step.outcome.slices)

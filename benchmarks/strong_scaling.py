@@ -1,0 +1,216 @@
+"""Strong scaling: measured step times at 1 to 4 processes beside those that are predicted.
+
+    python benchmarks/strong_scaling.py [--rounds 5] [--cases mlp pipeline slow ...]
+
+A round predicts with `ktrainer plan --world` and then trains with `ktrainer run`, one thread a
+process, for each number of processes. The table has medians over rounds: milliseconds of a step,
+and predicted over measured.
+
+| case | model, batch of all processes | processes |
+|---|---|---|
+| mlp | 784-1024-1024-1024-10, 256 | 1, 2, 3, 4 on this host |
+| buckets | the same with backend.bucket_mb=4: three buckets | 1, 2, 3, 4 on this host |
+| pipeline | 8 dense layers of 1024, 256, 2 partitions, 8 microbatches | 2, 4 on this host |
+| fast, slow, slower | mlp; no limit, 1 Gbit/s, 200 Mbit/s between hosts | 2, a host each |
+| slow, 4 | mlp; 1 Gbit/s | 4 on two hosts |
+| given | as slower, the network an option, two connections a pair of ranks | 2 |
+
+Open MPI sends in one direction at a time over a TCP connection, in messages over half a MiB, so
+that "slower" has half of its links' rate each way; with two connections it has all of it.
+
+Hosts are network namespaces on this machine, as in the tests (root only), and share its cores: a
+plan for them measures with as many processes as there will be. Where the kernel has no netem, links
+have a rate and no delay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.dist.harness.hosts import Hosts, why_no_hosts  # noqa: E402
+
+SCRIPT = """
+import sys, time
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+class Clock(Callback):
+    times = []
+
+    def on_step_end(self, step, logs=None):
+        self.times.append(time.perf_counter())
+
+def dense(inputs, depth):
+    hidden = [keras.layers.Dense(1024, "relu") for _ in range(depth)]
+    model = keras.Sequential([keras.Input((inputs,)), *hidden, keras.layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss)
+    return model
+
+inputs, depth, batches = map(int, sys.argv[1:4])
+keras.utils.set_random_seed(0)
+with Trainer.from_cli(argv=sys.argv[4:], callbacks=[Clock()]) as trainer:
+    random = np.random.default_rng(0)
+    rows = batches * trainer.config.data.batch_size
+    x, y = random.random((rows, inputs), dtype=np.float32), random.integers(0, 10, rows)
+    trainer.fit(lambda: dense(inputs, depth), (x, y))
+    if trainer.world.is_root:
+        print("median", 1000 * float(np.median(np.diff(Clock.times)[10:])), flush=True)
+"""
+WORDS = ("logging.progress=none", "seed=1", "trainer.steps_per_call=1", "data.batch_size=256")
+DATA_PARALLEL = ("backend=data_parallel", *WORDS)
+PIPELINE = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=8", *WORDS)
+LATENCY = "60us"  # of namespaces, through TCP; where the network is given
+TWO_CONNECTIONS = {"OMPI_MCA_btl_tcp_links": "2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and where it runs.
+
+    Attributes:
+        model: inputs, hidden layers and batches.
+        words: configuration.
+        worlds: numbers of processes.
+        per_host: processes on each of two hosts; 0: all on this one.
+        rate: of their links, as `tc` has it; empty: no limit.
+        given: tell the plan of the network instead of letting it measure.
+    """
+
+    model: tuple[int, int, int]
+    words: tuple[str, ...]
+    worlds: tuple[int, ...]
+    per_host: int = 0
+    rate: str = ""
+    given: bool = False
+
+
+MLP = (784, 3, 60)
+CASES = {
+    "mlp": Case(MLP, DATA_PARALLEL, (1, 2, 3, 4)),
+    "buckets": Case(MLP, (*DATA_PARALLEL, "backend.bucket_mb=4"), (1, 2, 3, 4)),
+    "pipeline": Case((1024, 8, 30), PIPELINE, (2, 4)),
+    "fast": Case(MLP, DATA_PARALLEL, (2,), 1),
+    "slow": Case(MLP, DATA_PARALLEL, (2,), 1, "1gbit"),
+    "slower": Case(MLP, DATA_PARALLEL, (2,), 1, "200mbit"),
+    "slow, 4": Case(MLP, DATA_PARALLEL, (4,), 2, "1gbit"),
+    "given": Case(MLP, DATA_PARALLEL, (2,), 1, "200mbit", given=True),
+}
+
+
+class Programs:
+    """Runs `ktrainer` here, or on the first of two hosts."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.hosts = Hosts(2) if case.per_host else None
+        if self.hosts is not None and case.rate:
+            for host in range(2):
+                self.hosts.slow(host, rate=case.rate)
+
+    def close(self) -> None:
+        if self.hosts is not None:
+            self.hosts.close()
+
+    def predicted(self) -> dict[int, float]:
+        """Milliseconds of a step, by the number of processes."""
+        case = self.case
+        options = ["--world", ",".join(map(str, case.worlds)), "--threads=1"]
+        if case.given:
+            rate = case.rate.replace("gbit", "Gbit").replace("mbit", "Mbit")
+            options += ["--per-host=1", f"--latency={LATENCY}", f"--bandwidth={rate}"]
+        elif self.hosts is not None:
+            options += self._on_hosts()
+        else:
+            options += [f"--per-host={max(case.worlds)}"]
+        out = self._ktrainer("plan", *options, str(self._script), *self._words)
+        rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ +\d+ +[\d.]+ ", line)]
+        return {int(row[0]): float(row[7]) for row in rows}
+
+    def measured(self, processes: int) -> float:
+        """Milliseconds of a step."""
+        where = self._on_hosts() if self.hosts is not None else ["-n", str(processes)]
+        out = self._ktrainer("run", *where, "--threads=1", str(self._script), *self._words)
+        return float(out.partition("median")[2])
+
+    @property
+    def _script(self) -> Path:
+        path = self.folder / "train.py"
+        path.write_text(SCRIPT)
+        return path
+
+    @property
+    def _words(self) -> list[str]:
+        return [*map(str, self.case.model), *self.case.words, f"run.dir={self.folder}/run"]
+
+    def _on_hosts(self) -> list[str]:
+        assert self.hosts is not None
+        names = ",".join(f"{name}:{self.case.per_host}" for name in self.hosts.names)
+        return ["--hosts", names, "--rsh", str(self.hosts.network_agent)]
+
+    def _ktrainer(self, *words: str) -> str:
+        command = (sys.executable, "-m", "ktrainer.cli.main", *words)
+        if self.hosts is not None:
+            env = {"PYTHONPATH": str(ROOT)} | (TWO_CONNECTIONS if self.case.given else {})
+            done = self.hosts.run(0, *command, env=env, cwd=self.folder, timeout=300)
+        else:
+            done = subprocess.run(
+                command, capture_output=True, text=True, cwd=self.folder, check=False
+            )
+        if done.returncode:
+            sys.exit(f"{' '.join(words)} failed:\n{done.stdout}\n{done.stderr}")
+        return done.stdout
+
+
+def compare(case: Case, rounds: int) -> dict[int, tuple[list[float], list[float]]]:
+    """Predicted and measured times of all rounds, by the number of processes."""
+    found = defaultdict[int, tuple[list[float], list[float]]](lambda: ([], []))
+    with tempfile.TemporaryDirectory() as name:
+        programs = Programs(case, Path(name))
+        try:
+            for _ in range(rounds):
+                predicted = programs.predicted()
+                for processes in case.worlds:
+                    found[processes][0].append(predicted[processes])
+                    found[processes][1].append(programs.measured(processes))
+        finally:
+            programs.close()
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare, and print a line for each case and number of processes."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
+    args = parser.parse_args(argv)
+    print("case       processes  measured ms  predicted ms  predicted / measured  (of each round)")
+    for name in args.cases:
+        case = CASES[name]
+        if case.per_host and (reason := why_no_hosts()) is not None:
+            print(f"{name:10} {reason}")
+            continue
+        for processes, (predicted, measured) in compare(case, args.rounds).items():
+            each = " ".join(f"{p / m:.2f}" for p, m in zip(predicted, measured, strict=True))
+            ratio = median(predicted) / median(measured)
+            print(
+                f"{name:10} {processes:9} {median(measured):12.2f} {median(predicted):13.2f} "
+                f"{ratio:21.2f}  ({each})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

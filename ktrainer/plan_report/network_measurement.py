@@ -1,0 +1,86 @@
+"""Latency and bandwidth between ranks, measured with the messages that sum gradients."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from ktrainer.distributed.host_groups import host_name
+from ktrainer.distributed.sum_in_place import PIECE_BYTES, add_up, exchange, sum_in_place
+from ktrainer.plan.communication_cost import Link, Network
+
+if TYPE_CHECKING:
+    from ktrainer.distributed.mpi_communicator import MpiComm
+    from ktrainer.distributed.mpi_world import MpiWorld
+    from ktrainer.distributed.world import World
+
+_EXCHANGES = 40
+_MESSAGES = 16
+_ARRAY_BYTES = 8 * PIECE_BYTES  # more than a cache holds, as gradients are
+
+
+def measure_network(world: World, between: Link | None) -> Network:
+    """The network, between two ranks of a host and two of different hosts; all ranks call it.
+
+    Args:
+        between: in place of what would be measured; None: there must be several hosts, or it does
+            not matter.
+    """
+    hosts = world.allgather(host_name(), "host of each rank")
+    here = [rank for rank in range(world.size) if hosts[rank] == hosts[0]]
+    others = [rank for rank in range(world.size) if hosts[rank] != hosts[0]]
+    within, post, add = _pair(world, here[:2]) if len(here) > 1 else (Link(0.0, 0.0), 0.0, 0.0)
+    if others:
+        measured, post_between, add_between = _pair(world, [0, others[0]])
+        between = between or measured
+        post, add = post or post_between, add or add_between
+    return Network(within, between or Link(0.0, 0.0), post, add)
+
+
+def _pair(world: World, ranks: Sequence[int]) -> tuple[Link, float, float]:
+    """The link between two ranks, and the seconds to post a message and to add a byte."""
+    mine = ranks if world.rank in ranks else [world.rank]
+    group = cast("MpiWorld", world).group(mine, "two ranks that measure their link")
+    found = _measure_pair(group) if world.rank in ranks else None
+    group.close()
+    link: tuple[Link, float, float] = world.broadcast(found, ranks[0], "measured link")
+    return link
+
+
+def _measure_pair(group: MpiComm) -> tuple[Link, float, float]:
+    comm, other = group.comm, 1 - group.rank
+    array = np.ones(_ARRAY_BYTES // 4, np.float32)
+    parts = [array[k : k + PIECE_BYTES // 4] for k in range(0, array.size, PIECE_BYTES // 4)]
+    half = PIECE_BYTES // 8  # the segment of each of two ranks
+
+    def small(count: int) -> float:
+        messages = [(other, np.zeros(1), np.zeros(1)) for _ in range(count)]
+        return _median(lambda: exchange(group, comm, messages, "small messages"))
+
+    one = small(1)
+    post = max(0.0, (small(_MESSAGES) - one) / (2 * (_MESSAGES - 1)))
+    latency = max(0.0, one - 2 * post)
+    places = itertools.cycle(parts)
+    whole = _median(lambda: sum_in_place(group, comm, next(places), "large arrays"))
+
+    def add() -> None:
+        part = next(places)
+        add_up(part[:half], [part[:half], part[half:]])
+
+    adding = _median(add) / (4 * half)
+    per_byte = (whole - 2 * one - 4 * half * adding) / PIECE_BYTES
+    return Link(latency, max(0.0, per_byte)), post, adding
+
+
+def _median(call: Callable[[], Any]) -> float:
+    taken = []
+    for _ in range(_EXCHANGES):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[_EXCHANGES // 4 :])

@@ -1,0 +1,301 @@
+"""Step time on other numbers of processes, from what steps of one process were measured to take.
+
+    data_parallel   step of one process, on its part of a batch      measured
+                    its collectives, each from when it starts        all_reduce of `Network`
+    pipeline        actions of each stage, and the update            measured
+                    the bubble                                       `make_timeline`
+                    the update's all-reduce over replicas            all_reduce of `Network`
+
+Waits for the network overlap with the rest of a step as they do in it: a bucket of gradients is
+sent once its last gradient is there and the bucket before has arrived. Copies between ranks of a
+host overlap with nothing, since the cores make them. Processes that share cores take as many times
+longer as the fullest core has processes: an operating system seldom moves one within a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ktrainer.backends.pipeline.schedules.actions import Schedule
+from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
+from ktrainer.distributed.rank_layout import Layout
+from ktrainer.plan.communication_cost import Cost, Engine, Group, Link, Network
+
+_VOTE_BYTES = 16.0  # of the message, at the end of each step, on whether to stop
+_LOGS_MESSAGES = 2  # of a pipeline's last stage to the others: a size, and the logs
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a step, as one process alone ran it.
+
+    Attributes:
+        kind: "reduce" of gradients; "gather" of sparse ones; "sum" of numbers in the forward pass,
+            which waits for it.
+        at: seconds after the step began.
+        seconds: that it took alone: to weigh gradients and pack small ones.
+        pieces: bytes of each array that is sent.
+        halves: they are sent as 16-bit floats.
+    """
+
+    kind: Literal["reduce", "gather", "sum"]
+    at: float
+    seconds: float
+    pieces: tuple[float, ...]
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of one process.
+
+    Attributes:
+        batch: its rows.
+        examples: rows of all processes.
+        seconds: the step's.
+        input: seconds of waiting for a batch.
+        collectives: in order.
+    """
+
+    batch: float
+    examples: float
+    seconds: float
+    input: float
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """The stages of a pipeline, all of which one process ran for a batch of one replica.
+
+    Attributes:
+        step: of all stages; its collectives sum gradients over replicas.
+        forward, backward: seconds for a microbatch, by stage.
+        parts: of all parameters, by stage; they add up to 1.
+        crossing: bytes of a microbatch over the cut behind each stage but the last.
+    """
+
+    step: MeasuredStep
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    parts: tuple[float, ...]
+    crossing: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts that are planned for.
+
+    Attributes:
+        per_host: the most processes on one.
+        cores: of one.
+        threads: of a process.
+    """
+
+    per_host: int
+    cores: int
+    threads: int
+
+    def crowding(self, on_host: int) -> int:
+        """Processes on the fullest place for one."""
+        return math.ceil(on_host / max(1, self.cores // self.threads))
+
+    def network(self, given: Network, on_host: int) -> Network:
+        """The network of so many processes on a host, which share its cores to copy and add."""
+        crowding = max(1.0, on_host / self.cores)
+        return Network(given.within, given.between, given.post, given.add, crowding)
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of several processes; its parts are in seconds and add up to it."""
+
+    processes: int
+    hosts: int
+    batch: float
+    examples: float
+    compute: float
+    all_reduce: float
+    bubble: float
+    input: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.all_reduce + self.bubble + self.input
+
+    @property
+    def examples_per_second(self) -> float:
+        return self.examples / self.seconds
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How gradients are summed.
+
+    Attributes:
+        network: between the ranks.
+        engine: that sums.
+        by_host: within each host first, where that saves traffic.
+    """
+
+    network: Network
+    engine: Engine = "mpi"
+    by_host: bool = True
+
+    def cost(self, each: Collective, group: Group, network: Network) -> Cost:
+        """Cost of a collective among `group`."""
+        total = Cost()
+        for nbytes in each.pieces:
+            if each.kind == "gather":
+                total += network.all_gather(group, nbytes)
+            elif each.kind == "sum":
+                total += network.tree(group, nbytes)
+            else:
+                total += network.all_reduce(
+                    group, nbytes, self.engine, by_host=self.by_host, halves=each.halves
+                )
+        return total
+
+
+def predict(
+    step: MeasuredStep, processes: int, hosts: Hosts, communication: Communication
+) -> PredictedStep:
+    """A data-parallel step of so many processes."""
+    group = Group.of(range(processes), hosts.per_host)
+    network = hosts.network(communication.network, group.fullest)
+    crowding = hosts.crowding(group.fullest)
+    compute = step.seconds * crowding
+    ended = with_collectives(
+        compute,
+        [_slower(each, crowding) for each in step.collectives],
+        lambda each: communication.cost(each, group, network),
+    )
+    vote = network.tree(group, _VOTE_BYTES).seconds if processes > 1 else 0.0
+    added = ended - compute + vote
+    return PredictedStep(
+        processes,
+        group.hosts,
+        step.batch,
+        step.examples,
+        compute,
+        added,
+        0.0,
+        # Batches are made ahead, in the time of the all-reduce too.
+        max(0.0, step.input * crowding - added),
+    )
+
+
+def _slower(each: Collective, factor: float) -> Collective:
+    return Collective(each.kind, each.at * factor, each.seconds * factor, each.pieces, each.halves)
+
+
+def with_collectives(
+    seconds: float, collectives: Sequence[Collective], cost_of: Callable[[Collective], Cost]
+) -> float:
+    """When a step ends that took `seconds` with collectives that cost nothing.
+
+    They run one after another. The step continues while one of gradients waits for the network;
+    after the last, all that had followed it follows it still.
+    """
+    delay = end = after = 0.0
+    for each in collectives:
+        cost = cost_of(each)
+        end = max(each.at + delay, end) + each.seconds + cost.seconds
+        delay += cost.processor
+        if each.kind == "sum":
+            delay = max(delay, end - each.at - each.seconds)
+        after = seconds - each.at - each.seconds
+    return max(seconds + delay, end + after)
+
+
+def predict_pipeline(
+    measured: MeasuredStages,
+    layout: Layout,
+    schedule: Schedule,
+    hosts: Hosts,
+    communication: Communication,
+) -> PredictedStep:
+    """A step of a pipeline, of `layout.replicas` replicas."""
+    step, per_host = measured.step, hosts.per_host
+    everyone = Group.of(range(layout.size), per_host)
+    network = hosts.network(communication.network, everyone.fullest)
+    transfers = [
+        _link(layout, stage, per_host, network).message(nbytes)
+        for stage, nbytes in enumerate(measured.crossing)
+    ]
+    costs = Costs.of(
+        schedule.stages,
+        forward=measured.forward,
+        backward=measured.backward,
+        activation=transfers,
+    )
+    timeline = make_timeline(schedule, costs)
+    # The processes of a host cannot do more at a time than it has cores for.
+    most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
+    makespan = max(timeline.makespan, most / max(1, hosts.cores // hosts.threads))
+    parts = [sum(measured.parts[p :: schedule.ranks]) for p in range(schedule.ranks)]
+    actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
+    crowding = hosts.crowding(everyone.fullest)
+    update = max(0.0, step.seconds - actions) * max(parts) * crowding
+    stages = Group.of(layout.model_ranks(0), per_host)
+    logs = _LOGS_MESSAGES * network.tree(stages, 0.0).seconds / 2 if stages.ranks > 1 else 0.0
+    vote = network.tree(everyone, _VOTE_BYTES).seconds if everyone.ranks > 1 else 0.0
+    reduced = _over_replicas(measured, layout, parts, per_host, network, communication)
+    compute = max(timeline.busy) + update
+    bubble = max(0.0, makespan + update - compute) + logs
+    added = reduced + vote
+    return PredictedStep(
+        layout.size,
+        everyone.hosts,
+        step.batch,
+        step.examples,
+        compute,
+        added,
+        bubble,
+        max(0.0, step.input - added - bubble),
+    )
+
+
+def _link(layout: Layout, stage: int, per_host: int, network: Network) -> Link:
+    """What carries activations of a stage to the next one, in the replica that has it worst."""
+    pair = (stage % layout.partitions, (stage + 1) % layout.partitions)
+    for replica in range(layout.replicas):
+        first, second = (layout.rank_of(partition, replica) // per_host for partition in pair)
+        if first != second:
+            return network.between
+    return network.within
+
+
+def _partitions_by_host(layout: Layout, per_host: int) -> list[list[int]]:
+    """The partitions of the ranks of each host."""
+    ranks = range(layout.size)
+    return [
+        [layout.partition_of(rank) for rank in ranks[first : first + per_host]]
+        for first in range(0, layout.size, per_host)
+    ]
+
+
+def _over_replicas(
+    measured: MeasuredStages,
+    layout: Layout,
+    parts: Sequence[float],
+    per_host: int,
+    network: Network,
+    communication: Communication,
+) -> float:
+    """Seconds to sum the gradients of the largest partition over replicas.
+
+    All partitions do at the same time; those of a host share its link.
+    """
+    if layout.replicas == 1:
+        return 0.0
+    largest = max(range(layout.partitions), key=lambda partition: parts[partition])
+    group = Group.of(layout.copy_ranks(largest), per_host)
+    sharing = max(len(set(at)) for at in _partitions_by_host(layout, per_host))
+    total = Cost()
+    for each in measured.step.collectives:
+        total += communication.cost(each, group, network)
+    return (total.processor + total.network * sharing) * parts[largest]

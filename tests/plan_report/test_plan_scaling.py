@@ -1,0 +1,107 @@
+"""`ktrainer plan --world`: its table, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ktrainer.cli import main
+from ktrainer.cli.plan_scaling import parse_bandwidth, parse_latency, parse_worlds
+from tests.plan_report.scripts import PIPELINE, SCRIPT
+from tests.processes import ktrainer
+
+COLUMNS = "world hosts batch compute all-reduce bubble input step examples/s speed-up efficiency"
+NETWORK = ["--per-host=1", "--threads=1", "--latency=100ms", "--bandwidth=1MB"]
+
+
+def rows(out: str) -> list[dict[str, float]]:
+    """The table, by the names of its columns."""
+    found = [
+        line.rstrip("%").split() for line in out.splitlines() if re.match(r" +\d+ +\d+ ", line)
+    ]
+    return [dict(zip(COLUMNS.split(), map(float, row), strict=True)) for row in found]
+
+
+@pytest.mark.slow
+def test_data_parallel_steps(script):
+    done = ktrainer("plan", "--world", "4", script, *NETWORK, "backend=data_parallel")
+    assert done.returncode == 0, done.stderr
+    assert "(strong scaling)" in done.stdout
+    assert "network   1e+05 us, 1.0 MB/s, as given" in done.stdout
+    assert "trained" not in done.stdout
+    table = rows(done.stdout)
+    assert [(row["world"], row["hosts"], row["batch"]) for row in table] == [
+        (1, 1, 32),
+        (2, 2, 16),
+        (4, 4, 8),
+    ]
+    for row in table:
+        parts = sum(row[name] for name in ("compute", "all-reduce", "bubble", "input"))
+        assert parts == pytest.approx(row["step"], abs=0.03)
+        assert row["examples/s"] == pytest.approx(32e3 / row["step"], rel=0.05)
+    assert table[0]["all-reduce"] == 0
+    for row, rounds in zip(table[1:], (1, 2), strict=True):
+        ranks, nbytes = row["world"], 4 * 2176  # of float32, in one piece
+        reduced = 2 * 100 + 2 * (ranks - 1) / ranks * nbytes / 1000
+        vote = 2 * rounds * (100 + 16 / 1000)
+        # The rest are copies, of microseconds.
+        assert row["all-reduce"] == pytest.approx(reduced + vote, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_steps_of_a_replicated_pipeline(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    words = [*PIPELINE, "data.batch=per_worker"]
+    done = ktrainer("plan", path, *words, "--world=2,4", "--per-host=2", *NETWORK[1:])
+    assert done.returncode == 0, done.stderr
+    assert "(weak scaling)" in done.stdout
+    assert "2 partitions x 2 replicas (cluster)" in done.stdout
+    two, four = rows(done.stdout)
+    assert (two["world"], two["batch"], two["hosts"]) == (2, 32, 1)
+    assert (four["world"], four["batch"], four["hosts"]) == (4, 32, 2)
+    assert two["bubble"] > 0
+    # Each partition has half of the gradients, and both share the link: all of them at once.
+    reduced = 2 * 2 * 100 / 2 + 4 * 2176 / 1000
+    assert four["all-reduce"] == pytest.approx(reduced + 2 * (100 + 16 / 1000), rel=0.02)
+    assert two["all-reduce"] < 10
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--world", "0"], "for 1 to 1024 processes, not for 0"),
+        (["--world", "2000"], "for 1 to 1024 processes, not for 2000"),
+        (["--world", "four"], "'four' is no number of processes: write --world 64"),
+        (["--world", "1,,2"], "is no number of processes"),
+        (["--world", "4", "--per-host", "0"], "--per-host: '0' is no whole number from 1"),
+        (["--world", "64", "--per-host", "2"], "32 hosts, and the network .* is not known"),
+        (["--world", "64", "--latency", "50us"], "describe the network together: give both"),
+        (["--world", "2", "--latency", "50"], "'50' is no time: .* such as 50us"),
+        (["--world", "2", "--bandwidth", "10Gbt"], "'10Gbt' is no rate: .* such as 10Gbit"),
+        (["--world", "2", "-n", "2"], "leave out -n and --picture"),
+        (["--cores", "2"], "--cores is for predicted step times: add --world"),
+        (["--world", "2", "backend=local", "--per-host=2"], "local is one process"),
+        (["--world", "3", "--per-host=3", *PIPELINE], "3 processes are no multiple of 2"),
+        (["--world", "2", "--per-host=2", "--hosts", "a:0"], "no host with a number"),
+    ],
+)
+def test_what_it_refuses(script, words, says, capsys):
+    assert main.main(["plan", script, *words]) == 2
+    assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_configuration_has_no_steps(config, capsys):
+    assert main.main(["plan", config, "--world", "2"]) == 2
+    assert "which takes a script (.py)" in capsys.readouterr().err
+
+
+def test_units():
+    assert parse_worlds("8") == (8,)
+    assert parse_worlds("4, 1,2,2") == (1, 2, 4)
+    assert parse_latency("50us") == pytest.approx(50e-6)
+    assert parse_latency("1.5 ms") == pytest.approx(1.5e-3)
+    assert parse_bandwidth("10Gbit") == pytest.approx(1.25e9)
+    assert parse_bandwidth("1.25GB") == pytest.approx(1.25e9)
+    assert parse_bandwidth("800kbit/s") == pytest.approx(1e5)
