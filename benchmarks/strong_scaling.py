@@ -137,7 +137,7 @@ class Programs:
             options += [f"--per-host={max(case.worlds)}"]
         out = self._ktrainer("plan", *options, str(self._script), *self._words)
         rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ +\d+ +[\d.]+ ", line)]
-        return {int(row[0]): float(row[7]) for row in rows}
+        return {int(row[0]): float(row[8]) for row in rows}
 
     def measured(self, processes: int) -> float:
         """Milliseconds of a step."""

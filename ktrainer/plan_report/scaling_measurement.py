@@ -146,7 +146,8 @@ def measure_step(
             if close is not None:
                 close()
     every = [each for each in world.allgather(found, "measured steps") if each is not None]
-    return sorted(every, key=lambda each: each.seconds)[(len(every) - 1) // 2]
+    middle = sorted(every, key=lambda each: each.seconds)[(len(every) - 1) // 2]
+    return replace(middle, slowdowns=sum((each.slowdowns for each in every), ()))
 
 
 def _barrier(world: World) -> None:
@@ -197,6 +198,7 @@ def _measure(
         seconds,
         statistics.median(waits),
         collectives,
+        tuple(each / seconds for each, _ in taken),
     )
 
 

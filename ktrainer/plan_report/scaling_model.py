@@ -1,6 +1,7 @@
 """Step time on other numbers of processes, from what steps of one process were measured to take.
 
     data_parallel   step of one process, on its part of a batch      measured
+                    the slowest of all                               by the spread of its steps
                     its collectives, each from when it starts        all_reduce of `Network`
     pipeline        actions of each stage, and the update            measured
                     the bubble                                       `make_timeline`
@@ -58,6 +59,7 @@ class MeasuredStep:
         seconds: the step's.
         input: seconds of waiting for a batch.
         collectives: in order.
+        slowdowns: of each step that was timed, of all processes that did: times of `seconds`.
     """
 
     batch: float
@@ -65,6 +67,14 @@ class MeasuredStep:
     seconds: float
     input: float
     collectives: tuple[Collective, ...] = ()
+    slowdowns: tuple[float, ...] = (1.0,)
+
+    def slowest_of(self, processes: int) -> float:
+        """The median slowdown of the slowest of so many processes, each of which is as slow in one
+        step as in another: what all wait for."""
+        ordered = sorted(self.slowdowns)
+        place = math.ceil(0.5 ** (1 / processes) * len(ordered)) - 1
+        return max(1.0, ordered[min(place, len(ordered) - 1)])
 
 
 @dataclass(frozen=True)
@@ -118,13 +128,15 @@ class PredictedStep:
     batch: float
     examples: float
     compute: float
+    stragglers: float
     all_reduce: float
     bubble: float
     input: float
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.all_reduce + self.bubble + self.input
+        parts = (self.compute, self.stragglers, self.all_reduce, self.bubble, self.input)
+        return sum(parts)
 
     @property
     def examples_per_second(self) -> float:
@@ -175,16 +187,18 @@ def predict(
     )
     vote = network.tree(group, _VOTE_BYTES).seconds if processes > 1 else 0.0
     added = ended - compute + vote
+    stragglers = compute * (step.slowest_of(processes) - 1)
     return PredictedStep(
         processes,
         group.hosts,
         step.batch,
         step.examples,
         compute,
+        stragglers,
         added,
         0.0,
         # Batches are made ahead, in the time of the all-reduce too.
-        max(0.0, step.input * crowding - added),
+        max(0.0, step.input * crowding - added - stragglers),
     )
 
 
@@ -247,15 +261,17 @@ def predict_pipeline(
     compute = max(timeline.busy) + update
     bubble = max(0.0, makespan + update - compute) + logs
     added = reduced + vote
+    stragglers = (compute + bubble) * (step.slowest_of(layout.replicas) - 1)
     return PredictedStep(
         layout.size,
         everyone.hosts,
         step.batch,
         step.examples,
         compute,
+        stragglers,
         added,
         bubble,
-        max(0.0, step.input - added - bubble),
+        max(0.0, step.input - stragglers - added - bubble),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
@@ -96,6 +98,16 @@ def test_the_input_is_made_during_the_all_reduce():
     assert found.seconds == pytest.approx(0.014)
     assert found.examples_per_second == pytest.approx(256 / 0.014)
     assert predict(step(input=0.001, nbytes=1000.0), 2, hosts, SLOW).input == 0
+
+
+def test_all_wait_for_the_slowest():
+    slow = replace(step(), slowdowns=(1.0, 0.9, 1.0, 1.1, 1.4, 1.0, 1.0, 1.2, 1.0, 0.9))
+    # Half of all steps have none of two above the 71st percentile, of 8 above the 92nd.
+    for processes, slowdown in ((1, 1.0), (2, 1.1), (4, 1.2), (8, 1.4), (1024, 1.4)):
+        assert slow.slowest_of(processes) == slowdown
+        found = predict(slow, processes, Hosts(1, 1, 1), FREE)
+        assert found.stragglers == pytest.approx(0.01 * (slowdown - 1))
+        assert found.seconds == pytest.approx(0.01 * slowdown)
 
 
 def stages(partitions, nbytes=0.0):
