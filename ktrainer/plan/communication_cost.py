@@ -4,12 +4,14 @@ A message of n bytes takes `latency + n * per_byte` (Hockney 1994). For p ranks,
 and the time `add` to sum a byte, with L, b for latency and time a byte of the slowest link:
 
     exchange   2 L + 4 (p - 1) posts + 2 (p - 1)/p n b + (p - 1)/p n add     the engine `mpi`
+    memory     2 L                   + (2 p - 1)/p n b + (p - 1)/p n add     the same, on one host
     ring       2 (p - 1) L           + 2 (p - 1)/p n b + (p - 1)/p n add     Horovod and NCCL
     tree       2 log2(p) L           + 2 log2(p) n b   + log2(p) n add       Open MPI, in place
 
 The last two are those of Thakur, Rabenseifner and Gropp (2005). `exchange` is `sum_in_place`, which
-sums a piece at a time, each rank a segment of it. Ranks of one host share its link to the others;
-with several ranks on several hosts, `mpi` sums within each host first (`host_groups`).
+sums a piece at a time, each rank a segment of it; `memory` is `shared_memory`, with the time of a
+barrier for L and that to copy a byte for b. Ranks of one host share its link to the others; with
+several ranks on several hosts, `mpi` sums within each host first (`host_groups`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-MOST_EXCHANGING = 64  # ranks; `ktrainer.distributed.sum_in_place` lets more use MPI's all-reduce
+MOST_EXCHANGING = 64  # ranks, as in `ktrainer.distributed.sum_in_place`; more use MPI's all-reduce
 _SMALL = 65_536  # bytes; Open MPI divides longer arrays into fragments
 _REDUCE_FRAGMENT = 8_192
 _FEW_RANKS = 4  # that Open MPI treats as a chain, or serves one by one
@@ -104,8 +106,9 @@ class Network:
     """What ranks communicate over.
 
     Attributes:
-        within: a host's memory, between two of its ranks.
+        within: messages between two ranks of a host.
         between: the network, between two hosts. A host has one link to it, for all of its ranks.
+        memory: that ranks of a host share: a barrier, and to copy a byte to it or from it.
         post: seconds to start and complete one more message.
         add: seconds to sum a byte.
         crowding: ranks that share a core; 1 where each has its own.
@@ -113,6 +116,7 @@ class Network:
 
     within: Link
     between: Link
+    memory: Link = Link(0.0, 0.0)
     post: float = 0.0
     add: float = 0.0
     crowding: float = 1.0
@@ -142,7 +146,17 @@ class Network:
     def _among(self, group: Group, nbytes: float, halves: bool) -> Cost:
         if group.ranks > MOST_EXCHANGING and not halves:
             return self.tree(group, nbytes)
+        if group.hosts == 1:
+            return self.through_memory(group, nbytes)
         return self.exchange(group, nbytes)
+
+    def through_memory(self, group: Group, nbytes: float) -> Cost:
+        """Sum an array as `shared_memory` does: each rank writes what others add up, adds up and
+        writes its own segment, and reads the others' sums."""
+        segment = nbytes / group.ranks
+        copies = (2 * group.ranks - 1) * segment * self.memory.per_byte
+        adding = (group.ranks - 1) * segment * self.add
+        return Cost((2 * self.memory.latency + copies + adding) * self.crowding)
 
     def exchange(self, group: Group, nbytes: float) -> Cost:
         """Sum an array as `sum_in_place` does: each rank sums the segments that all others send it,

@@ -1,4 +1,4 @@
-"""Latency and bandwidth between ranks, measured with the messages that sum gradients."""
+"""Latency and bandwidth between ranks, measured with what sums gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ktrainer.distributed.host_groups import host_name
+from ktrainer.distributed.shared_memory import open_shared_memory
 from ktrainer.distributed.sum_in_place import PIECE_BYTES, add_up, exchange, sum_in_place
 from ktrainer.plan.communication_cost import Link, Network
 
@@ -34,25 +36,44 @@ def measure_network(world: World, between: Link | None) -> Network:
     hosts = world.allgather(host_name(), "host of each rank")
     here = [rank for rank in range(world.size) if hosts[rank] == hosts[0]]
     others = [rank for rank in range(world.size) if hosts[rank] != hosts[0]]
-    within, post, add = _pair(world, here[:2]) if len(here) > 1 else (Link(0.0, 0.0), 0.0, 0.0)
-    if others:
-        measured, post_between, add_between = _pair(world, [0, others[0]])
-        between = between or measured
-        post, add = post or post_between, add or add_between
-    return Network(within, between or Link(0.0, 0.0), post, add)
+    near = _pair(world, here[:2]) if len(here) > 1 else None
+    far = _pair(world, [0, others[0]]) if others else None
+    none = Link(0.0, 0.0)
+    return Network(
+        near.link if near else none,
+        between or (far.link if far else none),
+        near.memory if near else none,
+        *((each.post, each.add) if (each := near or far) else (0.0, 0.0)),
+    )
 
 
-def _pair(world: World, ranks: Sequence[int]) -> tuple[Link, float, float]:
-    """The link between two ranks, and the seconds to post a message and to add a byte."""
+@dataclass(frozen=True)
+class _Pair:
+    """Two ranks that communicate.
+
+    Attributes:
+        link: of their messages.
+        memory: that they share; messages where they share none.
+        post: seconds to start and complete one more message.
+        add: seconds to sum a byte.
+    """
+
+    link: Link
+    memory: Link
+    post: float
+    add: float
+
+
+def _pair(world: World, ranks: Sequence[int]) -> _Pair:
     mine = ranks if world.rank in ranks else [world.rank]
     group = cast("MpiWorld", world).group(mine, "two ranks that measure their link")
     found = _measure_pair(group) if world.rank in ranks else None
     group.close()
-    link: tuple[Link, float, float] = world.broadcast(found, ranks[0], "measured link")
-    return link
+    pair: _Pair = world.broadcast(found, ranks[0], "measured link")
+    return pair
 
 
-def _measure_pair(group: MpiComm) -> tuple[Link, float, float]:
+def _measure_pair(group: MpiComm) -> _Pair:
     comm, other = group.comm, 1 - group.rank
     array = np.ones(_ARRAY_BYTES // 4, np.float32)
     parts = [array[k : k + PIECE_BYTES // 4] for k in range(0, array.size, PIECE_BYTES // 4)]
@@ -74,7 +95,14 @@ def _measure_pair(group: MpiComm) -> tuple[Link, float, float]:
 
     adding = _median(add) / (4 * half)
     per_byte = (whole - 2 * one - 4 * half * adding) / PIECE_BYTES
-    return Link(latency, max(0.0, per_byte)), post, adding
+    link = Link(latency, max(0.0, per_byte))
+    shared = open_shared_memory(group, comm)
+    if shared is None:
+        return _Pair(link, link, post, adding)
+    barrier = _median(group.barrier)
+    through = _median(lambda: shared.sum_in_place(next(places), "large arrays"))
+    copying = (through - 2 * barrier - 4 * half * adding) / (1.5 * PIECE_BYTES)
+    return _Pair(link, Link(barrier, max(0.0, copying)), post, adding)
 
 
 def _median(call: Callable[[], Any]) -> float:

@@ -66,28 +66,24 @@ class RecordingGradients(MpiGradients):
         at = max(0.0, start - self._began)
         self.recorded.append(Collective(kind, at, now - start, tuple(sizes), halves))
 
-    def _sum_in_place(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         start = time.perf_counter()
-        found = super()._sum_in_place(weight, *arrays)
-        self._note("reduce", start, [sum(v.nbytes for v in views) for views in pieces(found)])
+        found = super().sum_bucket(weight, *arrays)
+        sizes = [float(sum(map(self._sent_bytes, views))) for views in pieces(found)]
+        halves = any(self._wire_of(array.dtype) is not None for array in found)
+        self._note("reduce", start, sizes, halves)
         return found
 
-    def _reduce_halves(
-        self, wire: np.dtype, weight: np.ndarray, *parts: np.ndarray
-    ) -> list[np.ndarray]:
-        start = time.perf_counter()
-        found = super()._reduce_halves(wire, weight, *parts)
-        self._note("reduce", start, [wire.itemsize * sum(p.size for p in parts)], halves=True)
-        return found
+    def _sent_bytes(self, array: np.ndarray) -> int:
+        wire = self._wire_of(array.dtype)
+        return array.nbytes if wire is None else array.size * wire.itemsize
 
     def gather_slices(
         self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         start = time.perf_counter()
         found = super().gather_slices(weight, values, indices)
-        narrow = self._wire_of(values.dtype)
-        sent = values.size * (values.itemsize if narrow is None else narrow.itemsize)
-        self._note("gather", start, [8.0, float(sent), float(indices.nbytes)])
+        self._note("gather", start, [8.0, float(self._sent_bytes(values)), float(indices.nbytes)])
         return found
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:

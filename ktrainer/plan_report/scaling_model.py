@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ktrainer.backends.pipeline.schedules.actions import Schedule
@@ -116,7 +116,7 @@ class Hosts:
     def network(self, given: Network, on_host: int) -> Network:
         """The network of so many processes on a host, which share its cores to copy and add."""
         crowding = max(1.0, on_host / self.cores)
-        return Network(given.within, given.between, given.post, given.add, crowding)
+        return replace(given, crowding=crowding)
 
 
 @dataclass(frozen=True)
