@@ -125,6 +125,18 @@ def test_each_engine_sums_as_it_does():
     assert small == NETWORK.tree(many, 8.0)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_ranks_of_one_host_sum_through_its_memory(ranks):
+    network = Network(WITHIN, BETWEEN, Link(1e-6, 5e-11), add=ADD)
+    part, group, seconds = NBYTES / ranks, Group.of(range(ranks), ranks), 0.0
+    for owner in range(ranks):  # the segments, as rank 0 sees them
+        written_or_read = 1 if owner == 0 else 2  # its own sum; others' addends and sums
+        seconds += part * (written_or_read * 5e-11 + (0 if owner == 0 else ADD))
+    found = network.all_reduce(group, NBYTES, by_host=True, halves=False)
+    assert found.seconds == pytest.approx(seconds + 2e-6, rel=1e-12)
+    assert found.network == 0.0
+
+
 def test_processes_that_share_cores_copy_and_add_more_slowly():
     crowded = Network(WITHIN, BETWEEN, add=ADD, crowding=1.5)
     for group in (Group.of(range(4), 4), Group.of(range(4), 2), Group.of(range(4), 1)):
