@@ -17,9 +17,12 @@ modelparallel/ models in stages in custom loops, as in SageMaker's library
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.runtime.garbage_collection import paused_collection
 from ktrainer.runtime.tensorflow_logging import quiet_tensorflow
 
 __version__ = "0.1.0"
@@ -102,7 +105,9 @@ quiet_tensorflow()
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ktrainer' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    imported = _WHERE[name] in sys.modules
+    with nullcontext() if imported else paused_collection():
+        return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -17,12 +17,30 @@ listening_sockets.py    keeps sockets of libraries on loopback, or on one interf
 
 from __future__ import annotations
 
-from ktrainer.distributed.world import ReduceOp, SingleWorld, World
-from ktrainer.distributed.world_factory import (
-    barrier,
-    current_world,
-    is_open,
-    open_world,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ktrainer.distributed.world import ReduceOp, SingleWorld, World
+    from ktrainer.distributed.world_factory import (
+        barrier,
+        current_world,
+        is_open,
+        open_world,
+    )
+
+_WHERE = {
+    **dict.fromkeys(("ReduceOp", "SingleWorld", "World"), "ktrainer.distributed.world"),
+    **dict.fromkeys(
+        ("barrier", "current_world", "is_open", "open_world"), "ktrainer.distributed.world_factory"
+    ),
+}
 
 __all__ = ["ReduceOp", "SingleWorld", "World", "barrier", "current_world", "is_open", "open_world"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import it when it is first used: the launcher needs other modules, and no NumPy."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_WHERE[name]), name)

@@ -45,6 +45,7 @@ FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
 JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
+NETWORK_POLL_SECONDS = 1.0  # how often, once some were found: it costs milliseconds
 _CHUNK = 1 << 16
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
@@ -96,6 +97,7 @@ class RankGroup:
         self._others_until = 0.0  # when the last rank had not ended that others could have joined
         self._listen: str | None = None
         self._narrowed = False
+        self._narrow_next = 0.0  # when to look for mpirun's sockets
         self.end = GroupEnd()
 
     def run(
@@ -189,7 +191,7 @@ class RankGroup:
             # Until mpirun's sockets have been found, look often: that is how long they are open.
             self._read(POLL_SECONDS if self._narrowed or self._listen is None else HASTE_SECONDS)
             now = time.monotonic()
-            if self._listen is not None and now - began < NETWORK_SECONDS:
+            if self._listen is not None and self._narrow_next <= now < began + NETWORK_SECONDS:
                 self._keep_on_interface()
             if self._timeout is not None and now - began > self._timeout:
                 self.end.stopped_by = "timeout"
@@ -353,6 +355,8 @@ class RankGroup:
         assert self._listen is not None
         try:
             self._narrowed |= narrow_listeners(self._process.pid, self._listen)
+            if self._narrowed:
+                self._narrow_next = time.monotonic() + NETWORK_POLL_SECONDS
         except psutil.NoSuchProcess:
             return
         except OSError as error:

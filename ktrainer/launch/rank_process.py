@@ -23,7 +23,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ktrainer.config.command_line import launcher_words
-from ktrainer.distributed import launcher_events, restart_records
+from ktrainer.distributed import launcher_events
 from ktrainer.launch.group_state import STACK_SIGNAL
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import (
@@ -189,8 +189,7 @@ def _run(
         bootstrap.watch(rank, options.ranks)
         if verifies:
             seed_everything()
-    if restart_records.RECORDS in os.environ:
-        bootstrap.before_import(report)
+    bootstrap.before_import(report)
     module = ModuleType("__main__")
     module.__file__ = script
     module.__dict__["__builtins__"] = builtins

