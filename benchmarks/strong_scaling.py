@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -196,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
     print("case       processes  measured ms  predicted ms  predicted / measured  (of each round)")
     for name in args.cases:
         case = CASES[name]
