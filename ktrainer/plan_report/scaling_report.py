@@ -117,7 +117,9 @@ def _predictions(
     recorder = RecordingGradients(
         alone(context.world),
         getattr(backend, "bucket_mb", 25.0),
-        getattr(backend, "compression", "none"),
+        backend.wire
+        if isinstance(backend, DataParallelConfig)
+        else getattr(backend, "compression", "none"),
         getattr(backend, "sparse_as_dense", False),
     )
     predicted: Callable[[int, int], PredictedStep | None]
@@ -153,9 +155,11 @@ def _programs(context: RunContext, model: Any, recorder: Any) -> dict[bool, Any]
     """The steps of one process, and of one of several."""
     from ktrainer.steps import CompiledProgram
     from ktrainer.steps.local_layers import set_local_layers
+    from ktrainer.steps.powersgd import set_powersgd
     from ktrainer.training.fit_settings import step_options
 
     set_local_layers(model, getattr(context.config.backend, "local_layers", ()))
+    set_powersgd(model, getattr(context.config.backend, "low_rank", None))
     options = step_options(context.config)
     return {
         several: CompiledProgram(model, options, recorder if several else None)

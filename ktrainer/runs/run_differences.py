@@ -184,9 +184,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 
 def _differing_facts(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     kinds = [{name.partition(".")[0] for name in each} for each in (a, b)]
-    both = (
-        kinds[0] & kinds[1]
-    )  # a run that began at another's checkpoint has not recorded its model
+    both = kinds[0] & kinds[1]  # one that began at another's checkpoint did not record its model
     found = {}
     for name in dict.fromkeys([*a, *b]):
         kind = name.partition(".")[0]

@@ -64,7 +64,7 @@ class Hardware:
 
         TensorFlow is imported only where there are a GPU and Horovod, to ask that for NCCL.
         """
-        gpus, cores, horovod = _visible_gpus(), _usable_cores(), find_spec("horovod") is not None
+        gpus, cores, horovod = _visible_gpus(), usable_cores(), find_spec("horovod") is not None
         here = socket.gethostname()
         mine = (here, cores, gpus, horovod, bool(gpus) and horovod and _has_nccl())
         everyone = world.allgather(mine, what="facts about the machines")
@@ -99,7 +99,7 @@ def _threads_asked() -> int | None:
     return int(asked) if asked.isdigit() and int(asked) > 0 else None
 
 
-def _usable_cores() -> set[int]:
+def usable_cores() -> set[int]:
     """Numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))

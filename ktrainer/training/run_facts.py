@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import signal
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from ktrainer.data.rank_consistency import model_facts
 from ktrainer.errors import Interrupted
+from ktrainer.runtime.hardware import usable_cores
 
 if TYPE_CHECKING:
     import keras
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def device_facts() -> dict[str, int]:
     """The numbers of cores and GPUs that this process may use."""
     gpus = tf.config.list_logical_devices("GPU")
-    return {"cores": len(os.sched_getaffinity(0)), "gpus": len(gpus)}
+    return {"cores": len(usable_cores()), "gpus": len(gpus)}
 
 
 def recorded_model_facts(model: keras.Model) -> dict[str, Any]:

@@ -50,6 +50,17 @@ def test_data_parallel_steps(script):
 
 
 @pytest.mark.slow
+def test_steps_with_powersgd(script):
+    words = ["backend=data_parallel", "backend.compression=powersgd", "backend.powersgd_rank=1"]
+    done = ktrainer("plan", "--world", "2", script, *NETWORK, *words)
+    assert done.returncode == 0, done.stderr
+    _, two = rows(done.stdout)
+    # The left factors of 8 matrices, their biases, and the right factors: 8 * 16 numbers each.
+    reduced = 3 * (2 * 100 + 4 * 8 * 16 / 1000)
+    assert two["all-reduce"] == pytest.approx(reduced + 2 * (100 + 16 / 1000), rel=2e-3)
+
+
+@pytest.mark.slow
 def test_steps_of_a_replicated_pipeline(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
