@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from ktrainer.errors import SetupError
-from ktrainer.launch.mpirun_command import available_cpus, find_mpirun
+from ktrainer.launch.mpirun_command import find_mpirun
+from ktrainer.runtime.hardware import available_cpus
 from ktrainer.runtime.tensorflow_logging import muted, quiet_tensorflow
 from ktrainer.runtime.tensorflow_setup import REMEDY
 

@@ -12,10 +12,9 @@ from ktrainer.config import Config, load_config, parse_known_cli
 from ktrainer.config.backend_keys import BACKENDS
 from ktrainer.config.launch_environment import as_launched
 from ktrainer.errors import ConfigError
-from ktrainer.launch.mpirun_command import available_cpus
 from ktrainer.plan.run_plan import make_plan
 from ktrainer.plan_report.planning_mode import pretend
-from ktrainer.runtime.hardware import Hardware
+from ktrainer.runtime.hardware import Hardware, available_cpus
 
 
 def checked_config(

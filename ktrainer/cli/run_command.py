@@ -35,6 +35,7 @@ from ktrainer.launch.rank_group import RankGroup
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.launch.restarts import Restarts
 from ktrainer.launch.warm_process import WarmProcess, no_warm_process
+from ktrainer.runtime import hardware
 from ktrainer.runtime.tensorflow_logging import environment
 
 _HASHES = "PYTHONHASHSEED"
@@ -190,7 +191,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
             config = checked_config(args.args, args.ranks, args.workers, told)
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
-    cpus = mpirun_command.available_cpus()
+    cpus = hardware.available_cpus()
     wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
     here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
     threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
@@ -208,7 +209,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
         connections = connected.connections
         shared = str(connected.shared)
         env |= connected.mpi_settings
-    slices = mpirun_command.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
+    slices = hardware.cpu_slices(cpus, args.ranks) if args.bind and not hosts else []
     # Threads beyond the cores of a slice were asked for, so they may use other cores too.
     fitting = slices if slices and threads <= len(slices[0]) else []
     return _Launch(

@@ -37,7 +37,6 @@ import psutil
 from ktrainer.config.launch_environment import RELAYED
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.group_state import STACK_SIGNAL
-from ktrainer.launch.mpirun_command import available_cpus, cpu_slices
 from ktrainer.launch.rank_channel import (
     ENVIRONMENT,
     PIPES,
@@ -49,6 +48,7 @@ from ktrainer.launch.rank_channel import (
     pipe_path,
     prepare,
 )
+from ktrainer.runtime.hardware import available_cpus, cpu_slices
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0

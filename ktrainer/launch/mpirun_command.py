@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,6 @@ Network = Literal["loopback", "any"]
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _INTER_OP = "TF_NUM_INTEROP_THREADS"
 _LEAST_INTER_OP = 2
-
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 def find_mpirun(python: str = sys.executable) -> str:
@@ -50,7 +47,7 @@ def mpirun_command(
     """The command that starts `ranks` copies of `program` on this host, or on those in `more`.
 
     mpirun neither counts slots nor binds: more ranks than cores must work, and binding is the
-    rank's (see `cpu_slices`), because mpirun refuses to bind in many containers.
+    rank's (see `hardware.cpu_slices`), because mpirun refuses to bind in many containers.
 
     Args:
         root: whether this user is root, which mpirun refuses by default.
@@ -88,34 +85,3 @@ def thread_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]
 def threads_per_rank(cores: int, ranks: int, asked: int | None = None) -> int:
     """Threads for each rank: what was asked for, else an equal part of the cores, at least 1."""
     return asked or max(1, cores // ranks)
-
-
-def cpu_slices(cpus: Sequence[int], ranks: int) -> list[list[int]]:
-    """Divide processors among ranks: contiguous equal parts of `cpus`.
-
-    Args:
-        cpus: processor numbers in topology order, so that a part stays within a socket and hardware
-            threads of one core stay together.
-
-    Returns:
-        One list for each rank; an empty list when there are fewer processors than ranks, since
-        the scheduler then shares them better.
-    """
-    each = len(cpus) // ranks
-    return [list(cpus[i * each : (i + 1) * each]) for i in range(ranks)] if each else []
-
-
-def available_cpus() -> list[int]:
-    """Numbers of the processors that this process may use, ordered by socket, core, thread."""
-    if not hasattr(os, "sched_getaffinity"):
-        return []
-
-    def place(cpu: int) -> tuple[int, int, int]:
-        names = ("physical_package_id", "core_id")
-        try:
-            package, core = (int(Path(_SIBLINGS.format(cpu, n)).read_text()) for n in names)
-        except (OSError, ValueError):
-            return (0, 0, cpu)
-        return (package, core, cpu)
-
-    return sorted(os.sched_getaffinity(0), key=place)

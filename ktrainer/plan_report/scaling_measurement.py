@@ -27,6 +27,7 @@ from ktrainer.distributed.mpi_progress import has_completed
 from ktrainer.distributed.sum_in_place import pieces
 from ktrainer.distributed.world import SingleWorld, World
 from ktrainer.plan_report.scaling_model import Collective, MeasuredStep
+from ktrainer.runtime.hardware import available_cpus, cpu_slices
 from ktrainer.training.fit_settings import data_config
 
 if TYPE_CHECKING:
@@ -202,10 +203,9 @@ def _measure(
 def _cores(world: World, processes: int) -> Iterator[None]:
     """Context in which all threads of this rank run on its part of the host's cores, as
     `ktrainer run` binds them: on all of them where there are fewer than processes."""
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    each = len(usable) // processes
-    first = world.local_rank % processes * each
-    bound = usable[first : first + each]
+    usable = available_cpus()
+    slices = cpu_slices(usable, processes)
+    bound = slices[world.local_rank % processes] if slices else []
     _run_on(bound)
     try:
         yield

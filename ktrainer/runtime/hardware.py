@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import glob
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ from runpy import run_path
 from typing import Any, Protocol
 
 from ktrainer.config.cluster_environment import tf_config
+
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 
 class HardwareGroup(Protocol):
@@ -104,6 +107,37 @@ def usable_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
+
+
+def cpu_slices(cpus: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide processors among ranks: contiguous equal parts of `cpus`.
+
+    Args:
+        cpus: processor numbers in topology order, so that a part stays within a socket and hardware
+            threads of one core stay together.
+
+    Returns:
+        One list for each rank; an empty list when there are fewer processors than ranks, since
+        the scheduler then shares them better.
+    """
+    each = len(cpus) // ranks
+    return [list(cpus[i * each : (i + 1) * each]) for i in range(ranks)] if each else []
+
+
+def available_cpus() -> list[int]:
+    """Numbers of the processors that this process may use, ordered by socket, core, thread."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        names = ("physical_package_id", "core_id")
+        try:
+            package, core = (int(Path(_SIBLINGS.format(cpu, n)).read_text()) for n in names)
+        except (OSError, ValueError):
+            return (0, 0, cpu)
+        return (package, core, cpu)
+
+    return sorted(os.sched_getaffinity(0), key=place)
 
 
 def tensorflow_has_cuda() -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ktrainer.cli.run_command import rank_environment
 from ktrainer.errors import SetupError
 from ktrainer.launch import mpirun_command
+from ktrainer.runtime import hardware
 
 
 def test_mpirun_beside_the_interpreter_comes_first(
@@ -53,7 +54,7 @@ def test_command_line() -> None:
 @given(st.integers(1, 64), st.integers(1, 80))
 def test_slices_are_equal_apart_and_within_what_there_is(cpus: int, ranks: int) -> None:
     numbers = list(range(100, 100 + cpus))
-    slices = mpirun_command.cpu_slices(numbers, ranks)
+    slices = hardware.cpu_slices(numbers, ranks)
     if ranks > cpus:
         assert slices == []
         return
@@ -86,4 +87,4 @@ def test_available_cpus_are_those_of_this_process() -> None:
     if sys.platform == "linux":
         import os
 
-        assert sorted(mpirun_command.available_cpus()) == sorted(os.sched_getaffinity(0))
+        assert sorted(hardware.available_cpus()) == sorted(os.sched_getaffinity(0))
