@@ -21,10 +21,8 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, call_of, difference, rows_spec, specs_of
-from ktrainer.distributed.host_groups import HostGroups
 from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_gradients import MpiGradients
-from ktrainer.distributed.shared_memory import SharedMemory
 from ktrainer.errors import DivergenceError, WorldError
 
 GRADIENTS, OTHERS = "dataparallel_gradients", "dataparallel_others"
@@ -142,7 +140,6 @@ class ChannelSums(MpiGradients):
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._opened = self  # also in the copies that `configured` makes
         super().__init__(channel.world)
         self._channel = channel
         self._operation = "allreduce"
@@ -151,7 +148,7 @@ class ChannelSums(MpiGradients):
     def configured(
         self, operation: str, compression: str = "none", bucket_mb: float = 25.0, mean: bool = False
     ) -> ChannelSums:
-        """The same communicator, with other settings.
+        """The same communicators, those of the ranks now, with other settings.
 
         Args:
             operation: names the calls in messages.
@@ -160,29 +157,10 @@ class ChannelSums(MpiGradients):
             mean: weights are divided by the number of ranks that have not joined.
         """
         other = copy.copy(self)
-        other._shared = None  # would keep that of earlier ranks; see `shared`
         other._operation, other._mean = operation, mean
         other._settings = _settings(compression, bucket_mb, mean)
         other.set_wire(compression, bucket_mb)
         return other
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator of sums: that of the ranks now, in functions compiled before too."""
-        self.world.check_usable()
-        return self._opened._comm
-
-    @property
-    def hosts(self) -> HostGroups | None:
-        """Groups of the ranks now, by host."""
-        self.world.check_usable()
-        return self._opened._hosts
-
-    @property
-    def shared(self) -> SharedMemory | None:
-        """Memory of the ranks now."""
-        self.world.check_usable()
-        return self._opened._shared
 
     @property
     def size(self) -> int:

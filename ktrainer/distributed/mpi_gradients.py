@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +37,21 @@ from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
+
+
+@dataclass(eq=False)
+class Communicators:
+    """What ranks communicate through; others take its place here when the ranks change.
+
+    Attributes:
+        comm: of all ranks.
+        hosts: groups of them by host, if sums are hierarchical.
+        shared: memory of all of them, if they have it.
+    """
+
+    comm: MPI.Intracomm = field(default_factory=lambda: cast(MPI.Intracomm, MPI.COMM_NULL))
+    hosts: HostGroups | None = None
+    shared: SharedMemory | None = None
 
 
 class MpiGradients(GradientCollectives):
@@ -63,6 +79,7 @@ class MpiGradients(GradientCollectives):
     ) -> None:
         self.world = world
         self._hierarchical = hierarchical
+        self._communicators = Communicators()
         self.open()
         if isinstance(world, ElasticWorld):
             self.atomic = True
@@ -76,40 +93,21 @@ class MpiGradients(GradientCollectives):
 
     def open(self) -> None:
         """Open communicators of the world's ranks; again when these have changed."""
-        self._comm = self.world.duplicate()
-        self.size = self._comm.size
-        self._hosts = open_host_groups(self.world) if self._hierarchical else None
-        self._shared = open_shared_memory(self.world, self._comm)
+        comm = self._communicators.comm = self.world.duplicate()
+        hosts = open_host_groups(self.world) if self._hierarchical else None
+        shared = open_shared_memory(self.world, comm) if hosts is None else None
+        self._communicators.hosts, self._communicators.shared = hosts, shared
+        self.size = comm.size
 
     @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator of gradients.
+    def communicators(self) -> Communicators:
+        """What the ranks now communicate through.
 
         Raises:
             WorldError: a wait of the world has been interrupted.
         """
         self.world.check_usable()
-        return self._comm
-
-    @property
-    def hosts(self) -> HostGroups | None:
-        """Groups of the ranks by host, if sums are hierarchical.
-
-        Raises:
-            WorldError: a wait of the world has been interrupted.
-        """
-        self.world.check_usable()
-        return self._hosts
-
-    @property
-    def shared(self) -> SharedMemory | None:
-        """Memory of all ranks, if they have it.
-
-        Raises:
-            WorldError: a wait of the world has been interrupted.
-        """
-        self.world.check_usable()
-        return self._shared
+        return self._communicators
 
     def reduce(
         self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
@@ -139,7 +137,8 @@ class MpiGradients(GradientCollectives):
             return super().rank_and_size(rank)
 
         def now() -> np.ndarray:  # the step is not compiled again when ranks change
-            return np.array([self._comm.rank, self._comm.size], np.int32)
+            comm = self._communicators.comm
+            return np.array([comm.rank, comm.size], np.int32)
 
         found = tf.ensure_shape(tf.numpy_function(now, [], tf.int32, stateful=True), [2])
         return found[0], found[1]
@@ -150,10 +149,11 @@ class MpiGradients(GradientCollectives):
     def close(self) -> None:
         if isinstance(self.world, ElasticWorld) and self.open in self.world.on_change:
             self.world.on_change.remove(self.open)
-        if self._hosts is not None:
-            self._hosts.close()
-        self._shared = None  # frees it: TensorFlow may keep compiled functions, and so this object
-        self.world.free(self._comm)
+        opened = self._communicators
+        if opened.hosts is not None:
+            opened.hosts.close()
+        opened.shared = None  # frees it: TensorFlow may keep compiled functions, and so this object
+        self.world.free(opened.comm)
 
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
         """Indices of gradients, last variable first: dense ones grouped by dtype and size."""
@@ -214,7 +214,7 @@ class MpiGradients(GradientCollectives):
             np.multiply(wide, wide.dtype.type(weight), out=wide)
         total = wide if wire is None else np.empty(wide.size, wire)
         what = "gradients" if wire is None else "16-bit gradients"
-        if (hosts := self.hosts) is not None:
+        if (hosts := self.communicators.hosts) is not None:
             hosts.sum(wide, total, what)
         else:
             if total is not wide:
@@ -224,10 +224,11 @@ class MpiGradients(GradientCollectives):
             convert(total, array)
 
     def _sum_over_ranks(self, array: np.ndarray, what: str) -> None:
-        if (shared := self.shared) is not None:
-            shared.sum_in_place(array, what)
+        opened = self.communicators
+        if opened.shared is not None:
+            opened.shared.sum_in_place(array, what)
         else:
-            sum_in_place(self.world, self.comm, array, what)
+            sum_in_place(self.world, opened.comm, array, what)
 
     def _reduce_bucket(
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
@@ -265,14 +266,15 @@ class MpiGradients(GradientCollectives):
         wire = values if narrow is None else values.astype(narrow)
         rows = np.empty(self.size, np.int64)
         mine = np.array([len(indices)], np.int64)
-        request = self.comm.Iallgather(mine, rows)
+        comm = self.communicators.comm
+        request = comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
-        gather = partial(gather_rows, self.world, self.comm, rows=rows)
+        gather = partial(gather_rows, self.world, comm, rows=rows)
         return gather(wire).astype(values.dtype, copy=False), gather(indices)
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)
-        request = self.comm.Iallreduce(array, total)
+        request = self.communicators.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
 

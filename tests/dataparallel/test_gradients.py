@@ -284,7 +284,7 @@ def _sums_over_new_communicators() -> list[float]:
         total = tf.function(lambda: hvd.allreduce(tf.ones([], tf.float64), op=hvd.Sum))
         found, group = [float(total())], group_of(None)
         for channel in (group.gradients, group.others):
-            old = channel.sums._comm
+            old = channel.sums._communicators.comm
             channel.sums.open()
             old.Free()
         return [*found, float(total())]

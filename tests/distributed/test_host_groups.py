@@ -59,7 +59,7 @@ def _sums(layouts: list[str], dtype: str, compression: str) -> list[tuple[bool, 
                 weight, arrays = 0.0, [np.full_like(array, np.nan) for array in arrays]
             new = collectives.sum_bucket(np.array(weight), *(np.copy(array) for array in arrays))
             collectives.reduce_in_place(arrays, weight)
-            every.append((collectives.hosts is not None, new, arrays))
+            every.append((collectives.communicators.hosts is not None, new, arrays))
             collectives.close()
     return every
 
@@ -130,7 +130,7 @@ def _in_a_group(layout: str) -> tuple[bool, float, str]:
         world.step = 3
         group = world.group([1, 2, 3] if world.rank else [0], "the copies of partition 0")
         sums = MpiGradients(group)
-        hierarchical, array = sums.hosts is not None, np.full(3, float(world.rank))
+        hierarchical, array = sums.communicators.hosts is not None, np.full(3, float(world.rank))
         sums.reduce_in_place([array], 1.0)
         sums.close()
         world.deadline = 1.0
@@ -210,7 +210,7 @@ def total(value):
     assert (array == array[0]).all()
     return array[0]
 
-before = collectives.hosts is not None, total(world.rank)
+before = collectives.communicators.hosts is not None, total(world.rank)
 report_phase(1, range(world.size))
 if world.rank == lost:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -221,7 +221,7 @@ except Exception as error:
     assert world.has_lost(error), error
     world.record_interruption(error)
 world.heal()
-print(*before, collectives.hosts is not None, total(world.stable_rank), flush=True)
+print(*before, collectives.communicators.hosts is not None, total(world.stable_rank), flush=True)
 report_phase(2, [member.stable_rank for member in world.members])
 """
 
@@ -284,7 +284,7 @@ for hierarchical, wire in [(False, "none"), (True, "none"), (True, "bf16")]:
             world.barrier()
         least = np.min(every, 0)
         found[f"{'hierarchical' if hierarchical else 'flat'} {wire} {name}"] = least.tolist()
-    assert (sums.hosts is not None) == hierarchical
+    assert (sums.communicators.hosts is not None) == hierarchical
     sums.close()
 if world.rank == 0:
     print(json.dumps(found), flush=True)

@@ -174,7 +174,7 @@ def _kept() -> dict[str, list[bool]]:
     for part in (owners, sums):
         world = MpiWorld(60)
         gradients = MpiGradients(world)
-        gradients._shared = None  # messages, as between hosts
+        gradients._communicators.shared = None  # messages, as between hosts
         world.deadline = 30.0
         if world.rank == 0:
             references = part()
