@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
-from data_parallel_table import BATCH, arguments, in_turns, record_steps
+from data_parallel_table import BATCH, arguments, in_turns, record_steps, sizes
 from pipeline_step_torch import NAME, join  # says so where PyTorch is missing
 
 # isort: split
@@ -55,7 +55,7 @@ def main() -> None:
         print(f"torch {torch.__version__}, {size} processes, batch {BATCH} each")
         for name, values in times.items():
             print(f"{name:20s} {statistics.median(values):7.2f} ms a step")
-        record_steps(args.results, size, f"{NAME} DDP", times["DDP"], times["none"])
+        record_steps(args.results, sizes(size), f"{NAME} DDP", times["DDP"], times["none"])
     dist.destroy_process_group()
 
 

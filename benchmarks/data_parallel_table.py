@@ -47,12 +47,12 @@ def in_turns(
     return times
 
 
-def sizes(processes: int) -> str:
-    return f"MLP of 2.9 M parameters, {BATCH} examples a process, {processes} processes"
+def sizes(processes: int, model: str = "MLP of 2.9 M parameters", batch: int = BATCH) -> str:
+    return f"{model}, {batch} examples a process, {processes} processes"
 
 
 def record_steps(
-    path: Path | None, processes: int, who: str, step: Sequence[float], none: Sequence[float]
+    path: Path | None, sizes: str, who: str, step: Sequence[float], none: Sequence[float]
 ) -> None:
     """Record one library's step: as it is, and in steps of that library without communication.
 
@@ -61,8 +61,8 @@ def record_steps(
     """
     what, own = "data-parallel step", {who: step}
     if who == OURS:
-        record(path, what, sizes(processes), {**own, NONE: none}, bound=NONE)
+        record(path, what, sizes, {**own, NONE: none}, bound=NONE)
     else:
-        record(path, what, sizes(processes), own)
+        record(path, what, sizes, own)
     ratios = [a / b for a, b in zip(step, none, strict=True)]
-    record(path, f"{what} / step alone", sizes(processes), {who: ratios}, unit="x")
+    record(path, f"{what} / step alone", sizes, {who: ratios}, unit="x")

@@ -22,14 +22,14 @@ from ktrainer import Trainer
 # isort: split
 import keras
 import tensorflow as tf
-from data_parallel_step import BATCH, batches, build_model, read, show
+from data_parallel_step import BATCH, MODELS, read, show
 from data_parallel_table import NONE, arguments, in_turns, sizes
 from results import OURS, record
 
 
 def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
     """The step of a script that was written for `library`; None: for one process."""
-    model = build_model()
+    model = MODELS["mlp"].model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.optimizer.build(model.trainable_variables)
 
@@ -48,7 +48,7 @@ def loop_of(library: Any) -> Callable[[Any], tf.Tensor]:
 
 def run_by_trainer(trainer: Trainer) -> Callable[[Any], tf.Tensor]:
     """The step as `trainer.run` takes it: a loss divided by the size of the global batch."""
-    model = build_model()
+    model = MODELS["mlp"].model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.optimizer.build(model.trainable_variables)
     rows = BATCH * trainer.world.size
@@ -77,7 +77,7 @@ def main() -> None:
         words = ["backend=data_parallel", f"backend.engine={engine}", "logging.progress=none"]
         trainers.append(Trainer(overrides=words))
         loops[f"trainer.run, {engine}"] = run_by_trainer(trainers[-1])
-    data = batches(sdp.rank(), args.steps)
+    data = MODELS["mlp"].batches(sdp.rank(), args.steps)
     times = in_turns(loops, data, sdp.barrier, args.rounds, read)
     if sdp.rank() == 0:
         print(f"{sdp.size()} processes, batch {BATCH} each")

@@ -31,6 +31,7 @@ ONE = [sys.executable]
 TWO = [sys.executable, "-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", "2"]
 MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]
 MPIRUN += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable]
+OTHERS = ("cnn", "transformer", "embedding")  # models of data-parallel steps
 TURNS = 3  # of programs that are compared with each other
 
 
@@ -52,6 +53,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6"]),
         *compared * TURNS,
+        *[(TWO, "data_parallel_step", ["--rounds", "6", "--model", name]) for name in OTHERS],
         (ONE, "checkpoint", ["--megabytes", "200"]),
         (ONE, "strategies", ["--models", "mlp", "--only", *with_peer]),
         (ONE, "restart_time", ["--rounds", "5"]),

@@ -48,7 +48,8 @@ def main() -> None:
     layers, width = map(int, sys.argv[1:])
     trainer = Trainer(CONFIG)
     narrow = data_of(16)  # loads and compiles what any model needs
-    trainer.fit(lambda: build(layers, 16), (narrow, narrow))
+    for _ in range(2):  # the second compiles while the first is there, as the next one will
+        trainer.fit(lambda: build(layers, 16), (narrow, narrow))
     x = data_of(width)
     before = psutil.Process().memory_info().rss
     trainer.fit(lambda: build(layers, width), (x, x))
