@@ -108,7 +108,8 @@ class Trainer(CustomLoop):
         """A Trainer from `--config FILE` and `key=value` in `argv` (default `sys.argv[1:]`), and
         from those that `ktrainer run` was given.
 
-        `defaults` are the script's own, a nested dict; the file and the command line win.
+        `defaults` are the script's own, a nested dict; the file and the command line win. Its group
+        `user` holds parameters of the script's own, for `trainer.config.user`.
 
         A script with flags of its own takes them first, with `parse_known_args`, and hands on
         the rest. A `ConfigError` ends the program with its message and status 2.
@@ -117,7 +118,7 @@ class Trainer(CustomLoop):
             path, overrides = parse_cli(
                 [*launcher_words, *(sys.argv[1:] if argv is None else argv)]
             )
-            return cls(load_config(path, overrides, defaults=defaults), callbacks)
+            return cls(load_config(path, overrides, defaults=defaults or {}), callbacks)
         except ConfigError as error:
             # Past a script that catches every Exception, and as `ktrainer plan` itself says it.
             who = type(error).__name__ if plan_request() is None else "ktrainer plan: error"

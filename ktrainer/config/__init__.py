@@ -7,6 +7,7 @@ value_checks.py, pipeline_checks.py, strategy_checks.py, fault_tolerance_checks.
 key_errors.py                                  errors, with the nearest key and what to do
 key_reference.py, redact.py                    a configuration as text, without its secrets
 callback_registry.py, name_patterns.py         callbacks by name; layers by patterns
+script_parameters.py                           parameters of the script's own
 data_service_file.py                           where the processes of a tf.data service are
 launch_environment.py, cluster_environment.py  what the launcher, TF_CONFIG or Slurm has set
 """

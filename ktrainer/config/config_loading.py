@@ -24,6 +24,7 @@ from ktrainer.config.key_errors import check_keys, lookup, translate
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import SCRIPT, Config
 from ktrainer.config.schema_fields import alternatives, choices
+from ktrainer.config.script_parameters import as_parameters, checked_parameters
 from ktrainer.config.strategy_checks import with_sharding
 from ktrainer.config.value_checks import check_values
 from ktrainer.errors import ConfigError
@@ -46,7 +47,8 @@ def load_config(
         overrides: words `key=value`, the value read as YAML: `trainer.epochs=3`,
             `backend=data_parallel`. Naming a backend replaces the one in `source`, its keys
             included. Their order matters only for the same key, where the last word wins.
-        defaults: a script's own defaults, a nested dict, over the schema's.
+        defaults: a script's own defaults, a nested dict, over the schema's. `user` in it names the
+            script's parameters; without `defaults` that in `source` does.
         on_unknown_callback: called with the error for each callback whose name is not registered,
             instead of raising it; for tools that run without the user's script.
 
@@ -63,6 +65,11 @@ def load_config(
     secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
     try:
         config = with_sharding(_make(layers))
+        user: Mapping[str, Any] = config.user
+        if on_unknown_callback is None:  # else the script, which knows them, does not run here
+            named = layers[1 if defaults is None else 0].get("user") or {}
+            user = checked_parameters(user, named)
+        config = replace(config, user=as_parameters(user))
         object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
         object.__setattr__(config, "_origins", _origins(source, *layers))
         check_values(config, on_unknown_callback)

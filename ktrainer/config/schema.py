@@ -361,6 +361,8 @@ class Config:
             NAME is yours to choose; NAME: null removes one.
         allow: prefixes of import paths that a callback's `type` may name, such as
             ["my_package.callbacks"]. Any other `type` is never imported.
+        user: parameters of the script's own, `trainer.config.user.NAME`. Only those that the script
+            names in its defaults, `Trainer.from_cli(defaults={"user": {"lr": 0.001}})`.
     """
 
     seed: int | None = number(0, at_least=0, at_most=2**32 - 1)
@@ -375,6 +377,7 @@ class Config:
     world: WorldConfig = field(default_factory=WorldConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     allow: list[str] = field(default_factory=list)
+    user: dict[str, Any] = field(default_factory=dict)
 
     # Values that came from secret environment variables; set by load_config, never printed.
     _secrets: ClassVar[tuple[str, ...]] = ()
