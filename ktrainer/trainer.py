@@ -28,6 +28,7 @@ from ktrainer.state.train_state import TrainState
 from ktrainer.training.context import RunContext, RunFolder, check_nested, resolve_model
 from ktrainer.training.custom_loop import CustomLoop, leaves_strategy_scope
 from ktrainer.training.recovery_protocol import NoRecovery
+from ktrainer.tuning.range_test_mode import configure_for_range_test
 from ktrainer.verify.verify_mode import configure_for_verify
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Trainer(CustomLoop):
         overrides: Sequence[str] = (),
     ) -> None:
         loaded = as_launched(load_config(config, overrides))
-        self.config = self._config = configure_for_verify(loaded)
+        self.config = self._config = configure_for_range_test(configure_for_verify(loaded))
         report_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(

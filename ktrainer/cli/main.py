@@ -23,6 +23,7 @@ COMMANDS = {
         "ktrainer.cli.verify_command",
         "check that a script trains the same as in one process",
     ),
+    "lr-find": ("ktrainer.cli.lr_find_command", "suggest a learning rate, by a range test"),
     "data-service": (
         "ktrainer.cli.data_service_command",
         "compute input pipelines for training jobs, with tf.data service",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -16,8 +12,8 @@ import yaml
 from ktrainer.cli import run_command
 from ktrainer.cli.launch_config import checked_config
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
+from ktrainer.cli.script_trial import launch_options, run_script
 from ktrainer.config import parse_known_cli
-from ktrainer.errors import ConfigError
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.verify.compare_runs import Comparison, compare, load
 from ktrainer.verify.verify_mode import VerifyRun, refuse_own_batches
@@ -44,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the configuration cannot work, or the script does not train.
     """
     given, script = vars(args), [args.script, *args.args]
-    options = _launch_options(given)
+    options = launch_options(given)
     _check([*options, *script])
     with private_folder() as name:
         folder, steps = Path(name), args.steps or 2
-        alone = _launch_options({**given, "ranks": 1, "workers": None, "servers": None})
+        alone = launch_options({**given, "ranks": 1, "workers": None, "servers": None})
         words = [*alone, args.script, *_single_process_words(args.args, folder)]
         _run(VerifyRun("unsplit", name, steps), words, "in one process")
         _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
@@ -83,14 +79,6 @@ def _report(found: Comparison) -> str:
     return f"{found}\n\n{last}"
 
 
-def _launch_options(given: dict[str, object]) -> list[str]:
-    """The options of `ktrainer run` for given values."""
-    names = ("ranks", "workers", "servers", "threads", "timeout")
-    words = [f"--{name}={given[name]}" for name in names if given.get(name) is not None]
-    cluster = given.get("workers") is not None or given.get("servers") is not None
-    return words if cluster or given.get("ranks") is not None else [*words, "--ranks=1"]
-
-
 def _single_process_words(words: Sequence[str], folder: Path) -> list[str]:
     """The words without settings of the backend, for the run in one process."""
     end = words.index("--") if "--" in words else len(words)
@@ -114,36 +102,14 @@ def _run(verify_run: VerifyRun, words: list[str], how: str) -> None:
     Raises:
         ConfigError: it fails, or ends without having trained.
     """
-    parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
-    run_command.add_arguments(parser)
-    environ = dict(os.environ)
-    os.environ.update(verify_run.to_environment())
-    kept = io.BytesIO()
-    try:
-        with _output_kept(kept):
-            code = run_command.run(parser.parse_args(words))
-    finally:
-        os.environ.clear()
-        os.environ.update(environ)
-    if code == 0 and list(Path(verify_run.folder).glob(f"{verify_run.role}-*.npz")):
-        return
-    sys.stderr.write(kept.getvalue().decode(errors="replace"))
-    if code == 0:
-        raise ConfigError(
-            "the script has ended without calling fit, so there is nothing to verify: call it at "
-            'the top level or under `if __name__ == "__main__"`. train_on_batch is not recorded, '
-            "and health.verify does not check it either: to check its step, train on some of its "
-            "batches by fit."
-        )
-    raise ConfigError(f"the script failed when run {how} (exit status {code}); see above.")
 
+    def has_recorded() -> bool:
+        return bool(list(Path(verify_run.folder).glob(f"{verify_run.role}-*.npz")))
 
-@contextlib.contextmanager
-def _output_kept(kept: io.BytesIO) -> Iterator[None]:
-    stream = io.TextIOWrapper(kept, encoding="utf-8", write_through=True)
-    try:
-        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-            yield
-    finally:
-        stream.flush()
-        stream.detach()
+    unanswered = (
+        'verify: call it at the top level or under `if __name__ == "__main__"`. train_on_batch is '
+        "not recorded, and health.verify does not check it either: to check its step, train on "
+        "some of its batches by fit."
+    )
+    environment = verify_run.to_environment()
+    run_script("ktrainer verify", words, environment, has_recorded, unanswered, how)

@@ -32,6 +32,8 @@ from ktrainer.training.loop import Loop, drive
 from ktrainer.training.preemption import SignalHandlers
 from ktrainer.training.run_facts import end_facts
 from ktrainer.training.triggers import make_triggers
+from ktrainer.tuning.learning_rate_range import range_test_callbacks
+from ktrainer.tuning.range_test_mode import current_range_test
 from ktrainer.verify.first_update_check import check_first_update
 from ktrainer.verify.known_differences import known_differences
 from ktrainer.verify.update_recorder import UnsplitUpdates, recorded_callbacks, recorded_run
@@ -229,6 +231,8 @@ class Run:
         if self.verify_run is not None:
             remote = getattr(config.backend, "strategy", None) == "parameter_server"
             self.every = recorded_callbacks(self.every, self.verify_run, remote)
+        if (range_test := current_range_test()) is not None:
+            self.every = range_test_callbacks(self.every, range_test)
         context.backend.check_callbacks(self.every)
         if config.backend.name == "pipeline":
             save_checkpoints_on_all_ranks(self.every)

@@ -1,0 +1,127 @@
+"""`ktrainer lr-find`: losses equal a loop by hand, on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from ktrainer import Trainer
+from ktrainer.cli import main
+from ktrainer.tuning.range_test_mode import VARIABLE, RangeTest, RangeTestDone
+from tests.dist.small import more
+
+UPDATES, ROWS = 30, 16
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(8 * ROWS, 5)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(128, 5)).astype("float32")
+model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(1.0, 5, 0.5)), "mse")
+stop = keras.callbacks.EarlyStopping("loss", patience=0, baseline=-1.0)
+model.fit(x, x.sum(axis=1), batch_size=16, epochs=1, shuffle=False, callbacks=[stop], verbose=0)
+raise RuntimeError("not reached")
+"""
+
+
+def build(rate: object) -> keras.Model:
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(8, "relu")])
+    model.add(keras.layers.Dense(1))
+    model.compile(keras.optimizers.Adam(rate), "mse", metrics=["mae"])
+    return model
+
+
+def by_hand(rates: list[float]) -> list[float]:
+    model, losses = build(1.0), []
+    for k, rate in enumerate(rates):
+        model.optimizer.learning_rate = rate
+        rows = slice(k % 8 * ROWS, (k % 8 + 1) * ROWS)
+        model.reset_metrics()
+        losses.append(float(model.train_on_batch(X[rows], Y[rows])[0]))
+    return losses
+
+
+def test_losses_are_those_of_a_loop_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = RangeTest(str(tmp_path), 1e-4, 1.0, UPDATES)
+    monkeypatch.setenv(VARIABLE, test.to_environment()[VARIABLE])
+    words = {"data": {"batch_size": ROWS, "shuffle": False}, "lr": {"warmup": "2ep"}}
+    # Neither its rate, nor its epochs, validation and callbacks.
+    stop = keras.callbacks.EarlyStopping("loss", patience=0)
+    others = {"epochs": 2, "validation_data": (X, Y), "callbacks": [stop]}
+    with Trainer(words) as trainer:
+        model = build(1e-9)
+        with pytest.raises(RangeTestDone):
+            trainer.fit(model, X, Y, **others)
+    found = json.loads(test.result.read_text())
+    expected = by_hand(test.rates())[: len(found["losses"])]
+    assert len(expected) > 20
+    np.testing.assert_allclose(found["losses"], expected, rtol=2e-4)
+    np.testing.assert_allclose(found["rates"], test.rates()[: len(expected)], rtol=1e-12)
+
+
+def lr_find(tmp_path: Path, name: str, *words: str) -> tuple[int, Path]:
+    script, picture = tmp_path / "train.py", tmp_path / f"{name}.svg"
+    script.write_text(SCRIPT)
+    options = ["--picture", str(picture), "--max", "100", "--updates", "60"]
+    *sizes, keys = words if words else ("",)
+    command = ["lr-find", *options, *sizes, str(script), *([keys] if keys else [])]
+    return main.main(command), picture
+
+
+def test_an_unmodified_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, picture = lr_find(tmp_path, "one")
+    said = capfd.readouterr()
+    assert status == 0, said
+    assert "suggestion: 0." in said.out
+    assert picture.exists()
+    assert sorted(os.listdir(tmp_path)) == ["one.svg", "train.py"]  # no folder of a run
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-n", "2", "backend=data_parallel"),
+        more(("-n", "3", "backend=data_parallel")),
+        ("-n", "2", "backend={name: pipeline, partitions: 2, microbatches: 2}"),
+    ],
+)
+def test_processes_find_the_same(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert lr_find(tmp_path, "one")[0] == 0
+    one = capfd.readouterr().out
+    assert lr_find(tmp_path, "several", *words)[0] == 0
+    several = capfd.readouterr().out
+    assert [line for line in several.splitlines() if "suggestion" in line] == [
+        line for line in one.splitlines() if "suggestion" in line
+    ]
+
+
+def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "empty.py"
+    script.write_text("print('hello')\n")
+    assert main.main(["lr-find", "--min", "2", "--max", "1", str(script)]) == 2
+    assert "--min=2 must be below --max=1" in capfd.readouterr().err
+    assert main.main(["lr-find", "--updates", "5", str(script)]) == 2
+    assert "give at least 20" in capfd.readouterr().err
+    assert main.main(["lr-find", "--picture", "curve.png", str(script)]) == 2
+    assert "name it curve.svg" in capfd.readouterr().err
+    assert main.main(["lr-find", str(script)]) == 2
+    assert "ended without calling fit" in capfd.readouterr().err
