@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -129,7 +130,8 @@ class _Progress(Reporter):
         """Where the run and its newest checkpoint are, and how to resume."""
         if self.trainer is None or self.trainer.config.trainer.fast_dev_run:
             return {}
-        facts = {"run": str(self.run_dir)}
+        report = f"ktrainer report {shlex.quote(str(self.run_dir))}"
+        facts = {"run": str(self.run_dir), "report": report}
         if (newest := self.newest()) is not None:
             more = "" if self.train_state.end else "more trainer.epochs"
             words = " and ".join(filter(None, [self.trainer.words_to_resume(newest), more]))

@@ -44,6 +44,11 @@ COMMANDS = {
         "ktrainer.cli.compare_command",
         "show where two runs first differ, and what else differs",
     ),
+    "report": (
+        "ktrainer.cli.report_command",
+        "write a page with the curves of runs, what happened in them, and where they differ",
+    ),
+    "watch": ("ktrainer.cli.watch_command", "show a run in the terminal while it trains"),
     "env": ("ktrainer.cli.env_command", "show what is installed here, and which backends can run"),
     "horovod build": (
         "ktrainer.cli.horovod_command",

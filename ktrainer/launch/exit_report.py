@@ -55,7 +55,7 @@ def restarts_follow(
             _print(why_not)
         return False
     _print_failure(end, failure, args.ranks)
-    record_end(end, "failed", failure)
+    record_end(end, "failed", failure, restarts.seconds)
     number = f"{restarts.count + 1} of {restarts.limit}"
     cold = restarts.why_cold()
     again = f"; TensorFlow is imported again, since {cold}" if cold else ""
@@ -95,19 +95,23 @@ def conclude(end: GroupEnd, args: argparse.Namespace, heals: bool = False) -> in
     return failure.code or 1
 
 
-def record_end(end: GroupEnd, reason: str, cause: Failure | str) -> None:
+def record_end(
+    end: GroupEnd, reason: str, cause: Failure | str, restart: float | None = None
+) -> None:
     """Write in the record of the run how its ranks have ended, of which rank 0 may know nothing.
 
     Args:
         reason: `failed` or `interrupted`. A fit that has finished stays so; the first failure
             says more than how rank 0 has ended because of it.
         cause: the first failure, or why the ranks were ended.
+        restart: seconds until they are started again; None: they are not.
     """
     if end.history is None:
         return
     path, facts = Path(end.history), dict[str, object]()
     if isinstance(cause, Failure):
         facts = {} if cause.rank is None else {"rank": cause.rank}
+        facts |= {} if restart is None else {"restart": restart}
         note = end.failures.get(cause.rank) if cause.rank is not None else None
         cause = error_message(note) if note is not None else cause.headline
     secrets = [text for name, text in os.environ.items() if is_secret_name(name)]

@@ -8,7 +8,7 @@ difference shows in the first row after it arose.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -96,8 +96,8 @@ def compare(a: RunRecord, b: RunRecord, tolerance: float = 0.0) -> RunDifference
             found.equal_until = pair[0]["step"]
     names = [{name for row in each.values() for name in row["metrics"]} for each in rows]
     found.only = sorted(names[0] - names[1]), sorted(names[1] - names[0])
-    found.facts = _differing_facts(_facts(a), _facts(b))
-    found.changed = _changes(a), _changes(b)
+    found.facts = _differing_facts(recorded_facts(a), recorded_facts(b))
+    found.changed = changes_on_resume(a), changes_on_resume(b)
     return found
 
 
@@ -152,7 +152,7 @@ def _fit_name(event: Event) -> str:
 # -- settings, versions, data
 
 
-def _facts(run: RunRecord) -> dict[str, str]:
+def recorded_facts(run: RunRecord) -> dict[str, str]:
     """The facts of a run at its last beginning, by dotted name."""
     beginnings = [start for start in run.starts if not start["step"]] or run.starts
     if not beginnings:
@@ -182,6 +182,13 @@ def _flat(name: str, value: Any) -> dict[str, str]:
     return {name: str(value)}
 
 
+def facts_of_all(runs: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """The facts that differ between any of several runs and the first: name -> texts, by run."""
+    facts = [recorded_facts(run) for run in runs]
+    names = [name for other in facts[1:] for name in _differing_facts(facts[0], other)]
+    return {name: [of.get(name, _MISSING) for of in facts] for name in dict.fromkeys(names)}
+
+
 def _differing_facts(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     kinds = [{name.partition(".")[0] for name in each} for each in (a, b)]
     both = kinds[0] & kinds[1]  # one that began at another's checkpoint did not record its model
@@ -198,7 +205,7 @@ def _differing_facts(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tu
     return found
 
 
-def _changes(run: RunRecord) -> list[dict[str, Any]]:
+def changes_on_resume(run: RunRecord) -> list[dict[str, Any]]:
     """What is not the same as at the start before, wherever a run was resumed."""
     found = []
     for before, after in zip(run.starts, run.starts[1:], strict=False):

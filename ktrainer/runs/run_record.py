@@ -32,13 +32,7 @@ _DESCRIBED = ("config.yaml", "versions.json")  # in the folder before training b
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of a metric over epochs.
-
-    Attributes:
-        value: it.
-        epoch: counted from 1.
-        step: updates done then.
-    """
+    """The best value of a metric, in which epoch (from 1), and how many updates were done then."""
 
     value: float
     epoch: int
@@ -57,7 +51,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, logs: bool = True) -> None:
-        self.folder, self._file = folder, folder / NAME
+        self.folder, self.file = folder, folder / NAME
         check_folder(folder, "Give the folder of a run.")
         if not is_run(folder):
             raise ConfigError(
@@ -66,18 +60,21 @@ class RunRecord:
             )
         self.events: list[Event] = []
         try:
-            if self._file.exists():
-                self.events = list(read_events(self._file, () if logs else ("log",)))
+            if self.file.exists():
+                self._read(logs)
         except OSError as error:
-            raise ConfigError(f"{self._file} cannot be read: {error.strerror or error}.") from None
+            raise ConfigError(f"{self.file} cannot be read: {error.strerror or error}.") from None
+
+    def _read(self, logs: bool) -> None:
+        self.events = list(read_events(self.file, () if logs else ("log",)))
 
     @cached_property
     def starts(self) -> list[Event]:
         """Each time that training began or continued, of all calls of `fit` by the script."""
-        return [event for event in self._outer if event["event"] == "start"]
+        return [event for event in self.outer if event["event"] == "start"]
 
     @cached_property
-    def _outer(self) -> list[Event]:
+    def outer(self) -> list[Event]:
         """The events that are not of a `fit` that a callback has called."""
         return [event for event in self.events if not event.get("inside")]
 
@@ -90,8 +87,6 @@ class RunRecord:
     def fits(self) -> list[tuple[int, int]]:
         """The calls of `fit` that have rows, in order."""
         return sorted({place(row) for row in self.rows})
-
-    # -- the state
 
     @cached_property
     def state(self) -> tuple[str, str]:
@@ -110,7 +105,7 @@ class RunRecord:
     @property
     def _end(self) -> Event | None:
         """How it has ended, since the last start."""
-        for event in reversed(self._outer):
+        for event in reversed(self.outer):
             if event["event"] == "end":
                 return event
             if event["event"] == "start":
@@ -121,7 +116,7 @@ class RunRecord:
     def last_sign(self) -> float:
         """When the run was last alive, in seconds since 1970."""
         try:
-            return self._file.stat().st_mtime
+            return self.file.stat().st_mtime
         except OSError:
             return self.folder.stat().st_mtime
 
@@ -134,15 +129,16 @@ class RunRecord:
     # -- the progress
 
     @property
-    def _last_fit(self) -> tuple[int, int]:
-        return place(self._outer[-1]) if self._outer else (1, 0)
+    def last_fit(self) -> tuple[int, int]:
+        """The script's last call of `fit`."""
+        return place(self.outer[-1]) if self.outer else (1, 0)
 
     @cached_property
     def progress(self) -> tuple[int, int]:
         """(epochs, updates) done in the last call of `fit`, as far as is recorded."""
         epoch = step = 0
-        for event in self._outer:
-            if place(event) == self._last_fit and "step" in event and "epoch" in event:
+        for event in self.outer:
+            if place(event) == self.last_fit and "step" in event and "epoch" in event:
                 step, epoch = event["step"], event["epoch"]
                 epoch -= event["event"] in ("log", "validation")  # it counts the present one
         return epoch, step
@@ -166,7 +162,7 @@ class RunRecord:
         """The best value of each metric over the epochs of the last call of `fit`."""
         found: dict[str, Best] = {}
         for row in self.rows:
-            if row["event"] != "epoch" or place(row) != self._last_fit:
+            if row["event"] != "epoch" or place(row) != self.last_fit:
                 continue
             for name, text in row["metrics"].items():
                 value, known = float(text), found.get(name)
@@ -181,7 +177,8 @@ class RunRecord:
     def checkpoint(self) -> Path | None:
         """The checkpoint saved last that is still there, of the last call of `fit` that has one."""
         for start in reversed(self.starts):
-            if not (recorded := start.get("checkpoints")):
+            recorded = start.get("checkpoints")
+            if not recorded or not isinstance(recorded, str):
                 continue
             # Its own first: it may have been moved, or be a copy.
             for folder in (self.folder / Path(recorded).name, Path(recorded)):

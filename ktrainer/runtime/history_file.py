@@ -9,6 +9,8 @@
 | `checkpoint` | one is on the disk |
 | `rollback` | training has returned to `step` |
 | `ranks` | ranks were lost or have joined; the present ones continue after `step` |
+| `times` | seconds since the last one by rank: in all (`seconds`), and by what they were spent on |
+| `slow` | what is slow: its `rank`, its `cause`, and a `message` |
 | `end` | `reason`: finished, interrupted or failed, and why |
 
 Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that
@@ -34,6 +36,7 @@ from typing import Any
 NAME = "history.jsonl"
 ROWS = ("log", "validation", "epoch")
 RETURNS = ("start", "rollback", "ranks")  # after these, rows of later steps no longer count
+_LARGEST = 2**63  # of whole numbers
 _POSITION = {"step": int, "epoch": int}
 _NEEDED: dict[str, dict[str, Any]] = {  # the fields of an event without which it says nothing
     "start": {**_POSITION, "time": (int, float)},
@@ -43,6 +46,8 @@ _NEEDED: dict[str, dict[str, Any]] = {  # the fields of an event without which i
     "rollback": _POSITION,
     "ranks": _POSITION,
     "checkpoint": {"step": int, "path": str},
+    "times": {**_POSITION, "ranks": list},
+    "slow": {"step": int, "message": str},
     "end": {"reason": str},
 }
 
@@ -87,12 +92,12 @@ def read_events(path: Path, only_last: Collection[str] = ()) -> Iterator[Event]:
             if skipped and line.startswith(skipped):
                 held = line if line.endswith(b"\n") else held
                 continue
-            if held and (event := _decode(held)) is not None:
+            if held and (event := decode(held)) is not None:
                 yield event
             held = b""
-            if (event := _decode(line)) is not None:
+            if (event := decode(line)) is not None:
                 yield event
-    if held and (event := _decode(held)) is not None:
+    if held and (event := decode(held)) is not None:
         yield event
 
 
@@ -140,7 +145,7 @@ def spelled(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _decode(line: bytes) -> Event | None:
+def decode(line: bytes) -> Event | None:
     """The event of a line; None for what a killed process, another program or a newer version of
     this one has left."""
     try:
@@ -157,12 +162,19 @@ def _is_valid(event: Event) -> bool:
         return False
     if not all(isinstance(event.get(name), types) for name, types in _NEEDED[kind].items()):
         return False
-    if not all(isinstance(event.get(name, 0), int) for name in ("fit", "inside")):
+    if not all(_is_count(event.get(name, 0)) for name in ("fit", "inside", "step", "epoch")):
         return False
     if not isinstance(event.get("settings", {}), dict):
         return False
     return kind not in ROWS or all(_is_number(value) for value in event["metrics"].values())
 
 
+def _is_count(value: Any) -> bool:
+    """Whether a value is a number of steps, epochs or calls, and can be calculated with."""
+    return isinstance(value, int) and abs(value) <= _LARGEST
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+    if isinstance(value, int):
+        return abs(value) <= _LARGEST  # a larger one is no float
+    return isinstance(value, float) or value in ("nan", "inf", "-inf")

@@ -1,6 +1,8 @@
 """Small runs that keep a record of each step; a script of its own, to be killed.
 
 python tests/runs/recorded.py FOLDER STEP [WORD ...]    kills itself before update STEP
+
+Of several ranks the last one does, in the first start alone.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer import Callback, Trainer
+from ktrainer.distributed import restart_records
 from tests.small import BATCH, build, data
 
 EPOCHS, STEPS = 3, 6  # an epoch
@@ -69,5 +72,11 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillsLastRank(Acts):
+    def on_step_begin(self, step: int) -> None:
+        if self.world.rank == self.world.size - 1 and restart_records.count() == 0:
+            super().on_step_begin(step)
+
+
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), *sys.argv[3:], callbacks=[Acts(int(sys.argv[2]), kill)])
+    train(Path(sys.argv[1]), *sys.argv[3:], callbacks=[KillsLastRank(int(sys.argv[2]), kill)])

@@ -1,0 +1,177 @@
+"""What the page of a report draws, as JSON-able data: curves, marks and shares of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktrainer.runs.run_curves import Curve, Point, RowAxes, is_number, row_axes, run_curves
+from ktrainer.runs.run_marks import Mark, run_marks, run_spans
+from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.history_file import Event, place, spelled
+
+MOST_CHECKPOINTS = 100  # that are marked
+MOST_RANKS = 64  # whose time is drawn
+MOST_TIMES = 60  # rows of shares of time; neighbouring epochs are added up to as many
+_WALL = "seconds"
+_LEFT = "not attributed"
+
+Shares = list[dict[str, float]]  # seconds by rank, by what they were spent on
+
+
+def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
+    """All that is drawn, of all runs; NaN and infinities are strings."""
+    names = run_names(records)
+    runs = [_of_run(record, name) for record, name in zip(records, names, strict=True)]
+    return {"runs": spelled(runs)}
+
+
+def run_names(records: Sequence[RunRecord]) -> list[str]:
+    """The shortest ends of the runs' paths that tell them apart."""
+    paths = [Path(record.folder).absolute().parts for record in records]
+    for length in range(1, max(map(len, paths), default=1) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{parts[-1]} ({number})" for number, parts in enumerate(paths, 1)]
+
+
+def fit_name(fit: tuple[int, int]) -> str:
+    """`1`, or `1, inside 2` for a fit that a callback has called."""
+    return f"{fit[0]}, inside {fit[1]}" if fit[1] else str(fit[0])
+
+
+def _of_run(record: RunRecord, name: str) -> dict[str, Any]:
+    marks = _fewer_checkpoints(run_marks(record))
+    spans = run_spans(record)
+    begin = min((each.begin for each in spans), default=0.0)
+    fits: dict[tuple[int, int], list[Event]] = {}
+    for row in record.rows:
+        fits.setdefault(place(row), []).append(row)
+    return {
+        "name": name,
+        "fits": {fit_name(fit): _of_fit(record, fit, fits[fit], marks) for fit in sorted(fits)},
+        "begin": begin,
+        "spans": [[each.kind, each.begin - begin, each.end - begin] for each in spans],
+        "marks": [
+            {"kind": mark.kind, "text": mark.text, "time": round(mark.time - begin, 3)}
+            for mark in marks
+            if mark.time is not None
+        ],
+        "times": _drawn_times(time_shares(record)),
+    }
+
+
+def _fewer_checkpoints(marks: Sequence[Mark]) -> list[Mark]:
+    """All marks, but of many checkpoints some, spread evenly, with the last."""
+    saved = [mark for mark in marks if mark.kind == "checkpoint"]
+    every = -(-len(saved) // MOST_CHECKPOINTS) or 1
+    kept = {id(mark) for mark in saved[::-every]}
+    return [mark for mark in marks if mark.kind != "checkpoint" or id(mark) in kept]
+
+
+# -- curves
+
+
+def _of_fit(
+    record: RunRecord, fit: tuple[int, int], rows: Sequence[Event], marks: Iterable[Mark]
+) -> dict[str, Any]:
+    starts = [start for start in record.starts if place(start) == fit]
+    axes = row_axes(rows, starts[-1].get("steps_per_epoch") if starts else None)
+    return {
+        "curves": [_drawn(curve, axes) for curve in run_curves(rows)],
+        "marks": [
+            {"kind": mark.kind, "text": mark.text, **_position(mark.step, axes)}
+            for mark in marks
+            if mark.fit == fit and isinstance(mark.step, int)
+        ],
+    }
+
+
+def _position(step: int, axes: RowAxes) -> dict[str, Any]:
+    epochs, seconds = axes.at(step) or (None, None)
+    return {"step": step, "epoch": _short(epochs), "time": _short(seconds)}
+
+
+def _drawn(curve: Curve, axes: RowAxes) -> dict[str, Any]:
+    drawn = {"metric": curve.metric, "validation": curve.validation, "rows": curve.rows}
+    drawn |= _columns(curve.points, axes)
+    if curve.means is not None:
+        drawn["means"] = _columns(curve.means, axes)
+    return drawn
+
+
+def _columns(points: Sequence[Point], axes: RowAxes) -> dict[str, list[Any]]:
+    return {
+        "step": [axes.steps[number] for number, _ in points],
+        "epoch": [_short(axes.epochs[number]) for number, _ in points],
+        "time": [_short(axes.seconds[number]) for number, _ in points],
+        "value": [_short(value) for _, value in points],
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """A value with as many digits as a picture can show."""
+    return None if value is None else float(f"{value:.7g}")
+
+
+# -- shares of time
+
+
+def time_shares(record: RunRecord) -> list[tuple[str, Shares]]:
+    """Seconds by rank and by what they were spent on, by epoch, as `epoch 3`."""
+    found = []
+    for event in record.outer:
+        if event["event"] == "times":
+            found.append((f"epoch {event['epoch']}", [_of_rank(rank) for rank in event["ranks"]]))
+    return [(label, ranks) for label, ranks in found if any(ranks)]
+
+
+def _of_rank(rank: Any) -> dict[str, float]:
+    """The shares of a rank's time, which sum up to all of it."""
+    if not isinstance(rank, dict):
+        return {}
+    shares = {str(k): float(v) for k, v in rank.items() if is_number(v) and v >= 0}
+    wall = shares.pop(_WALL, None)
+    left = 0.0 if wall is None else wall - sum(shares.values())
+    return shares | ({_LEFT: left} if wall and left > 1e-3 * wall else {})
+
+
+def total_shares(epochs: Iterable[tuple[str, Shares]]) -> Shares:
+    """The shares of all epochs, added up by rank."""
+    total: Shares = []
+    for _, ranks in epochs:
+        total += [{} for _ in range(len(ranks) - len(total))]
+        for sums, shares in zip(total, ranks, strict=False):
+            for name, seconds in shares.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+    return total
+
+
+def _drawn_times(epochs: Sequence[tuple[str, Shares]]) -> list[dict[str, Any]]:
+    """All epochs together, then each, or several together where there are many."""
+    if not epochs:
+        return []
+    every = -(-len(epochs) // MOST_TIMES)
+    groups = [epochs[k : k + every] for k in range(0, len(epochs), every)]
+    rows = [("all epochs", total_shares(epochs))]
+    if len(epochs) > 1:
+        for group in groups:
+            first, last = group[0][0], group[-1][0]
+            label = first if first == last else f"{first} to {last.removeprefix('epoch ')}"
+            rows.append((label, total_shares(group)))
+    return [
+        {"label": label, "ranks": [_rounded(rank) for rank in ranks[:MOST_RANKS]]}
+        for label, ranks in rows
+    ]
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{seconds:.4g}") for name, seconds in shares.items()}
+
+
+def is_thinned(data: Event) -> bool:
+    """Whether any curve of a page's data has fewer points than rows."""
+    fits = [fit for run in data["runs"] for fit in run["fits"].values()]
+    return any("means" in curve for fit in fits for curve in fit["curves"])

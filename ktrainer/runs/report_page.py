@@ -1,0 +1,194 @@
+"""The page of `ktrainer report`: one HTML file that loads nothing and sends nothing.
+
+Texts and tables are HTML, as `report_tables` writes them; `report.js` and `report_charts.js` draw
+the pictures, from the JSON in the page. The page's security policy allows no other script or style,
+and no request.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ktrainer.runs.report_data import is_thinned, page_data, run_names
+from ktrainer.runs.report_tables import (
+    Cell,
+    differences,
+    marks_table,
+    run_card,
+    table,
+    times_table,
+    values_table,
+)
+from ktrainer.runs.run_curves import PARTS
+from ktrainer.runs.run_differences import recorded_facts
+from ktrainer.runs.run_record import RunRecord
+
+_HERE = Path(__file__).parent
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<header><div><h1>{title}</h1><p class="quiet">{made}</p></div>
+<button id="theme" type="button" hidden>Theme: system</button></header>
+<main>
+<div class="cards">{cards}</div>
+<section id="curves" hidden><h2>Curves</h2><div id="toolbar" class="toolbar"></div>
+<div id="charts"></div><p class="quiet">{notes}</p></section>
+<noscript><p>The curves need JavaScript, which is off. Values at the end are below.</p></noscript>
+{sections}
+</main>
+<footer class="quiet">Made by ktrainer {version}. This file loads nothing from elsewhere.</footer>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+_RUNNING_MEANS = "Inside an epoch, logged values are means over the epoch so far."
+_THINNED = (
+    " Long curves are thinned out: of each of {parts} parts the first, last, lowest and highest "
+    "value is drawn; smoothed lines go through the means of the parts."
+)
+
+
+def report_page(records: Sequence[RunRecord], version: str) -> str:
+    """The page about some runs, the first of which the others are compared with."""
+    names, data = run_names(records), page_data(records)
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    script = "\n".join(
+        (_HERE / name).read_text(encoding="utf-8") for name in ("report_charts.js", "report.js")
+    )
+    cards = [run_card(record, name, k) for k, (record, name) in enumerate(_named(records, names))]
+    notes = _RUNNING_MEANS + (_THINNED.format(parts=PARTS) if is_thinned(data) else "")
+    return (
+        _PAGE.format(
+            policy=_policy(style, script),
+            title=f"ktrainer report: {_title(names)}",
+            style=style,
+            made=time.strftime("Report of %F %T"),
+            cards="".join(cards),
+            notes=notes,
+            sections=_sections(records, names, data),
+            version=escape(version),
+            data=embedded(data),
+            script=script,
+        )
+        .encode(errors="replace")
+        .decode()
+    )
+
+
+def _title(names: Sequence[str]) -> str:
+    return escape(", ".join(names)) if len(names) <= 3 else f"{len(names)} runs"
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand in a `script` element: no text in it can end that, or begin another."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _policy(style: str, script: str) -> str:
+    """The policy by which a browser runs this page's own script and style alone."""
+    hashes = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (style, script)
+    ]
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _named(records: Sequence[RunRecord], names: Sequence[str]) -> list[tuple[RunRecord, str]]:
+    return list(zip(records, names, strict=True))
+
+
+def _sections(records: Sequence[RunRecord], names: Sequence[str], data: Mapping[str, Any]) -> str:
+    """All sections below the curves; those without content are left out."""
+    named = _named(records, names)
+    times = "".join(times_table(record, name) for record, name in named)
+    several = len(records) > 1
+    parts = [
+        ("What happened", _drawn("timeline") + _folded("As a list", _all_marks(named))),
+        ("Values", values_table(records, names)),
+        ("Differences", differences(records, names) if several else ""),
+        ("Where the time went", _drawn("times") + _folded("As a table", times) if times else ""),
+        ("Environment", _environment(records, names)),
+        ("Settings", "".join(_settings(record, name, several) for record, name in named)),
+    ]
+    return "".join(
+        f"<section><h2>{title}</h2>{content}</section>" for title, content in parts if content
+    )
+
+
+def _drawn(name: str) -> str:
+    return f'<div id="{name}"></div>'
+
+
+def _folded(summary: str, content: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _all_marks(named: Sequence[tuple[RunRecord, str]]) -> str:
+    return "".join(marks_table(record, name) for record, name in named)
+
+
+def _environment(records: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """Versions, devices, code, model and data of all runs."""
+    facts = [recorded_facts(record) for record in records]
+    for known, record in zip(facts, records, strict=True):
+        last = record.starts[-1] if record.starts else {}
+        known |= {key: str(last[key]) for key in ("host", "pid") if key in last}
+    keys = dict.fromkeys(key for known in facts for key in known)
+    rows: list[list[Cell]] = [
+        [key, *(known.get(key, "") for known in facts)]
+        for key in keys
+        if not key.startswith("settings.")
+    ]
+    if not rows:
+        return ""
+    return _folded(
+        "Versions, devices, code, model and data", table(["fact", *names], rows, "Facts")
+    )
+
+
+def _settings(record: RunRecord, name: str, several: bool) -> str:
+    """The keys that were set, and all of them."""
+    changed = _changed_keys(record.folder / "config.diff.yaml")
+    facts = recorded_facts(record)
+    rows = [
+        (key.removeprefix("settings."), value)
+        for key, value in facts.items()
+        if key.startswith("settings.")
+    ]
+    own = f"<pre>{escape(changed)}</pre>" if changed else ""
+    of = f" of {name}" if several else ""
+    if several and own:
+        own = _folded(f"Settings{of} that are not defaults", own)
+    every = _folded(f"All settings{of}", table(["key", "value"], rows, name)) if rows else ""
+    return own + every
+
+
+def _changed_keys(file: Path) -> str:
+    """The settings that are not defaults, as the run has described them; empty if it has not."""
+    try:
+        text = file.read_bytes()[:20_000].decode(errors="replace").strip()
+    except OSError:
+        return ""
+    return "" if text == "{}" else text

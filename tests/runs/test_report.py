@@ -1,0 +1,431 @@
+"""`ktrainer report`: what the page says of real runs, and how a real browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktrainer.cli.main import main
+from ktrainer.runs.report_data import page_data, run_names, time_shares, total_shares
+from ktrainer.runs.report_page import report_page
+from ktrainer.runs.run_curves import MOST_POINTS, PARTS, row_axes, run_curves
+from ktrainer.runs.run_marks import run_marks, run_spans, stood_out
+from ktrainer.runs.run_record import RunRecord
+from ktrainer.runs.weight_digests import weight_digests
+from ktrainer.runtime.history_file import NAME, append
+from tests.processes import ktrainer, python
+from tests.runs.browser import Browser, browser, why_no_browser
+from tests.runs.recorded import EPOCHS, STEPS, train
+
+SCRIPT = Path(__file__).parent / "recorded.py"
+HOSTILE = (
+    "</script><script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=\'owned\'">',
+    "<!--<script>",
+    "a'b\"c\\d\u2028\n{x} {data} $x^$",
+    "\ud800 \x00 ​",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that was killed before update 8 and resumed, and an undisturbed one of another seed."""
+    folder = tmp_path_factory.mktemp("runs")
+    killed = python(SCRIPT, folder / "killed", 8, KERAS_BACKEND="tensorflow")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    train(folder / "killed")
+    train(folder / "other", "seed=4")
+    return folder / "killed", folder / "other"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if (why := why_no_browser()) is not None:
+        pytest.skip(why)
+    with browser(tmp_path_factory.mktemp("profile")) as it:
+        yield it
+
+
+class Texts(HTMLParser):
+    """The elements of a page, the texts of its table cells, and the JSON that it has."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.cells: list[str] = []
+        self.data = ""
+        self._at: list[str] = []
+        self._is_data = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        self._is_data = tag == "script" and ("id", "data") in attrs
+        if tag in ("td", "th"):
+            self.cells.append("")
+            self._at.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_data = False
+        if self._at and tag == self._at[-1]:
+            self._at.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self._is_data:
+            self.data += data
+        if self._at:
+            self.cells[-1] += data
+
+
+def record(folder: Path, *events: dict[str, Any]) -> RunRecord:
+    """A run of which the record has these events."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for event in events:
+        fields = dict(event)
+        append(folder / NAME, fields.pop("event"), **fields)
+    return RunRecord(folder)
+
+
+def log(step: int, epoch: int = 1, event: str = "log", **metrics: Any) -> dict[str, Any]:
+    values = metrics or {"loss": float(step)}
+    return {"event": event, "step": step, "epoch": epoch, "elapsed": step / 2, "metrics": values}
+
+
+START = {"event": "start", "step": 0, "epoch": 0, "ranks": 2, "epochs": 2, "settings": {"seed": 1}}
+
+
+# -- the page in a browser
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_the_page(
+    runs: tuple[Path, Path], tab: Browser, tmp_path: Path, dark: bool, width: int
+) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(page)]) == 0
+    tab.open(page, width, dark=dark)
+    assert tab.errors == []
+    assert tab.requests == [page.as_uri()]
+    figures = "document.querySelectorAll('#charts figure').length"
+    assert tab.evaluate(figures) == 2  # loss and accuracy
+    paths = "[...document.querySelectorAll('#charts svg path.curve')].map(p => p.getAttribute('d'))"
+    lines = [path for path in tab.evaluate(paths) if path != "M0 4H26"]
+    assert len(lines) == 2 * 2 * 2  # of each run, training and validation
+    assert all(path.startswith("M") and "NaN" not in path for path in lines)
+    assert tab.evaluate("document.querySelectorAll('#timeline rect').length") >= 3
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    light = "getComputedStyle(document.body).backgroundColor"
+    assert (tab.evaluate(light) == "rgb(19, 20, 23)") == dark
+    assert tab.evaluate("document.fonts.size") == 0
+
+
+def test_the_switches_of_the_page(runs: tuple[Path, Path], tab: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", *map(str, runs), "--output", str(page)]) == 0
+    tab.open(page)
+    figure = "document.querySelector('#charts figure')"
+    lines = f"[...{figure}.querySelectorAll(':scope > svg path')].map(p => p.getAttribute('d'))"
+    ticks = f"[...{figure}.querySelectorAll(':scope > svg text')].map(t => t.textContent).join()"
+    seen = [tab.evaluate(f"{ticks} + {lines}")]
+    boxes = "[...document.querySelectorAll('#toolbar input[type=checkbox]')]"
+    smooth = "document.getElementById('smoothing')"
+    for change in (
+        "document.querySelector('input[value=step]').click()",
+        "document.querySelector('input[value=time]').click()",
+        f"{boxes}[0].click()",  # log scale
+        f"{smooth}.value = 0.9; {smooth}.dispatchEvent(new Event('input'))",
+        f"{boxes}[2].click()",  # the first run
+    ):
+        tab.evaluate(change)
+        seen.append(tab.evaluate(f"{ticks} + {lines}"))
+    assert len(set(seen)) == len(seen)
+    assert len(tab.evaluate(lines)) == 4  # of the second run: smoothed, and the values behind
+    marks = f"{figure}.querySelectorAll(':scope > svg .mark').length"
+    tab.evaluate(f"{boxes}[2].click()")
+    assert tab.evaluate(marks) > 0
+    tab.evaluate(f"{boxes}[1].click()")
+    assert tab.evaluate(marks) == 0
+    themes = []
+    for _ in range(3):
+        themes.append(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+        tab.evaluate("document.getElementById('theme').click()")
+    assert themes == ["rgb(247, 247, 245)", "rgb(247, 247, 245)", "rgb(19, 20, 23)"]
+    move = "new PointerEvent('pointermove', {clientX: 300, clientY: 300, bubbles: true})"
+    tab.evaluate(f"{figure}.querySelector(':scope > svg').dispatchEvent({move})")
+    assert "killed: training" in tab.evaluate(f"{figure}.querySelector('.tip').textContent")
+    assert tab.errors == []
+
+
+def test_names_and_texts_cannot_change_the_page(tab: Browser, tmp_path: Path) -> None:
+    metrics = dict(zip(HOSTILE, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
+    events = [
+        {**START, "host": HOSTILE[0], "versions": {HOSTILE[1]: HOSTILE[2]}, "settings": metrics},
+        log(1, **metrics),
+        log(2, **metrics),
+        {"event": "slow", "step": 2, "rank": 1, "cause": "x", "message": HOSTILE[1]},
+        {"event": "times", "step": 2, "epoch": 1, "ranks": [dict.fromkeys(HOSTILE, 1.0)]},
+        {"event": "end", "reason": HOSTILE[2], "why": HOSTILE[0]},
+    ]
+    folder = tmp_path / "<b>run & 'co'"
+    record(folder, *events)
+    (folder / "config.diff.yaml").write_text(HOSTILE[0])
+    page = tmp_path / "report.html"
+    assert main(["report", str(folder), str(folder), "--output", str(page)]) == 0
+    texts = Texts(page.read_text())
+    assert texts.tags.count("script") == 2
+    assert "img" not in texts.tags
+    names = {curve["metric"] for curve in json.loads(texts.data)["runs"][0]["fits"]["1"]["curves"]}
+    assert names == set(HOSTILE)
+    assert {HOSTILE[0], HOSTILE[1]} <= set(texts.cells)
+    tab.open(page)
+    assert tab.evaluate("document.title").startswith("ktrainer report")
+    assert tab.errors == []
+    assert tab.evaluate("document.querySelectorAll('#charts figure').length") == len(HOSTILE)
+    assert tab.requests == [page.as_uri()]
+
+
+def test_values_that_are_no_numbers_are_shown(tab: Browser, tmp_path: Path) -> None:
+    values = [1.0, float("nan"), 2.0, float("inf"), float("-inf"), -3.0]
+    rows = [log(step, loss=value) for step, value in enumerate(values, 1)]
+    run = record(tmp_path / "run", START, *rows, log(6, val_gone=float("nan")))
+    page = tmp_path / "report.html"
+    page.write_text(report_page([run], "1"))
+    tab.open(page)
+    crosses = (
+        "[...document.querySelectorAll('#charts .glyph')].filter(t => t.textContent == '\u00d7')"
+    )
+    assert tab.evaluate(f"{crosses}.length") == 4
+    tab.evaluate("document.querySelectorAll('#toolbar input[type=checkbox]')[0].click()")
+    assert tab.errors == []
+    assert "loss is nan at step 2 (epoch 1)" in stood_out(run)
+
+
+# -- what the page says
+
+
+def test_what_happened_in_a_killed_run(runs: tuple[Path, Path]) -> None:
+    run = RunRecord(runs[0])
+    found = [(mark.kind, mark.step) for mark in run_marks(run)]
+    assert found == [
+        ("start", 0),
+        ("checkpoint", 5),
+        ("interrupted", 8),
+        ("resume", 5),
+        ("checkpoint", 10),
+        ("checkpoint", 15),
+        ("finished", 18),
+    ]
+    times = [mark.time for mark in run_marks(run)]
+    assert times == sorted(times)
+    first, second = run_spans(run)
+    assert first.end < second.begin
+    assert "continued after step 5 on 1 process" in stood_out(run)
+
+
+def test_curves_have_all_values(runs: tuple[Path, Path]) -> None:
+    run = RunRecord(runs[1])
+    (fit,) = page_data([run])["runs"][0]["fits"].values()
+    curves = {(c["metric"], c["validation"]): c for c in fit["curves"]}
+    assert list(curves) == [
+        ("loss", False), ("loss", True), ("accuracy", False), ("accuracy", True),
+    ]  # fmt: skip
+    rows = {row["step"]: row["metrics"]["loss"] for row in run.rows if "loss" in row["metrics"]}
+    loss = curves["loss", False]
+    assert loss["step"] == list(rows) == list(range(1, EPOCHS * STEPS + 1))
+    assert loss["value"] == pytest.approx(list(rows.values()), rel=1e-6)
+    assert loss["epoch"] == pytest.approx([step / STEPS for step in rows], rel=1e-6)
+    assert curves["loss", True]["step"] == [4, 8, 12, 16]
+
+
+def test_weights_are_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    killed, other = map(RunRecord, runs)
+    found = weight_digests([killed, other])
+    assert found.step == 15
+    names = {re.sub(r"_\d+", "", name) for name in found.differing}
+    assert {"sequential/dense/kernel"} <= names
+    page = report_page([killed, other], "1")
+    assert f"after step 15: {len(found.differing)} of" in page
+    assert "settings.seed" in Texts(page).cells
+    train(tmp_path / "again")  # killed and resumed or not: the same weights
+    same = weight_digests([killed, RunRecord(tmp_path / "again")])
+    assert same.differing == []
+    assert "arrays of weights are the same after step 15" in report_page(
+        [killed, RunRecord(tmp_path / "again")], "1"
+    )
+    (tmp_path / "again" / "checkpoints" / "step-00000015" / "manifest.json").write_text("{}")
+    assert "cannot be read" in weight_digests([killed, RunRecord(tmp_path / "again")]).problem
+
+
+def test_long_curves_are_thinned_out() -> None:
+    """Each part keeps its extremes; nothing is invented."""
+    count = 100_000
+    rows = [log(step, loss=float(step % 1000)) for step in range(1, count + 1)]
+    rows[54_321]["metrics"]["loss"] = 1e9
+    rows[65_432]["metrics"]["loss"] = "nan"
+    (curve,) = run_curves(rows)
+    assert (curve.rows, len(curve.means or [])) == (count, PARTS)
+    assert PARTS < len(curve.points) <= MOST_POINTS + 1
+    values = {number: float(rows[number]["metrics"]["loss"]) for number, _ in curve.points}
+    assert [values[n] for n, v in curve.points if v == v] == [v for _, v in curve.points if v == v]
+    assert {0, count - 1, 54_321, 65_432} <= values.keys()
+    part = range(count // PARTS)
+    assert curve.means is not None
+    assert curve.means[0][1] == sum(step % 1000 + 1 for step in part) / len(part)
+
+
+def test_the_place_of_a_step_on_the_axes() -> None:
+    rows = [log(2), log(4, event="epoch"), log(6, 2)]
+    axes = row_axes(rows, None)
+    assert axes.epochs == [0.5, 1.0, 2.0]  # of an epoch that has not ended, the last row
+    assert row_axes(rows, 4).epochs == [0.5, 1.0, 1.5]
+    assert row_axes(rows, 4).at(5) == (1.25, 2.5)
+    assert row_axes(rows, 4).at(99) == (1.5, 3.0)
+    assert row_axes([], None).at(1) is None
+
+
+def test_shares_of_time_are_added_up(tmp_path: Path) -> None:
+    def times(epoch: int, *ranks: dict[str, float]) -> dict[str, Any]:
+        return {"event": "times", "epoch": epoch, "step": epoch, "ranks": list(ranks)}
+
+    one = {"seconds": 10.0, "data": 2.0, "compute": 7.0}
+    two = {"seconds": 4.0, "compute": 3.0, "waiting for rank 0": 1.0}
+    run = record(tmp_path / "run", START, log(1), times(1, one, two), times(2, one))
+    assert total_shares(time_shares(run)) == [
+        {"data": 4.0, "compute": 14.0, "not attributed": 2.0},
+        {"compute": 3.0, "waiting for rank 0": 1.0},
+    ]
+    rows = page_data([run])["runs"][0]["times"]
+    assert [row["label"] for row in rows] == ["all epochs", "epoch 1", "epoch 2"]
+    assert "14 s (70.0%)" in Texts(report_page([run], "1")).cells
+
+
+def test_a_foreign_record_makes_a_page(tmp_path: Path, tab: Browser) -> None:
+    """Fields of any type where they are missing or not what a run writes."""
+    (tmp_path / "run").mkdir()
+    odd: list[Any] = [None, True, -1, "x", [], {}, [1], {"a": [{"b": None}]}, 1.7e308, 10**30]
+    lines = ['{"event": "log", "st', "[]", "7", ""]
+    for value in odd:
+        names = ("epochs", "steps_per_epoch", "host", "ranks", "versions", "code", "settings")
+        names = (*names, "data", "model", "devices", "checkpoints", "resume", "restart", "elapsed")
+        names = (*names, "why", "rank", "lost", "seconds", "metric", "cause", "epoch", "fit")
+        more = dict.fromkeys(names, value)
+        lines += [
+            json.dumps({**more, **event})
+            for event in (
+                {"event": "start", "step": 0, "epoch": 0, "time": 5},
+                {"event": "start", "step": 3, "epoch": 1, "time": 1e300, "fit": 1},
+                {"event": "log", "step": 2, "epoch": 1, "metrics": {"loss": 1}, "fit": 1},
+                {"event": "epoch", "step": 2, "epoch": -1, "metrics": {"loss": -1.7e308}, "fit": 1},
+                {"event": "log", "step": 9, "epoch": 1, "metrics": {"loss": value}, "fit": 1},
+                {"event": "ranks", "step": 2, "epoch": 1, "time": "now", "fit": 1},
+                {"event": "times", "step": 2, "epoch": 1, "fit": 1, "ranks": [value, {"x": value}]},
+                {"event": "slow", "step": 2, "message": "m", "time": value, "fit": 1},
+                {"event": "checkpoint", "step": 2, "path": "p", "time": 1e18, "fit": 1},
+                {"event": "end", "reason": "x", "time": 10**30, "fit": 1},
+            )
+        ]
+    (tmp_path / "run" / NAME).write_text("\n".join(lines))
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--output", str(page)]) == 0
+    tab.open(page)
+    assert tab.errors == []
+    assert main(["watch", str(tmp_path / "run")]) == 0  # it runs, on another host
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / NAME).touch()
+    assert main(["report", str(tmp_path / "empty"), str(tmp_path / "run")]) == 0
+
+
+# -- the command
+
+
+def test_the_command(
+    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = ktrainer("report", runs[0], "--png", tmp_path / "curves.png")
+    page = runs[0] / "report.html"
+    assert done.stdout == f"report: {page}\npicture: {tmp_path / 'curves.png'}\n", done.stderr
+    assert page.stat().st_mode & 0o077 == 0
+    assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert "://" not in re.sub(r"http://www\.w3\.org/2000/svg", "", page.read_text())
+    before = page.read_text()
+    assert main(["report", str(runs[0]), "--output", str(tmp_path / "no" / "x.html")]) == 2
+    assert "cannot be written: No such file" in capsys.readouterr().err
+    (tmp_path / "taken").mkdir()
+    assert main(["report", str(runs[0]), "--output", str(tmp_path / "taken")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png", "taken"]
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert page.read_text() == before
+
+
+def test_neither_command_needs_tensorflow_or_numpy(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    code = (
+        "import sys; from ktrainer.cli.main import main; folder, page = sys.argv[1:]\n"
+        "assert main(['report', folder, '--output', page]) == main(['watch', folder]) == 0\n"
+        "assert not {'tensorflow', 'keras', 'numpy', 'matplotlib'} & set(sys.modules)"
+    )
+    done = python("-c", code, runs[0], tmp_path / "page.html", cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_of_runs_tell_them_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "b" / "run"]
+    found = [record(folder, START) for folder in folders]
+    assert run_names(found[:1]) == ["run"]
+    assert run_names(found[:2]) == ["a/run", "b/run"]
+    assert run_names(found[1:]) == ["run (1)", "run (2)"]
+
+
+# -- runs of several processes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options, kind", [(["--max-restarts", "1"], "resume"), (["--heal"], "ranks")]
+)
+def test_ranks_that_are_lost(tmp_path: Path, options: list[str], kind: str) -> None:
+    """Two ranks start again from a checkpoint; of three, two continue."""
+    ranks = 3 if kind == "ranks" else 2
+    words = ["run", "-n", ranks, *options, SCRIPT, tmp_path / "run", 8]
+    done = ktrainer(*words, "--", "backend=data_parallel", KERAS_BACKEND="tensorflow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunRecord(tmp_path / "run")
+    (mark,) = [mark for mark in run_marks(run) if mark.kind == kind]
+    expected = {
+        "resume": "continued after step 5 (restart 1) on 2 processes",
+        "ranks": "rank 2 was lost after step 7; 2 continued in",
+    }
+    assert mark.text.startswith(expected[kind])
+    assert mark.step == {"resume": 5, "ranks": 7}[kind]
+    assert any(line.startswith(expected[kind]) for line in stood_out(run))
+    failed = [mark.text for mark in run_marks(run) if mark.kind == "failed"]
+    assert len(failed) == (kind == "resume")
+    assert all("SIGKILL" in text for text in failed)
+    kinds = [span.kind for span in run_spans(run)]
+    assert kinds == {"resume": ["training"] * 2, "ranks": ["healing", "training"]}[kind]
+    steps = [row["step"] for row in run.rows if row["event"] == "log"]
+    assert steps == list(range(1, EPOCHS * STEPS + 1))
+    report_page([run], "1")
+
+
+@pytest.mark.exhaustive
+def test_a_million_rows_make_a_small_page(tmp_path: Path, tab: Browser) -> None:
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / NAME).open("w") as file:
+        file.write(json.dumps({**START, "time": 1.0}) + "\n")
+        for step in range(1, 1_000_001):
+            file.write(json.dumps({**log(step, 1 + step // 10_000), "time": 1.0 + step}) + "\n")
+    page = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "run"), "--output", str(page)]) == 0
+    assert page.stat().st_size < 1e6
+    tab.open(page)
+    assert tab.errors == []
+    assert "Long curves are thinned out" in tab.evaluate("document.body.textContent")
