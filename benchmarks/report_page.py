@@ -32,7 +32,7 @@ SETTINGS = [
     "seed=1",
     "logging.progress=none",
 ]
-SIZE = (1280, 1180)  # of the picture
+SIZE = (1180, 985)  # of the picture
 
 
 def train(words: list[str]) -> None:
@@ -59,7 +59,8 @@ def photograph(page: Path, picture: Path) -> None:
     program = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if program is None:
         sys.exit("a picture needs Chromium: apt-get install chromium")
-    words = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    words += ["--disable-background-networking", "--log-level=3"]
     size = f"--window-size={SIZE[0]},{SIZE[1]}"
     with tempfile.TemporaryDirectory() as profile:
         words += [size, f"--user-data-dir={profile}", f"--screenshot={picture.absolute()}"]

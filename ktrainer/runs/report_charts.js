@@ -145,7 +145,7 @@ function drawChart(figure, lines, marks, options) {
   const [left, right] = extent(every.map((line) => line.x), () => true);
   const [low, high] = extent(every.map((line) => line.y), (value) => !options.log || value > 0);
   const pad = options.log ? 0 : (high / 2 - low / 2) * 0.1;
-  const xTicks = (a, b) => (options.time ? timeTicks : linearTicks)(a, b, Math.max(3, Math.floor(width / 90)));
+  const xTicks = (a, b) => (options.time ? timeTicks : linearTicks)(a, b, Math.max(3, Math.floor(width / 75)));
   const x = makeScale(left, right, EDGE.left, width - EDGE.right, false, xTicks);
   const y = makeScale(low - pad, high + pad, height - EDGE.bottom, EDGE.top, options.log, (a, b) => linearTicks(a, b, 5));
   const root = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": describe(lines, options) });

@@ -73,8 +73,11 @@ def kill() -> None:
 
 
 class KillsLastRank(Acts):
+    most = 0  # ranks that there were
+
     def on_step_begin(self, step: int) -> None:
-        if self.world.rank == self.world.size - 1 and restart_records.count() == 0:
+        self.most = max(self.most, self.world.size)
+        if self.world.rank == self.most - 1 and restart_records.count() == 0:
             super().on_step_begin(step)
 
 

@@ -401,10 +401,10 @@ def test_ranks_that_are_lost(tmp_path: Path, options: list[str], kind: str) -> N
     (mark,) = [mark for mark in run_marks(run) if mark.kind == kind]
     expected = {
         "resume": "continued after step 5 (restart 1) on 2 processes",
-        "ranks": "rank 2 was lost after step 7; 2 continued in",
+        "ranks": "rank 2 was lost after step 8; 2 continued in",
     }
     assert mark.text.startswith(expected[kind])
-    assert mark.step == {"resume": 5, "ranks": 7}[kind]
+    assert mark.step == {"resume": 5, "ranks": 8}[kind]
     assert any(line.startswith(expected[kind]) for line in stood_out(run))
     failed = [mark.text for mark in run_marks(run) if mark.kind == "failed"]
     assert len(failed) == (kind == "resume")
