@@ -14,6 +14,7 @@ from ktrainer import __version__
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.runs.report_page import report_page
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.garbage_collection import paused_collection
 
 _DEFAULT = "report.html"
 
@@ -44,14 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the page, and say where it is."""
-    records = [RunRecord(Path(path)) for path in args.runs]
     if args.png is not None and find_spec("matplotlib") is None:
         raise SetupError(
             f"--png {args.png}: a PNG needs matplotlib, which is not installed: "
             "`pip install matplotlib`. The page itself needs nothing."
         )
+    with paused_collection():  # a long record has millions of objects, and no garbage
+        records = [RunRecord(Path(path)) for path in args.runs]
+        page = report_page(records, __version__)
     output = args.output or records[0].folder / _DEFAULT
-    _write(output, report_page(records, __version__))
+    _write(output, page)
     print(f"report: {output}")
     if args.png is not None:
         from ktrainer.runs.report_picture import draw_picture

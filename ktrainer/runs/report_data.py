@@ -153,6 +153,10 @@ def _drawn_times(epochs: Sequence[tuple[str, Shares]]) -> list[dict[str, Any]]:
     """All epochs together, then each, or several together where there are many."""
     if not epochs:
         return []
+    by_label: dict[str, list[tuple[str, Shares]]] = {}  # an epoch may be trained again
+    for label, ranks in epochs:
+        by_label.setdefault(label, []).append((label, ranks))
+    epochs = [(label, total_shares(same)) for label, same in by_label.items()]
     every = -(-len(epochs) // MOST_TIMES)
     groups = [epochs[k : k + every] for k in range(0, len(epochs), every)]
     rows = [("all epochs", total_shares(epochs))]

@@ -128,7 +128,7 @@ class RunRecord:
 
     # -- the progress
 
-    @property
+    @cached_property
     def last_fit(self) -> tuple[int, int]:
         """The script's last call of `fit`."""
         return place(self.outer[-1]) if self.outer else (1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -364,6 +365,16 @@ def test_the_command(
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert page.read_text() == before
+
+
+def test_the_end_of_a_run_names_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "a run", "logging.progress=plain")
+    said = re.search(r"^  report +ktrainer (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert said is not None
+    assert main(shlex.split(said[1])) == 0
+    assert (tmp_path / "a run" / "report.html").is_file()
 
 
 def test_neither_command_needs_tensorflow_or_numpy(runs: tuple[Path, Path], tmp_path: Path) -> None:
