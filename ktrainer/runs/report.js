@@ -212,15 +212,17 @@ function drawTimes(chosenRow = 0) {
   }
   const figure = html("figure", "", place);
   const keys = html("div", "keys", figure);
-  kinds.slice(0, 8).forEach((kind, k) => {
+  const small = kinds.length > 8 ? kinds.splice(7) : []; // there are eight colours
+  if (small.length) kinds.push("others");
+  kinds.forEach((kind, k) => {
     const key = html("span", "", keys);
     html("span", "swatch", key).style.background = `var(--kind-${k})`;
-    key.append(k === 7 && kinds.length > 8 ? "others" : kind);
+    key.append(kind);
   });
-  runs.forEach((run) => drawRanks(figure, run, run.times[Math.min(chosenRow, run.times.length - 1)], kinds));
+  runs.forEach((run) => drawRanks(figure, run, run.times[Math.min(chosenRow, run.times.length - 1)], kinds, small));
 }
 
-function drawRanks(figure, run, row, kinds) {
+function drawRanks(figure, run, row, kinds, small) {
   const width = Math.max(figure.clientWidth, 240), bar = 20, left = 58;
   const sums = row.ranks.map((rank) => Object.values(rank).reduce((a, b) => a + b, 0));
   const longest = Math.max(...sums, 1e-9);
@@ -229,13 +231,14 @@ function drawRanks(figure, run, row, kinds) {
   const root = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Shares of time by rank, ${row.label}; the table below has them as text` }, figure);
   row.ranks.forEach((rank, number) => {
     const top = number * (bar + 5) + 4;
+    const seconds = { ...rank, others: small.reduce((sum, kind) => sum + (rank[kind] || 0), 0) };
     let at = left;
     svg("text", { class: "name", x: 0, y: top + 14 }, root, `rank ${number}`);
     kinds.forEach((kind, k) => {
-      const size = ((rank[kind] || 0) / longest) * (width - left - 4);
+      const size = ((seconds[kind] || 0) / longest) * (width - left - 4);
       if (!size) return;
-      const part = svg("rect", { x: at, y: top, width: size, height: bar, fill: `var(--kind-${Math.min(k, 7)})` }, root);
-      svg("title", {}, part, `${kind}: ${secondsText(rank[kind])}, ${((rank[kind] / sums[number]) * 100).toFixed(1)} %`);
+      const part = svg("rect", { x: at, y: top, width: size, height: bar, fill: `var(--kind-${k})` }, root);
+      svg("title", {}, part, `${kind}: ${secondsText(seconds[kind])}, ${((seconds[kind] / sums[number]) * 100).toFixed(1)} %`);
       at += size;
     });
   });

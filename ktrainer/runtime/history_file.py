@@ -6,11 +6,11 @@
 | `data` | facts that the first update shows: digests of the first batch |
 | `metrics` | whether a lower (`min`) or a higher (`max`) value is better, by name |
 | `log`, `validation`, `epoch` | rows: the metrics of a step, exact; `epoch` counts from 1 |
+| `times` | what each rank's time went to since the last one: `ranks`, a dict of seconds each |
+| `slow` | something that slows training: `rank`, `cause`, `message` |
 | `checkpoint` | one is on the disk |
 | `rollback` | training has returned to `step` |
 | `ranks` | ranks were lost or have joined; the present ones continue after `step` |
-| `times` | seconds since the last one by rank: in all (`seconds`), and by what they were spent on |
-| `slow` | what is slow: its `rank`, its `cause`, and a `message` |
 | `end` | `reason`: finished, interrupted or failed, and why |
 
 Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that
@@ -43,11 +43,11 @@ _NEEDED: dict[str, dict[str, Any]] = {  # the fields of an event without which i
     "data": {"data": dict},
     "metrics": {"better": dict},
     **{row: {**_POSITION, "metrics": dict} for row in ROWS},
+    "times": {**_POSITION, "ranks": list},
+    "slow": {"step": int, "cause": str, "message": str},
     "rollback": _POSITION,
     "ranks": _POSITION,
     "checkpoint": {"step": int, "path": str},
-    "times": {**_POSITION, "ranks": list},
-    "slow": {"step": int, "message": str},
     "end": {"reason": str},
 }
 

@@ -308,6 +308,23 @@ def test_shares_of_time_are_added_up(tmp_path: Path) -> None:
     assert "14 s (70.0%)" in Texts(report_page([run], "1")).cells
 
 
+def test_bars_are_as_long_as_the_shares(tab: Browser, tmp_path: Path) -> None:
+    """Of each rank; small shares are one bar, as there are eight colours."""
+    shares = {f"part {k}": float(k) for k in range(1, 11)}
+    ranks = [{"seconds": 55.0, **shares}, {"seconds": 11.0, "part 10": 6.0, "part 9": 5.0}]
+    event = {"event": "times", "epoch": 1, "step": 1, "ranks": ranks}
+    page = tmp_path / "report.html"
+    page.write_text(report_page([record(tmp_path / "run", START, log(1), event)], "1"))
+    tab.open(page)
+    assert tab.errors == []
+    bars = "[...document.querySelectorAll('#times rect')]"
+    widths = tab.evaluate(f"{bars}.map(bar => Number(bar.getAttribute('width')))")
+    seconds = [10, 9, 8, 7, 6, 5, 4, 3 + 2 + 1, 6, 5]
+    assert widths == pytest.approx([widths[0] * each / 10 for each in seconds])
+    labels = "[...document.querySelectorAll('#times .keys > span')].map(key => key.textContent)"
+    assert tab.evaluate(labels) == [*(f"part {k}" for k in range(10, 3, -1)), "others"]
+
+
 def test_a_foreign_record_makes_a_page(tmp_path: Path, tab: Browser) -> None:
     """Fields of any type where they are missing or not what a run writes."""
     (tmp_path / "run").mkdir()
@@ -328,7 +345,7 @@ def test_a_foreign_record_makes_a_page(tmp_path: Path, tab: Browser) -> None:
                 {"event": "log", "step": 9, "epoch": 1, "metrics": {"loss": value}, "fit": 1},
                 {"event": "ranks", "step": 2, "epoch": 1, "time": "now", "fit": 1},
                 {"event": "times", "step": 2, "epoch": 1, "fit": 1, "ranks": [value, {"x": value}]},
-                {"event": "slow", "step": 2, "message": "m", "time": value, "fit": 1},
+                {"event": "slow", "step": 2, "cause": "c", "message": "m", "time": value, "fit": 1},
                 {"event": "checkpoint", "step": 2, "path": "p", "time": 1e18, "fit": 1},
                 {"event": "end", "reason": "x", "time": 10**30, "fit": 1},
             )
