@@ -383,10 +383,11 @@ class Trainer(CustomLoop):
         if outer.running:
             check_nested(self._context(), self.model, model)
         self.state = outer.next_fit()
+        timed, self.world.times = self.world.times, self.state.times
         try:
             yield
         finally:
-            self.state.running = False
+            self.state.running, self.world.times = False, timed
             if outer.running:
                 outer.nested, self.state = self.state.nested, outer
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -35,6 +35,8 @@ from ktrainer.distributed import World, current_world
 from ktrainer.runtime.run_folder import of_fit
 from ktrainer.state.nested_logs import as_floats as as_floats
 from ktrainer.state.progress import Progress
+from ktrainer.state.slowness import Slow
+from ktrainer.state.time_shares import CALLBACK
 from ktrainer.state.train_state import TrainState
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,6 +45,8 @@ EXTRA_EVENTS = (
     "on_step_begin",
     "on_step_end",
     "on_log",
+    "on_times",
+    "on_slow",
     "on_validation_end",
     "on_step_checkpoint",
     "on_epoch_cut",
@@ -58,9 +62,11 @@ class Callback(keras.callbacks.Callback):
         rank_zero_only: whether this callback runs on rank 0 only. Such a callback must not
             communicate.
         trainer: the trainer that runs this callback; None under plain Keras.
+        time_share: what the time of its events is counted as; None: as `callback NAME`.
     """
 
     rank_zero_only: bool = False
+    time_share: str | None = None
     trainer: Any = None
     _own_world: World | None = None
     _own_state: TrainState | None = None
@@ -135,6 +141,19 @@ class Callback(keras.callbacks.Callback):
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         """Every `logging.every`: `logs` are floats, averaged over ranks."""
+
+    def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
+        """After an epoch, and once more at the end of training: what each rank's time since the
+        last time went to.
+
+        Args:
+            epoch: that has ended, from 0.
+            ranks: of each rank, `seconds`, and how many of them each share took; see
+                `ktrainer.state.time_shares`.
+        """
+
+    def on_slow(self, slow: Slow) -> None:
+        """When something that slows training is named (`logging.slow`), at that step."""
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
@@ -289,13 +308,24 @@ def _overrides(kind: type, event: str) -> bool:
     return own is not None and own not in bases
 
 
+def time_share(callback: Any) -> str:
+    """What the time of a callback's events is counted as."""
+    return getattr(callback, "time_share", None) or _named(type(callback))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)  # asked of every callback in every step
+def _named(kind: type) -> str:
+    return f"{CALLBACK}{kind.__name__}"
+
+
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:
     """Call one of `EXTRA_EVENTS` on those of `callbacks` that have it, in order."""
     for callback in callbacks:
         # `on_heal` calls another event unless it is overridden.
         does = event == "on_heal" or overrides(callback, event)
         if isinstance(callback, Callback) and does:
-            getattr(callback, event)(*args)
+            with callback.train_state.times.of(time_share(callback)):
+                getattr(callback, event)(*args)
 
 
 def gradient_hooks(callbacks: Iterable[Any]) -> list[Callable[[list[Any], list[Any]], list[Any]]]:

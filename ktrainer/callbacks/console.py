@@ -2,7 +2,7 @@
 
 Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_log` (metrics),
 `on_test_begin`, `on_test_batch_end`, `on_test_end`, `on_validation_end`, `on_epoch_end`,
-`on_train_end` (the summary), `close`.
+`on_slow`, `on_train_end` (the summary), `close`.
 
     RichProgress    a live bar on a terminal, a line per epoch above it
     PlainProgress   a line every `logging.every` and one per epoch, for logs
@@ -34,6 +34,7 @@ from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.throughput import Meter, Throughput
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration
+from ktrainer.state.slowness import Slow
 
 SHOWN_WAIT = 0.1  # share of the time from which on a wait for data is shown
 REFRESH_SECONDS = 0.1  # redrawing more often slows the steps, and is too fast to read
@@ -53,7 +54,6 @@ class _Progress(Reporter):
         self.throughput: Throughput | None = None
         self.newest: Callable[[], Path | None] = lambda: None
         self._epochs: dict[int, dict[str, float]] = {}
-        self._hinted: str | None = None
         self._changes_before = 0
         self._began_at = self._epoch_began = time.perf_counter()
 
@@ -62,7 +62,6 @@ class _Progress(Reporter):
         self._epochs = {}
         self._began_at = time.perf_counter()
         self._changes_before = len(self.train_state.healed)  # in earlier fits
-        self._hinted = None
         self.meter.reset(self.progress, self.waited)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -100,7 +99,7 @@ class _Progress(Reporter):
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for data so far."""
-        return self.train_state.timers.get("data", 0.0)
+        return self.train_state.times.seconds.get("data", 0.0)
 
     def wait_text(self) -> str:
         """`  data wait 3.1 ms/step (24%)`, of this rank, where that is worth showing."""
@@ -108,14 +107,6 @@ class _Progress(Reporter):
         if wait is None or wait[1] < SHOWN_WAIT:
             return ""
         return f"  data wait {wait[0] * 1e3:.3g} ms/step ({wait[1]:.0%})"
-
-    def new_hint(self) -> str | None:
-        """The hint at slow input, the first time that there is one."""
-        hint = None if self.throughput is None else self.throughput.hint
-        if hint == self._hinted:
-            return None
-        self._hinted = hint
-        return hint
 
     def final_report(self) -> str:
         """The text at the end of training."""
@@ -143,8 +134,7 @@ class _Progress(Reporter):
         """What else is worth a look."""
         changes = self.train_state.healed[self._changes_before :]
         lines = [f"{change.what} after step {change.step}" for change in changes]
-        hint = None if self.throughput is None else self.throughput.hint
-        return [*lines, *([hint] if hint else [])]
+        return [*lines, *(slow.message for slow in self.train_state.slow)]
 
 
 class PlainProgress(_Progress):
@@ -172,8 +162,9 @@ class PlainProgress(_Progress):
         values = as_floats(logs)
         self._epochs[epoch] = values
         self._print(self.epoch_line(epoch, values))
-        if (hint := self.new_hint()) is not None:
-            self._print(hint)
+
+    def on_slow(self, slow: Slow) -> None:
+        self._print(slow.message)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._print(self.final_report())
@@ -253,8 +244,10 @@ class RichProgress(_Progress):
         self._epochs[epoch] = values
         if self._live is not None:
             self._say(self.epoch_line(epoch, values))
-            if (hint := self.new_hint()) is not None:
-                self._say(hint)
+
+    def on_slow(self, slow: Slow) -> None:
+        if self._live is not None:
+            self._say(slow.message)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._live is None:

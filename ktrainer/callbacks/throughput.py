@@ -16,6 +16,7 @@ from typing import Any
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
 from ktrainer.state.progress import Progress
+from ktrainer.state.time_shares import communication_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,6 @@ class EpochSpeed:
     data_wait: list[float]
     communication_wait: list[float]
 
-
-HINT_SECONDS = 1.0  # shorter waits in an epoch are not worth a hint
 
 Rates = tuple[float | None, ...]  # steps and examples per second
 
@@ -112,8 +111,6 @@ class Throughput(Callback):
 
     Attributes:
         epochs: an `EpochSpeed` per epoch, the same on every rank.
-        hint: the slow stage of the input, where a rank waits for data for at least 1 second in an
-            epoch and for more than `logging.data_wait` of it; of the first such epoch.
     """
 
     def __init__(self, write: bool = True, world: World | None = None) -> None:
@@ -121,14 +118,12 @@ class Throughput(Callback):
         self.write = write
         self._own_world = world
         self.epochs: list[EpochSpeed] = []
-        self.hint: str | None = None
         self._start = self._now()
         self._kept = False  # the file holds lines of this fit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self.epochs = []
-        self.hint = None
         self._kept = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -139,8 +134,7 @@ class Throughput(Callback):
         super().on_epoch_end(epoch, logs)
         end = self._now()
         spent = {key: end[key] - self._start.get(key, 0.0) for key in end}
-        every = self.world.allgather(spent | self._slow_stage(spent), "throughput of an epoch")
-        self.hint = self.hint or _hint(epoch, every)
+        every = self.world.allgather(spent, "throughput of an epoch")
         seconds = every[0]["seconds"]
         examples = int(every[0]["examples"]) if self.trainer is not None else None
         speed = EpochSpeed(
@@ -170,14 +164,6 @@ class Throughput(Callback):
         os.replace(temporary, path)
         self._kept = True
 
-    def _slow_stage(self, spent: dict[str, float]) -> dict[str, Any]:
-        """The slow stage of this rank's input, if steps wait for it."""
-        logging = getattr(getattr(self.trainer, "config", None), "logging", None)
-        most, wait = getattr(logging, "data_wait", None), spent.get("data", 0.0)
-        if most is None or self.hint or wait < max(HINT_SECONDS, most * spent["seconds"]):
-            return {}
-        return {"stage": self.train_state.feed.slow_stage() or "unknown"}
-
     def _path(self) -> Path | None:
         """The file, on the rank that writes."""
         wanted = self.write and self.run_dir is not None and self.world.is_root
@@ -185,29 +171,18 @@ class Throughput(Callback):
 
     def _now(self) -> dict[str, float]:
         progress = self.progress
-        timers = self.train_state.timers
-        return {
+        now = {
             "seconds": time.perf_counter(),
             "steps": progress.step,
             "examples": progress.examples,
-            **{key: timers[key] for key in ("data", "communication") if key in timers},
         }
-
-
-def _hint(epoch: int, every: list[dict[str, Any]]) -> str | None:
-    """The hint for the rank that waits most, of those that ask for one."""
-    waits = [(rank["data"], number) for number, rank in enumerate(every) if "stage" in rank]
-    if not waits:
-        return None
-    wait, number = max(waits)
-    where = f"rank {number}" if len(every) > 1 else "the steps"
-    verb = "waits" if len(every) > 1 else "wait"
-    return (
-        f"input is the bottleneck: in epoch {epoch + 1} {where} {verb} for data "
-        f"{wait / every[number]['seconds']:.0%} of the time; the slowest stage: "
-        f"{every[number]['stage']}. Make it faster or give it more threads or processes "
-        "(logging.data_wait=null: no hint)"
-    )
+        if self.trainer is None:
+            return now
+        times = self.train_state.times.read()
+        now["data"] = times.get("data", 0.0)
+        if self.trainer.backend.communication_seconds is not None:
+            now["communication"] = communication_of(times)
+        return now
 
 
 def _epoch(line: str) -> float:

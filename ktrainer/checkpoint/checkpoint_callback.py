@@ -63,6 +63,8 @@ class Checkpoint(Callback):
         CheckpointError: on all ranks, when one cannot write.
     """
 
+    time_share = "checkpoint"
+
     def __init__(
         self,
         directory: str | os.PathLike[str] | None = None,

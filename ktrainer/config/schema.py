@@ -257,8 +257,9 @@ class LoggingConfig:
             "10s".
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
             else plain.
-        data_wait: share of an epoch's time; when steps of a rank wait longer for data, and for at
-            least 1 second, one line names the slowest stage of the input, once a fit. null: never.
+        slow: share of the time from which on a wait for data, or a callback, is named as slow, once
+            a fit; also named are ranks that compute longer than the others, or than before, for
+            want of processors or memory, and slow links between hosts. null: nothing is named.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
         batch_logs: logs of callbacks at the end of a batch. rank: those of the rank itself, at no
@@ -270,7 +271,7 @@ class LoggingConfig:
 
     every: str = duration("50ba")
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
-    data_wait: float | None = number(0.2, above=0)
+    slow: float | None = number(0.1, above=0)
     csv: bool = True
     tensorboard: bool = False
     batch_logs: Literal["rank", "all"] = "rank"

@@ -152,7 +152,9 @@ class ClusterWorld(World):
             return combine([value])
         self.check_usable()
         try:
-            return self._lead(value, combine, what) if self.is_root else self._follow(value, what)
+            with self.waiting():
+                lead = self.is_root
+                return self._lead(value, combine, what) if lead else self._follow(value, what)
         except PeerLost:
             raise  # as any later one will
         except BaseException as error:  # the others may be in this operation, or in the next

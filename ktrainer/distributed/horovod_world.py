@@ -46,7 +46,8 @@ class HorovodWorld(World):
     def _wait(self, what: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.check_usable()
         try:
-            return self._result(what, call, *args, **kwargs)
+            with self.waiting():
+                return self._result(what, call, *args, **kwargs)
         except BaseException as error:  # other ranks make the rest of this operation's messages
             self.record_interruption(error)
             raise

@@ -102,6 +102,10 @@ class MpiWorld(MpiComm):
         return call_with_deadline(self, split, f"open {name}")
 
     def wait(self, request: Any, what: str, *buffers: Any) -> None:
+        with self.waiting():
+            self._wait(request, what, *buffers)
+
+    def _wait(self, request: Any, what: str, *buffers: Any) -> None:
         start = time.monotonic()
         next_poll, others = POLL_SECONDS, None
         try:

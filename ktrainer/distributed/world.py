@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
 
 from ktrainer.errors import WorldError
+from ktrainer.state.time_shares import COMMUNICATION, TimeShares
 
 ReduceOp = Literal["average", "sum", "min", "max"]
 
@@ -30,6 +32,7 @@ class World(ABC):
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
         deadline_setting: how its user sets that, for error messages.
+        times: whose communication the waits of its thread are counted as; None: nobody's.
         alone: whether this process has yet to join others (`ElasticWorld`).
         heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
         interrupted_by: the error that ended a wait before the operation that it was for. Other
@@ -47,7 +50,15 @@ class World(ABC):
     heals: bool = False
     alone: bool = False
     interrupted_by: BaseException | None = None
+    times: TimeShares | None = None
     _replica: tuple[int, int] | None = None
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context of a wait for other ranks, whose time is counted."""
+        times = self.times
+        if times is None or not times.in_this_thread:
+            return nullcontext()
+        return times.of(COMMUNICATION)
 
     @property
     def stable_rank(self) -> int:

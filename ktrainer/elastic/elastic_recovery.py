@@ -33,6 +33,7 @@ from ktrainer.elastic.recovery_point import (
 from ktrainer.errors import PeerLost, WorldError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
+from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.variable_broadcast import broadcast_variables
@@ -97,7 +98,8 @@ class ElasticRecovery:
 
     def begin_step(self) -> None:
         """Prepare for an update that may be interrupted."""
-        self._backup.begin_step()
+        with self.state.times.of(HEALING):
+            self._backup.begin_step()
 
     def commit(
         self, phase: Phase, logs: Any = None, callbacks_up_to: tuple[int, int] | None = None
@@ -114,24 +116,25 @@ class ElasticRecovery:
         if callbacks_up_to is None:
             now = (progress.step, progress.batch)
             callbacks_up_to = self._point.callbacks_up_to if phase == Phase.UPDATED else now
-        states, arrays = callback_states(self.run.callbacks.callbacks, self.model)
-        self._point = RecoveryPoint(
-            phase=phase,
-            progress=progress.to_dict(),
-            callbacks_up_to=callbacks_up_to,
-            logs=self._point.logs if logs is None else MetricCounts(logs=logs).plain_logs(),
-            history=history_of(self.model),
-            states=copy.deepcopy(states),
-            arrays=arrays,
-            stop=bool(self.model.stop_training),
-            out_of_time=state.out_of_time,
-            update_invalid=state.update_invalid,
-            started=self._joining_policy.started,
-            run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
-            shuffle_order=state.feed.shuffle_order,
-        )
-        self._mine = np.concatenate([[float(state.counted.examples)], self._counts.row()])
-        self._backup.keep()
+        with state.times.of(HEALING):
+            states, arrays = callback_states(self.run.callbacks.callbacks, self.model)
+            self._point = RecoveryPoint(
+                phase=phase,
+                progress=progress.to_dict(),
+                callbacks_up_to=callbacks_up_to,
+                logs=self._point.logs if logs is None else MetricCounts(logs=logs).plain_logs(),
+                history=history_of(self.model),
+                states=copy.deepcopy(states),
+                arrays=arrays,
+                stop=bool(self.model.stop_training),
+                out_of_time=state.out_of_time,
+                update_invalid=state.update_invalid,
+                started=self._joining_policy.started,
+                run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
+                shuffle_order=state.feed.shuffle_order,
+            )
+            self._mine = np.concatenate([[float(state.counted.examples)], self._counts.row()])
+            self._backup.keep()
 
     def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
         """The maximum over ranks of each of `flags` (int32); the ranks also exchange their metric
@@ -175,9 +178,10 @@ class ElasticRecovery:
         before, cause = self.world.members, error
         while True:
             try:
-                if cause is not None:
-                    lost += self.world.heal()
-                healed = self._restore_furthest(loop, [member.stable_rank for member in lost])
+                with self.state.times.of(HEALING):
+                    if cause is not None:
+                        lost += self.world.heal()
+                    healed = self._restore_furthest(loop, [member.stable_rank for member in lost])
                 break
             except Exception as another:  # one more was lost meanwhile
                 if not self.world.has_lost(another):

@@ -43,6 +43,7 @@ from ktrainer.elastic.recovery_point import (
 )
 from ktrainer.errors import CheckpointError, RanksLost
 from ktrainer.state.progress import Phase, Progress
+from ktrainer.state.time_shares import HEALING
 from ktrainer.steps.variable_placement import Placement, place
 from ktrainer.training.resume import words_to_resume
 
@@ -112,19 +113,20 @@ class JustInTimeRecovery:
         ends = self.model.stop_training or out_of_time or self._loop.steps_left == 0
         if phase == Phase.UPDATED or ends:
             return
-        states, arrays = callback_states(self.run.every, self.model, held=True)
-        point = RecoveryPoint(
-            phase=phase,
-            progress=self.state.progress.to_dict(),
-            history=history_of(self.model),
-            states=copy.deepcopy(states),
-            arrays=arrays,
-            logs=self.state.counted.plain_logs(),
-            update_invalid=self.state.update_invalid,
-        )
-        self.world.agree("a finished update")
-        self._point, self._counted = point, self._told
-        self._backup.keep()
+        with self.state.times.of(HEALING):
+            states, arrays = callback_states(self.run.every, self.model, held=True)
+            point = RecoveryPoint(
+                phase=phase,
+                progress=self.state.progress.to_dict(),
+                history=history_of(self.model),
+                states=copy.deepcopy(states),
+                arrays=arrays,
+                logs=self.state.counted.plain_logs(),
+                update_invalid=self.state.update_invalid,
+            )
+            self.world.agree("a finished update")
+            self._point, self._counted = point, self._told
+            self._backup.keep()
 
     def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
         """The maximum over ranks of each of `flags` (int32); the ranks also exchange their metric

@@ -319,7 +319,10 @@ keras.src.trainers.data_adapters.data_adapter_utils
         script: called; class weights of train_on_batch
 keras.src.callbacks.callback_list
     CallbackList()._async_train, _async_test, _async_predict
-        training: set; events stay in the thread of the collectives
+        callbacks: set; events stay in the thread of the collectives
+keras.src.utils.python_utils
+    pythonify_logs(logs)
+        callbacks: called; logs of a batch as Keras' own list gives them
 keras.src.callbacks.model_checkpoint
     ModelCheckpoint._should_save_model(self, epoch, batch, logs, filepath)
         script, checkpoint: replaced on objects, called; rank 0 decides

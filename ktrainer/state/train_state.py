@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 from ktrainer.errors import name_ranks
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
+from ktrainer.state.slowness import Slow
+from ktrainer.state.time_shares import TimeShares
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class TrainState:
         validation: those of the validation data, if there are any.
         progress: counters, the same on every rank.
         counted: this rank's weight in the logs of the epoch so far.
-        timers: seconds spent so far, by what: "data", "step", "communication" (where the engine
-            can tell).
+        times: this rank's time so far, by what it was spent on.
+        slow: what has been named as slow.
         steps_per_epoch: updates an epoch; None when unknown.
         differences: lines that say what cannot equal one process, or `Model.fit`.
         differences_said: those that were printed where there is no display, in all fits.
@@ -79,7 +80,8 @@ class TrainState:
     validation: Any = None
     progress: Progress = field(default_factory=Progress)
     counted: MetricCounts = field(default_factory=MetricCounts)
-    timers: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    times: TimeShares = field(default_factory=TimeShares)
+    slow: list[Slow] = field(default_factory=list)
     steps_per_epoch: int | None = None
     differences: tuple[str, ...] = ()
     differences_said: set[str] = field(default_factory=set)

@@ -140,10 +140,12 @@ def _concatenate(parts: Any) -> Any:
 def logs_so_far(state: TrainState, world: World) -> dict[str, Any]:
     """Logs of the epoch up to now, of all ranks, which call this together."""
     counted, program = state.counted, state.program
-    counted.logs = program.finish() or counted.logs
+    with state.times.of("compute"):
+        counted.logs = program.finish() or counted.logs
     if state.progress.counted <= 0:
         return {}  # all updates were skipped or undone: that is no loss of 0
-    return _global_logs(program, world, counted, "train")
+    with state.times.of("metrics"):
+        return _global_logs(program, world, counted, "train")
 
 
 def run_over_data(

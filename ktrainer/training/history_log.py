@@ -2,7 +2,7 @@
 
 Events used: `on_epoch_begin` and `on_restore` (the start), `on_step_end` and `on_test_batch_end` (a
 sign of life), `on_log`, `on_validation_end`, `on_epoch_end` (rows), `on_heal`, `on_train_end` and
-`close` (how it ended).
+`close` (how it ended), `on_times`, `on_slow`.
 
 `ktrainer.runtime.history_file` has the format.
 """
@@ -14,8 +14,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ktrainer.runtime import history_file
 from ktrainer.runtime.code_version import code_version
 from ktrainer.runtime.run_folder import library_versions
 from ktrainer.state.progress import Progress
+from ktrainer.state.slowness import Slow
 from ktrainer.training.run_facts import device_facts, recorded_model_facts
 
 SIGN_SECONDS = 10.0  # the file's time says when the run was last alive
@@ -106,6 +108,13 @@ class HistoryLog(Reporter):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         self._row("epoch", epoch + 1, self.progress.step, as_floats(logs))
+
+    def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
+        rows = [{share: round(value, 6) for share, value in rank.items()} for rank in ranks]
+        self._append("times", epoch=epoch + 1, step=self.progress.step, ranks=rows)
+
+    def on_slow(self, slow: Slow) -> None:
+        self._append("slow", **asdict(slow))
 
     def _row(self, event: str, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
         if self.train_state.first_batch:

@@ -16,12 +16,14 @@
             every logging.every: gather the logs of all ranks, on_log
             every trainer.validate_every, inside the epoch: validate, on_validation_end
             on_step_checkpoint (checkpoints are saved)
-            vote on whether to stop
+            vote on whether to stop, and whether to compare the ranks' times: on_slow
         on_epoch_cut, if a stop ended the epoch early
         validate at the epoch's end: on_test_begin, on_test_batch_*, on_test_end
         on_epoch_end
         vote on whether to stop
+        gather what the time went to: on_times, on_slow
     on_train_end
+    on_times, on_slow
     close, also after an error
 
 When ranks were lost or have joined, at any time: load_state_dict, on_heal.
@@ -47,15 +49,18 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.data.data_digests import batch_facts
 from ktrainer.errors import DataError
+from ktrainer.runtime.devices import accelerator
 from ktrainer.state.durations import Every
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.state.progress import Phase, Progress
+from ktrainer.state.time_shares import COMMUNICATION, START
 from ktrainer.training.evaluation import logs_so_far, validate
 from ktrainer.training.preemption import (
     PreemptionRequested,
@@ -63,6 +68,7 @@ from ktrainer.training.preemption import (
     checkpoint_and_exit,
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
+from ktrainer.training.slow_watch import SlowWatch
 from ktrainer.training.triggers import Triggers
 from ktrainer.training.updates_per_call import UpdatesPerCall, max_updates_per_call
 
@@ -127,15 +133,17 @@ class Loop:
             lambda: self.program.can_train_many,
             triggers.accumulate,
         )
-        self._stops_at_bad_loss = any(
-            isinstance(callback, LossGuard) and callback.stops_at_once
-            for callback in callbacks.callbacks
-        )
+        guards = [c for c in callbacks.callbacks if isinstance(c, LossGuard)]
+        self._stops_at_bad_loss = any(guard.stops_at_once for guard in guards)
+        self._waits_for_loss = bool(guards) and accelerator() is not None
+        self._watch = SlowWatch(context, state)
         self._updates_made = 1  # by the last call
+        self._last_epoch = -1
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
-        self._waited_before = context.backend.communication_seconds or 0.0  # in earlier fits
+        self._first_call = True
+        self._compares = False  # the ranks' times, after this update
 
     # -- beginning and resuming
 
@@ -145,7 +153,8 @@ class Loop:
         self.model.stop_training = False
         skip_to_epoch(state, first)
         self.callbacks.on_train_begin()
-        resume_run(self.context, state, self.callbacks)
+        with state.times.of("checkpoint"):
+            resume_run(self.context, state, self.callbacks)
         said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
         skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()
@@ -186,6 +195,7 @@ class Loop:
         before = replace(progress, step=callbacks_up_to[0], batch=callbacks_up_to[1])
         for every in (self._validate_every, self._log_every):
             every.heal(before)
+        self._watch.ranks_changed()
         return before
 
     def _start_clock(self) -> None:
@@ -216,12 +226,13 @@ class Loop:
             checkpoint_and_exit(self.context, self.state, self.callbacks, request)
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
+        self._watch.gather(self._last_epoch, self.callbacks.callbacks)
         return self.model.history
 
     def _epoch(self) -> Generator[Updates, Any, dict[str, Any]]:
         """Train the rest of an epoch, and end it; returns its logs."""
         state, progress, epoch = self.state, self.state.progress, self.state.progress.epoch
-        first = progress.batch
+        first, self._last_epoch = progress.batch, epoch
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
@@ -242,6 +253,7 @@ class Loop:
             progress.finish_epoch()
         self._vote_to_stop("stop after epoch")
         self.recovery.commit(Phase.EPOCH_ENDED)
+        self._watch.end_epoch(epoch, self.callbacks.callbacks)
         return logs
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
@@ -272,12 +284,11 @@ class Loop:
 
     def _calls(self, batches: Iterator[LocalBatch]) -> Iterator[Updates]:
         """The updates of each compiled call, an update being a list of local batches."""
-        timers, feed = self.state.timers, self.state.feed
+        times, feed = self.state.times, self.state.feed
         while True:
-            start = time.perf_counter()
             take = partial(self._per_call.take, batches, self.steps_left, self._max_updates)
-            updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
-            timers["data"] += time.perf_counter() - start
+            with times.of("data"):
+                updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
             if not updates:
                 return
             if feed.spec is not None:
@@ -286,20 +297,34 @@ class Loop:
 
     def _update(self, updates: Updates) -> Running:
         """Have one call's updates made; returns its logs, unread."""
-        progress, timers = self.state.progress, self.state.timers
+        progress = self.state.progress
         self.world.step = progress.step + 1
         if progress.step == 0 and self.world.size == 1:  # else ranks have compared it
             self.state.first_batch = batch_facts(updates[0][0].batch)
         self.callbacks.on_train_batch_begin(progress.batch)
         emit(self.callbacks.callbacks, "on_step_begin", progress.step)
-        start = time.perf_counter()
-        self.recovery.begin_step()
-        logs = yield updates
-        timers["step"] += time.perf_counter() - start
+        logs = yield from self._timed_call(updates)
         self._count(self._per_call.end_call(updates, self._updates_made), logs)
-        if (waited := self.context.backend.communication_seconds) is not None:
-            timers["communication"] = waited - self._waited_before
         self.recovery.commit(Phase.UPDATED, logs)
+        return logs
+
+    def _timed_call(self, updates: Updates) -> Running:
+        """Have one call's updates made; its time is divided into computing and communication."""
+        times, backend = self.state.times, self.context.backend
+        share = START if self._first_call else "compute"
+        counted, waited = times.seconds[COMMUNICATION], backend.communication_seconds
+        with times.of(share):
+            self.recovery.begin_step()
+            logs = yield updates
+            if self._waits_for_loss:  # as the loss guard does, and callbacks before it may
+                wait_for(logs)
+        if share != START and waited is not None and backend.communication_seconds is not None:
+            # Of these, waits in this thread are counted already.
+            waited = backend.communication_seconds - waited
+            times.move(share, COMMUNICATION, waited - (times.seconds[COMMUNICATION] - counted))
+        if self._first_call:
+            self._first_call = False
+            times.rest_is("loop")
         return logs
 
     def _count(self, updates: Updates, logs: Any) -> None:
@@ -318,7 +343,8 @@ class Loop:
         state, progress, ours = self.state, self.state.progress, self.callbacks.callbacks
         emit(ours, "on_step_end", progress.step, logs)
         if state.rollback is not None:
-            roll_back(state, self.world, self.callbacks)
+            with state.times.of("checkpoint"):
+                roll_back(state, self.world, self.callbacks)
             for every in (self._validate_every, self._log_every):
                 every.start(progress)
         common = self.context.has_common_logs
@@ -329,8 +355,11 @@ class Loop:
         if self._due(self._validate_every):
             self._validate_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)
+        self._watch.mark(self._updates_made)
         stop = self._vote_to_stop()
         self.recovery.commit(Phase.CALLBACKS_DONE)
+        if self._compares and not stop:
+            self._watch.compare(ours)
         return stop
 
     # -- the end
@@ -374,8 +403,9 @@ class Loop:
         limit = self.triggers.max_seconds
         late = limit is not None and self.state.progress.elapsed >= limit
         # Not a stop that a checkpoint should remember: a later run may have more time.
-        flags = (bool(self.model.stop_training), late)
-        stopped, self.state.out_of_time = self.signals.agree(self.recovery.vote, flags, what)
+        flags = (bool(self.model.stop_training), late, self._watch.due)
+        agreed = self.signals.agree(self.recovery.vote, flags, what)
+        stopped, self.state.out_of_time, self._compares = agreed
         self.model.stop_training = stopped
         return stopped or self.state.out_of_time or self.steps_left == 0
 
@@ -404,7 +434,8 @@ class Loop:
 
     def _validate(self, keep: bool) -> dict[str, Any]:
         """Validate; to `keep` is to restore the metrics of the epoch so far."""
-        self.program.finish()
+        with self.state.times.of("compute"):
+            self.program.finish()
 
         def maximum(values: np.ndarray, what: str) -> np.ndarray:
             return self.world.oob_allreduce(values, "max", what)
@@ -413,4 +444,13 @@ class Loop:
             return self.signals.agree(maximum, (stop,), "stop evaluating")[0]
 
         feed, common = self.state.validation, self.context.has_common_logs
-        return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+        with self.state.times.of("validation"):
+            return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+
+
+def wait_for(logs: Any) -> None:
+    """Wait until a device has computed the logs of an update."""
+    for leaf in tf.nest.flatten(logs):
+        if isinstance(leaf, tf.Tensor):
+            leaf.numpy()
+            return

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
+from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
@@ -73,7 +74,7 @@ class Run:
         self.model: keras.Model = state.model
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
-        self.callbacks = keras.callbacks.CallbackList()
+        self.callbacks = CallbackList(state=state)
         self.check()
         # Before the feeds: which collectives follow depends on these.
         given = {"validation data": "none" if call.validation_data is None else "given"}
@@ -238,17 +239,15 @@ class Run:
             save_checkpoints_on_all_ranks(self.every)
         # The list calls set_model, where schedules of the learning rate are put in: the step
         # must be traced after that.
-        self.callbacks = keras.callbacks.CallbackList(
+        self.callbacks = CallbackList(
             on_rank(self.every, context.world.rank),
+            state=self.state,
             add_history=True,
             model=self.model,
             epochs=make_triggers(config).epochs,
             steps=self.state.steps_per_epoch,
             verbose=self.call.verbose,
         )
-        # Keras may hand events to a thread, where collectives of callbacks would lose their order.
-        self.callbacks._async_train = self.callbacks._async_test = False
-        self.callbacks._async_predict = False
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Callback):
                 callback.set_trainer(self._trainer)

@@ -254,16 +254,19 @@ def _throughput(directory: str) -> list[Any]:
     here = distributed.current_world()
     trainer = SimpleNamespace(
         world=here,
-        state=TrainState(steps_per_epoch=5, timers={"data": 1.0, "communication": 5.0}),
+        state=TrainState(steps_per_epoch=5),
         run_dir=Path(directory),
+        backend=SimpleNamespace(communication_seconds=5.0),
     )
+    seconds = trainer.state.times.seconds
+    seconds |= {"data": 1.0, "communication": 5.0}
     callback = Throughput()
     callback.set_trainer(trainer)
     callback.on_train_begin()
     callback.on_epoch_begin(0)
     trainer.state.progress.advance(320)
-    trainer.state.timers["data"] += here.rank + 1
-    trainer.state.timers["communication"] += 10 * (here.rank + 1)
+    seconds["data"] += here.rank + 1
+    seconds["communication"] += 10 * (here.rank + 1)
     callback.on_epoch_end(0)
     return callback.epochs
 
@@ -282,7 +285,10 @@ def test_throughput_of_every_rank(ranks, tmp_path) -> None:
 
 def test_throughput_of_an_epoch_is_written_once(tmp_path) -> None:
     trainer = SimpleNamespace(
-        world=distributed.SingleWorld(), state=TrainState(steps_per_epoch=1), run_dir=tmp_path
+        world=distributed.SingleWorld(),
+        state=TrainState(steps_per_epoch=1),
+        run_dir=tmp_path,
+        backend=SimpleNamespace(communication_seconds=0.0),
     )
     path = tmp_path / "throughput.jsonl"
 

@@ -90,7 +90,7 @@ def test_a_slow_stage_is_named_once(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "bottleneck" not in _fit(Slow(), capsys, "logging.data_wait=null")
+    assert "bottleneck" not in _fit(Slow(), capsys, "logging.slow=null")
     assert "bottleneck" not in _fit(BATCH, capsys)
 
 

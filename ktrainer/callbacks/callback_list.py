@@ -1,0 +1,81 @@
+"""Keras' list of callbacks, with the time of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras.src.utils.python_utils import pythonify_logs
+
+from ktrainer.callbacks.base import overrides, time_share
+from ktrainer.state.train_state import TrainState
+
+
+class CallbackList(keras.callbacks.CallbackList):
+    """Keras' list, which counts the time of each callback in `state.times`. Those that have no
+    event of their own at a batch are not called there.
+
+    Args:
+        callbacks, settings: as for Keras' list.
+        state: of the run.
+    """
+
+    def __init__(self, callbacks: Any = None, *, state: TrainState, **settings: Any) -> None:
+        self._state = state
+        super().__init__(callbacks, **settings)
+        # Keras may hand events to a thread, where collectives of callbacks would lose their order.
+        self._async_train = self._async_test = self._async_predict = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._call("on_train_begin", (), logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._call("on_train_end", (), logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._call("on_epoch_begin", (epoch,), logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._call("on_epoch_end", (epoch,), logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._call("on_test_begin", (), logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self._call("on_test_end", (), logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._call_at_batch("on_train_batch_begin", "on_batch_begin", batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._call_at_batch("on_train_batch_end", "on_batch_end", batch, logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._call_at_batch("on_test_batch_begin", "on_test_batch_begin", batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._call_at_batch("on_test_batch_end", "on_test_batch_end", batch, logs)
+
+    def _call(self, event: str, args: tuple[Any, ...], logs: Any) -> None:
+        times, logs = self._state.times, pythonify_logs(logs)
+        for callback in self.callbacks:
+            with times.of(time_share(callback)):
+                getattr(callback, event)(*args, logs)
+
+    def _call_at_batch(self, event: str, calls: str, batch: int, logs: Any) -> None:
+        """Call `event` of the callbacks that have it, or what Keras' own `event` `calls`."""
+        acting = [c for c in self.callbacks if _has_own(c, event) or _has_own(c, calls)]
+        if not acting:
+            return
+        times = self._state.times
+        with times.of("compute"):  # reading a value waits for the device that computes it
+            logs = pythonify_logs(logs)
+        for callback in acting:
+            with times.of(time_share(callback)):
+                getattr(callback, event)(batch, logs=logs)
+
+
+def _has_own(callback: Any, event: str) -> bool:
+    """Whether the class of a callback has an event of its own, or, as Keras' LambdaCallback, it has
+    one itself."""
+    return overrides(callback, event) or event in getattr(callback, "__dict__", ())

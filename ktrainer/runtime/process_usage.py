@@ -1,0 +1,40 @@
+"""What this process got of processors and memory, by Linux's own counters."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+_TASKS = Path("/proc/self/task")
+
+
+def disk_faults() -> int:
+    """Page faults so far that had to read the disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def processor_time() -> tuple[int, int]:
+    """Nanoseconds that the present threads have run, and that they were ready to run but waited
+    for a processor. Zeros where the kernel does not count them. Takes about 10 us a thread."""
+    ran = waited = 0
+    try:
+        tasks = os.listdir(_TASKS)
+    except OSError:
+        return 0, 0
+    for task in tasks:
+        try:
+            words = (_TASKS / task / "schedstat").read_text().split()
+        except OSError:  # the thread has ended
+            continue
+        ran, waited = ran + int(words[0]), waited + int(words[1])
+    return ran, waited
+
+
+def processor_share(before: tuple[int, int]) -> float | None:
+    """The part that this process got of the processor time that its threads asked for since
+    `before`, which `processor_time` has returned; None where it is not known."""
+    ran, waited = (now - then for now, then in zip(processor_time(), before, strict=True))
+    if ran <= 0 or waited < 0:
+        return None
+    return ran / (ran + waited)

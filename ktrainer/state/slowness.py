@@ -1,0 +1,292 @@
+"""Rules that name what slows training, from the ranks' times.
+
+Every few steps the ranks compare a `Window` each: by share of its time, the median over the steps
+since the last window, which a single hiccup does not move. A cause is named when it is there in
+`WINDOWS` windows in a row, once a `fit`, and again after it was away for long:
+
+    data            a rank waits for data for `logging.slow` of the time
+    callback NAME   a callback takes as much
+    cpu             a rank computes longer than the others, or steps take longer than before, as the
+                    rank does not get its core
+    memory          the same, as its memory is read from the disk
+    compute         a rank computes longer than the others, and nothing shows why
+    link            communication takes longer than before, though all ranks arrive together
+    waiting         over an epoch, others wait for one rank for twice `logging.slow` of the time
+
+Each has a least time besides: what takes less is not worth a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ktrainer.state import slow_texts
+from ktrainer.state.time_shares import CALLBACK, COMMUNICATION, WAITING
+
+WINDOWS = 2  # in a row, before a cause is named
+WINDOWS_UNEXPLAINED = 3
+LEAST_PAST, PAST = 5, 20  # windows that a rank's own past consists of
+NEW_NORMAL = 10  # windows in a row, after which a longer time is the past
+AGAIN = 100  # windows without a cause, after which it is named again
+COMPUTE_RATIO, LINK_RATIO = 1.5, 2.0  # to the others, or to the past
+LEAST_SECONDS = 0.01  # a step: of a wait for data, a callback or communication
+LEAST_COMPUTE_SECONDS = 0.005
+LEAST_EPOCH_SECONDS = 1.0
+
+Key = tuple[str, int | None]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Something slow that was named.
+
+    Attributes:
+        step: at which it was named.
+        rank: that is slow; None: a link between ranks.
+        cause: as in the list above.
+        message: for people: what, why, and what to do.
+    """
+
+    step: int
+    rank: int | None
+    cause: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last few steps of a rank.
+
+    Attributes:
+        seconds: of a step, by share.
+        step_seconds: of a step in all.
+        cpu: the part that its threads got of the processor time that they asked for; None: not
+            measured.
+        faults: pages a step that were read from the disk.
+        stage: the slow stage of its input; None: not looked for.
+    """
+
+    seconds: Mapping[str, float]
+    step_seconds: float
+    cpu: float | None = None
+    faults: float = 0.0
+    stage: str | None = None
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """Something that may be slow in a window.
+
+    Attributes:
+        key: by which it is the same in the next window.
+        windows: in a row, before it is named.
+    """
+
+    key: Key
+    rank: int | None
+    name: str
+    text: str
+    windows: float = WINDOWS
+
+
+class SlowRules:
+    """Names what is slow. All ranks apply the rules to the same windows.
+
+    Args:
+        share: `logging.slow`.
+        compares: whether ranks have equal work, and their communication is known.
+        linked: whether ranks are on several hosts, and their communication is known.
+
+    Attributes:
+        suspects: what was slow in the last window and has not been named: a kind (`data`,
+            `callback NAME`, `compute`, `link`), and for `compute` the rank.
+    """
+
+    def __init__(self, share: float, compares: bool = False, linked: bool = False) -> None:
+        self.share, self._compares, self._linked = share, compares, linked
+        self._windows = 0
+        self._named: dict[Key, int] = {}  # the last window with it
+        self._ranks_named: set[int | None] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the past, as ranks have changed; what was named is not named again."""
+        self.suspects: set[Key] = set()
+        self._streaks: dict[Key, int] = {}
+        self._past: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
+
+    def judge(self, step: int, ranks: Sequence[Window], link: str | None = None) -> list[Slow]:
+        """What is named after a window of each rank.
+
+        Args:
+            link: a sentence on the slowest link; None: links were not measured.
+        """
+        self._windows += 1
+        causes = [*self._large_shares(ranks), *self._long_computing(ranks)]
+        explained = any(c.key[0] == "compute" and c.windows < math.inf for c in causes)
+        causes += self._slow_link(ranks, link, explained)
+        self._streaks = {cause.key: self._streaks.get(cause.key, 0) + 1 for cause in causes}
+        found = [c for c in causes if self._streaks[c.key] >= c.windows and self._is_new(c.key)]
+        known = [cause for cause in causes if cause in found or not self._is_new(cause.key)]
+        self._named |= {cause.key: self._windows for cause in known}
+        self._ranks_named |= {cause.rank for cause in found}
+        self.suspects = {cause.key for cause in causes if cause not in known}
+        return [Slow(step, cause.rank, cause.name, cause.text) for cause in found]
+
+    def judge_epoch(
+        self, step: int, epoch: int, ranks: Sequence[Mapping[str, float]], stages: Sequence[str]
+    ) -> Slow | None:
+        """What stands out most in an epoch, if it has not been named.
+
+        Args:
+            epoch: its number, from 1.
+            ranks: `seconds` of each rank, and of these by share.
+            stages: the slow stage of each rank's input; empty: not looked for.
+        """
+        causes = [
+            (seconds / max(row["seconds"], 1e-9), seconds, share, rank)
+            for rank, row in enumerate(ranks)
+            for share, seconds in row.items()
+            if seconds >= LEAST_EPOCH_SECONDS
+        ]
+        for part, seconds, share, rank in sorted(causes, reverse=True):
+            text = self._epoch_text(epoch, share, rank, part, seconds, ranks, stages)
+            key = (share, None)
+            if text and self._is_new(key):
+                self._named[key] = self._windows
+                waits = share.startswith(WAITING)
+                slow = int(share.removeprefix(WAITING)) if waits else rank
+                self._ranks_named.add(slow)
+                return Slow(step, slow, "waiting" if waits else share, text)
+        return None
+
+    def _epoch_text(
+        self,
+        epoch: int,
+        share: str,
+        rank: int,
+        part: float,
+        seconds: float,
+        ranks: Sequence[Mapping[str, float]],
+        stages: Sequence[str],
+    ) -> str:
+        """What is said of a share of an epoch; empty: nothing."""
+        if share == "data" and part >= self.share:
+            return slow_texts.data(f"in epoch {epoch} ", rank, len(ranks), part, stages[rank])
+        if share.startswith(CALLBACK) and part >= self.share:
+            where = f" on rank {rank}" if len(ranks) > 1 else ""
+            return f"{share} took {part:.0%} of epoch {epoch}{where}, {seconds:.1f} s"
+        if not share.startswith(WAITING) or part < 2 * self.share:
+            return ""
+        slow = int(share.removeprefix(WAITING))
+        if slow in self._ranks_named:  # which is why they wait
+            return ""
+        return (
+            f"in epoch {epoch} rank {rank} waited for rank {slow} {part:.0%} of the time, "
+            f"{seconds:.1f} s: rank {slow} has more to do, or a slower machine"
+        )
+
+    def _is_new(self, key: Key) -> bool:
+        """Whether something has not been named, or has been away since."""
+        return key not in self._named or self._windows - self._named[key] > AGAIN
+
+    # -- causes
+
+    def _large_shares(self, ranks: Sequence[Window]) -> Iterator[_Cause]:
+        """Waits for data and callbacks, on the rank with the longest."""
+        shares = {share for window in ranks for share in window.seconds}
+        for share in sorted(s for s in shares if s == "data" or s.startswith(CALLBACK)):
+            all_seconds = [window.seconds.get(share, 0.0) for window in ranks]
+            seconds = max(all_seconds)
+            rank = all_seconds.index(seconds)
+            part = min(1.0, seconds / max(ranks[rank].step_seconds, 1e-9))
+            if seconds < LEAST_SECONDS or part < self.share:
+                continue
+            if share == "data":
+                stage = ranks[rank].stage
+                text = slow_texts.data("", rank, len(ranks), part, stage)
+            else:
+                alike = len(ranks) > 1 and min(all_seconds) > seconds / 2
+                text = slow_texts.callback(share, seconds, part, rank, len(ranks), alike)
+            yield _Cause((share, None), rank, share, text)
+
+    def _long_computing(self, ranks: Sequence[Window]) -> Iterator[_Cause]:
+        """Ranks that compute longer than the others; and, where they are short of processors or
+        memory, ranks whose steps take longer than before."""
+        computing = [window.seconds.get("compute", 0.0) for window in ranks]
+        sums = _least_communication(ranks)  # which is work too, but for waits for others
+        least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
+        for rank, window in enumerate(ranks):
+            mine, others = computing[rank], computing[:rank] + computing[rank + 1 :]
+            usual = median(others) if others and self._compares else math.inf
+            before = self._before(("compute", rank), mine + sums)
+            excess = 2 * self.share * window.step_seconds
+            slower = _is_longer(mine, usual, excess)
+            slowed = _is_longer(mine + sums, before, excess)
+            if not slower and (not slowed or self._blames_another(rank, len(ranks))):
+                continue
+            name, why = slow_texts.reason(window.cpu, least, window.faults)
+            who = f"rank {rank}" if len(ranks) > 1 else "the process"
+            text = slow_texts.longer_than_before(who, mine + sums, before, why)
+            if slower:
+                text = slow_texts.longer_than_others(who, mine, usual, why)
+            unexplained = WINDOWS_UNEXPLAINED if slower else math.inf
+            windows = unexplained if name == "compute" else WINDOWS
+            yield _Cause(("compute", rank), rank, name, text, windows)
+
+    def _before(self, key: Key, seconds: float) -> float:
+        """The median of the past, to which `seconds` are added if they are about as long, or have
+        been longer for a while; infinity: there is not enough of it."""
+        past = self._past[key]
+        before = median(past) if len(past) >= LEAST_PAST else math.inf
+        if not _is_longer(seconds, before) or self._streaks.get(key, 0) >= NEW_NORMAL:
+            past.append(seconds)
+        return before
+
+    def _blames_another(self, rank: int, ranks: int) -> bool:
+        """Whether steps are known to be long because of another rank."""
+        others = [("compute", other) for other in range(ranks) if other != rank]
+        return any(key in self._streaks and not self._is_new(key) for key in others)
+
+    def _slow_link(
+        self, ranks: Sequence[Window], link: str | None, explained: bool
+    ) -> Iterator[_Cause]:
+        """Communication that takes longer than before on the rank that arrives last.
+
+        Args:
+            explained: some rank is the reason.
+        """
+        if not self._linked or explained:
+            return
+        key, seconds = ("link", None), _least_communication(ranks)
+        before = self._before(key, seconds)
+        if seconds < LINK_RATIO * before or seconds - before < LEAST_SECONDS:
+            return
+        text = slow_texts.slow_link(seconds, before, link)
+        yield _Cause(key, None, "link", text, WINDOWS if link else math.inf)
+
+
+def _is_longer(seconds: float, usual: float, least_excess: float = 0.0) -> bool:
+    """Whether a computing time is much longer than the usual one; infinity: none is known."""
+    excess = seconds - usual
+    return seconds > COMPUTE_RATIO * usual and excess > max(LEAST_COMPUTE_SECONDS, least_excess)
+
+
+def _least_communication(ranks: Sequence[Window]) -> float:
+    """Seconds a step in communication of the rank that waits least for others."""
+    return min(window.seconds.get(COMMUNICATION, 0.0) for window in ranks)
+
+
+def waits_for_last(communication: Sequence[float]) -> tuple[int, list[float]]:
+    """The rank that was last to arrive, and how long each rank waited for it: what it spent in
+    communication more than that rank, which waits for nobody.
+
+    Args:
+        communication: seconds of each rank.
+    """
+    least = min(communication)
+    return communication.index(least), [seconds - least for seconds in communication]

@@ -1,0 +1,201 @@
+"""Compare the ranks' times: every few steps to name what is slow, and after each epoch.
+
+A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, by any rank's clock: the ranks agree
+on that with the vote on whether to stop. Then they gather their windows, and all apply
+`ktrainer.state.slowness` to them. Where something is suspect, the next window has what would
+explain it: the slow stage of the input, the processor time of the rank, the speed of links.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ktrainer.callbacks.base import emit
+from ktrainer.runtime.process_usage import disk_faults, processor_share, processor_time
+from ktrainer.state.slowness import (
+    LEAST_EPOCH_SECONDS,
+    Slow,
+    SlowRules,
+    Window,
+    waits_for_last,
+)
+from ktrainer.state.time_shares import COMMUNICATION, WAITING, communication_of
+
+if TYPE_CHECKING:
+    from ktrainer.distributed import World
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.training.context import RunContext
+
+LEAST_STEPS, LEAST_SECONDS = 3, 0.04
+LEAST_SHARE = 1e-4  # seconds of a step
+_MOST_MARKS = 8  # of short steps the first ones of a window will do
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The times after a call of the program.
+
+    Attributes:
+        at: the time of it.
+        updates: that the call has made.
+        seconds: by share, so far.
+    """
+
+    at: float
+    updates: int
+    seconds: Mapping[str, float]
+
+
+class SlowWatch:
+    """The times of one `fit`, compared over its ranks.
+
+    Args:
+        context: of the call.
+        state: of the run.
+    """
+
+    def __init__(self, context: RunContext, state: TrainState) -> None:
+        self._world, self._state, self._times = context.world, state, state.times
+        world, known = context.world, context.backend.communication_seconds is not None
+        self._rules: SlowRules | None = None
+        if (share := context.config.logging.slow) is not None:
+            self._rules = SlowRules(
+                share,
+                compares=known and world.replicas == world.size,
+                linked=known and world.local_size < world.size,
+            )
+        self._apportioned = 0.0  # communication, up to the last gathering
+        self._row: dict[str, float] = {}  # times at the end of the last epoch
+        self._usage: tuple[int, int] | None = None  # at the last window, of a suspect rank
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begin a window."""
+        self._marks = [_Mark(time.perf_counter(), 0, self._times.read())]
+        self._steps, self._faults = 0, disk_faults()
+
+    def ranks_changed(self) -> None:
+        """Begin anew with the present ranks, on all of them."""
+        if self._rules is not None:
+            self._rules.forget()
+        self._apportioned = communication_of(self._times.seconds)
+        self._usage = None
+        self._restart()
+
+    def mark(self, updates: int) -> None:
+        """Note the times after some updates."""
+        self._steps += updates
+        if self._rules is not None and len(self._marks) < _MOST_MARKS:
+            self._marks.append(_Mark(time.perf_counter(), updates, self._times.read()))
+
+    @property
+    def due(self) -> bool:
+        """Whether this rank's window is long enough."""
+        if self._rules is None or self._steps < LEAST_STEPS:
+            return False
+        return time.perf_counter() - self._marks[0].at >= LEAST_SECONDS
+
+    def compare(self, callbacks: Iterable[Any]) -> None:
+        """Compare the windows of all ranks, which call this together; tell callbacks what is
+        slow."""
+        assert self._rules is not None
+        rules, world = self._rules, self._world
+        mine = (self._communication(), ("link", None) in rules.suspects, self._window())
+        every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
+        communication, asks, windows = zip(*every, strict=True)
+        self._apportion(communication)
+        link = _slowest_link(world) if any(asks) else None
+        found = rules.judge(self._state.progress.step, windows, link)
+        suspect = ("compute", world.rank) in rules.suspects
+        self._usage = processor_time() if suspect else None
+        self._say(found, callbacks)
+        self._restart()
+
+    def end_epoch(self, epoch: int, callbacks: Iterable[Any]) -> None:
+        """`gather`, and name what stands out."""
+        rows, stages = self.gather(epoch, callbacks)
+        if self._rules is not None:
+            step = self._state.progress.step
+            found = self._rules.judge_epoch(step, epoch + 1, rows, stages)
+            self._say([found] if found is not None else [], callbacks)
+        self._restart()
+
+    def gather(
+        self, epoch: int, callbacks: Iterable[Any]
+    ) -> tuple[list[dict[str, float]], list[str]]:
+        """Gather the times since this was last called, and the slow stages of inputs; tell
+        callbacks the times. All ranks call this together."""
+        world = self._world
+        self._apportion(world.allgather(self._communication(), "communication of an epoch"))
+        now, before = self._times.read(), self._row
+        row = {share: seconds - before.get(share, 0.0) for share, seconds in now.items()}
+        row = {"seconds": sum(row.values())} | {s: value for s, value in row.items() if value > 0}
+        self._row = now
+        every = world.allgather((row, self._stage_of_epoch(row)), "times of an epoch")
+        rows, stages = (list(part) for part in zip(*every, strict=True))
+        emit(callbacks, "on_times", epoch, rows)
+        return rows, stages
+
+    # -- this rank's part
+
+    def _window(self) -> Window:
+        rules, marks = self._rules, self._marks
+        assert rules is not None
+        waits = ("data", None) in rules.suspects
+        return Window(
+            {share: _median(marks, share) for share in _large(marks)},
+            median((b.at - a.at) / b.updates for a, b in pairwise(marks)),
+            None if self._usage is None else processor_share(self._usage),
+            (disk_faults() - self._faults) / self._steps,
+            self._state.feed.slow_stage() if waits else None,
+        )
+
+    def _stage_of_epoch(self, row: Mapping[str, float]) -> str:
+        """The slow stage of the input, if steps have waited for it."""
+        rules, wait = self._rules, row.get("data", 0.0)
+        if rules is None or wait < max(LEAST_EPOCH_SECONDS, rules.share * row["seconds"]):
+            return ""
+        return self._state.feed.slow_stage() or ""
+
+    # -- waits for other ranks
+
+    def _communication(self) -> float:
+        """Seconds in communication since this was last gathered."""
+        return communication_of(self._times.seconds) - self._apportioned
+
+    def _apportion(self, communication: Sequence[float]) -> None:
+        """Count the part of this rank's communication in which it waited for the last rank."""
+        last, waits = waits_for_last(communication)
+        self._times.move(COMMUNICATION, f"{WAITING}{last}", waits[self._world.rank])
+        self._apportioned = communication_of(self._times.read())
+
+    def _say(self, found: list[Slow], callbacks: Iterable[Any]) -> None:
+        for slow in found:
+            self._state.slow.append(slow)
+            emit(callbacks, "on_slow", slow)
+
+
+def _slowest_link(world: World) -> str:
+    from ktrainer.distributed.link_speed import slowest_link  # imports MPI
+
+    return slowest_link(world)
+
+
+def _large(marks: Sequence[_Mark]) -> list[str]:
+    """The shares that are worth a comparison."""
+    before, after = marks[0].seconds, marks[-1].seconds
+    least = LEAST_SHARE * sum(mark.updates for mark in marks)
+    return [s for s, seconds in after.items() if seconds - before.get(s, 0.0) > least]
+
+
+def _median(marks: Sequence[_Mark], share: str) -> float:
+    """Seconds of one update."""
+    return median(
+        (b.seconds.get(share, 0.0) - a.seconds.get(share, 0.0)) / b.updates
+        for a, b in pairwise(marks)
+    )

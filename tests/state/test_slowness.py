@@ -1,0 +1,171 @@
+"""The rules by which something slow is named, on times that are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ktrainer.state.slowness import AGAIN, NEW_NORMAL, Slow, SlowRules, Window, waits_for_last
+
+STEP = 0.02
+
+
+def window(compute: float = STEP, **more: Any) -> Window:
+    """A window of a rank; `foo` is the time of a callback."""
+    words = {"data": more.pop("data", 0.0), "communication": more.pop("communication", 0.001)}
+    seconds = {"compute": compute, **words, "callback Foo": more.pop("foo", 0.0)}
+    return Window(seconds, sum(seconds.values()), **more)
+
+
+def named(rules: SlowRules, *windows: list[Window], link: str | None = None) -> list[Slow]:
+    """What is named after some windows of all ranks."""
+    return [s for number, ranks in enumerate(windows) for s in rules.judge(4 * number, ranks, link)]
+
+
+def test_nothing_is_slow() -> None:
+    rules = SlowRules(0.1, compares=True, linked=True)
+    assert named(rules, *[[window(), window(1.2 * STEP)]] * 100) == []
+    assert rules.suspects == set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_wait_for_data_is_named_once_on_the_rank_with_the_longest(ranks: int) -> None:
+    rules = SlowRules(0.1, compares=True)
+    slow = window(data=0.08, stage="Map of decode, 80 ms a batch")
+    every = [window(data=0.03)] * (ranks - 1) + [slow]
+    (found,) = named(rules, *[every] * 20)
+    who = f"rank {ranks - 1} waits" if ranks > 1 else "the steps wait"
+    assert (found.step, found.rank, found.cause) == (4, ranks - 1, "data")
+    assert found.message.startswith(f"input is the bottleneck: {who} for data 79% of the time; the")
+    assert "Map of decode, 80 ms a batch" in found.message
+
+
+def test_short_or_small_waits_and_single_windows_are_not_named() -> None:
+    rules = SlowRules(0.1)
+    assert named(rules, *[[window(data=0.009)]] * 9) == []
+    assert named(rules, *[[window(0.2, data=0.02)]] * 9) == []  # less than a tenth
+    assert named(rules, *[[window(data=0.08)], [window()]] * 9) == []
+
+
+def test_a_callback_is_named_again_when_it_was_away_for_long() -> None:
+    rules, slow, fast = SlowRules(0.1), [window(foo=0.05)], [window()]
+    (found,) = named(rules, slow, slow, *[fast] * (AGAIN - 1), slow, slow)
+    assert found.cause == "callback Foo"
+    assert "callback Foo takes 50 ms of each step (70%)" in found.message
+    assert named(rules, *[fast] * AGAIN, slow, slow) != []
+
+
+def test_a_callback_on_all_ranks() -> None:
+    rules, slow = SlowRules(0.1), window(foo=0.05)
+    (found,) = named(rules, *[[slow, slow]] * 2)
+    assert "on all ranks" in found.message
+    (found,) = named(SlowRules(0.1), *[[window(), slow]] * 2)
+    assert (found.rank, "on rank 1" in found.message) == (1, True)
+
+
+def test_a_rank_that_computes_longer_is_named_with_its_reason() -> None:
+    cases = {"cpu": {"cpu": 0.48}, "memory": {"faults": 300.0}, "compute": {"cpu": 0.99}}
+    for cause, evidence in cases.items():
+        rules = SlowRules(0.1, compares=True)
+        slow = [window(), window(2.1 * STEP, **evidence), window()]
+        found = named(rules, *[slow] * 2)
+        if cause == "compute":  # unexplained: one more window
+            assert found == []
+            assert rules.suspects == {("compute", 1)}
+            found = named(rules, slow)
+        (one,) = found
+        assert (one.rank, one.cause) == (1, cause)
+        assert "rank 1 computes 2.1 x as long as the others (42 ms a step)" in one.message
+        assert named(rules, *[slow] * 20) == []
+        assert rules.suspects == set()
+
+
+def test_ranks_with_unequal_work_are_compared_with_themselves_only() -> None:
+    """As the stages of a pipeline: one that has always taken longer is not slow."""
+    rules = SlowRules(0.1, compares=False)
+    usual = [window(), window(3 * STEP, cpu=0.5)]
+    assert named(rules, *[usual] * 30) == []
+    (found,) = named(rules, *[[window(), window(9 * STEP, cpu=0.5)]] * 2)
+    assert (found.rank, found.cause) == (1, "cpu")
+    assert found.message.startswith("steps take 3.0 x as long as before (181 ms): rank 1 got 50%")
+
+
+def test_a_rank_without_its_core_makes_communication_long_for_all() -> None:
+    rules = SlowRules(0.1, compares=True, linked=True)
+    slow = [window(communication=0.1, cpu=0.6), window(communication=0.1, cpu=0.2)]
+    (found,) = named(rules, *[[window()] * 2] * 5, *[slow] * 9, link="the link has 1 MB/s")
+    assert (found.rank, found.cause) == (1, "cpu")
+    waits = [window(communication=0.1, cpu=0.6), window(communication=0.1)]
+    assert named(rules, *[waits] * 9) == []  # rank 1 is known, and no longer looked at
+
+
+def test_a_longer_computation_is_the_new_past_if_nothing_explains_it() -> None:
+    """As of longer sequences, on one process."""
+    rules = SlowRules(0.1)
+    assert named(rules, *[[window()]] * 9, *[[window(3 * STEP, cpu=0.98)]] * 50) == []
+    assert rules.suspects == set()
+    assert NEW_NORMAL < 50
+
+
+def test_a_slow_link_is_named_once_it_is_measured() -> None:
+    rules = SlowRules(0.1, compares=True, linked=True)
+    usual, slow = [window()] * 2, [window(communication=0.1)] * 2
+    assert named(rules, *[usual] * 5, slow) == []
+    assert ("link", None) in rules.suspects
+    (found,) = named(rules, slow, link="the link has 1 MB/s")
+    assert (found.rank, found.cause) == (None, "link")
+    assert "takes 100.0 x as long as before (100 ms a step), though no rank" in found.message
+    assert found.message.endswith("the link has 1 MB/s")
+
+
+def test_ranks_that_wait_for_one_do_not_blame_the_link() -> None:
+    rules = SlowRules(0.1, compares=True, linked=True)
+    late = [window(communication=0.2), window(11 * STEP, cpu=0.3)]
+    found = named(rules, *[[window()] * 2] * 5, *[late] * 9, link="the link has 1 MB/s")
+    assert [slow.cause for slow in found] == ["cpu"]
+    assert named(SlowRules(0.1), *[[window()]] * 5, *[[window(communication=0.1)]] * 9) == []
+
+
+def test_other_ranks_have_no_past() -> None:
+    rules = SlowRules(0.1, linked=True)
+    named(rules, *[[window()] * 2] * 9)
+    rules.forget()
+    assert named(rules, *[[window(5 * STEP, cpu=0.5, communication=0.2)]] * 9) == []
+
+
+def test_of_an_epoch_the_largest_share_is_named() -> None:
+    rules = SlowRules(0.1)
+    rows = [
+        {"seconds": 10.0, "data": 4.0, "callback Foo": 1.5, "compute": 4.5},
+        {"seconds": 10.0, "waiting for rank 0": 5.0, "compute": 5.0},
+    ]
+    first = rules.judge_epoch(9, 1, rows, ["", ""])
+    assert first is not None
+    assert (first.rank, first.cause) == (0, "waiting")
+    assert "in epoch 1 rank 1 waited for rank 0 50% of the time, 5.0 s" in first.message
+    second = rules.judge_epoch(18, 2, rows, ["a map, 3 ms a batch", ""])
+    assert second is not None
+    assert "in epoch 2 rank 0 waits for data 40% of the time; the slowest" in second.message
+    third = rules.judge_epoch(27, 3, rows, ["", ""])
+    assert third is not None
+    assert third.message == "callback Foo took 15% of epoch 3 on rank 0, 1.5 s"
+    assert rules.judge_epoch(36, 4, rows, ["", ""]) is None
+
+
+def test_a_wait_for_a_rank_that_is_known_to_be_slow_is_not_named() -> None:
+    rules = SlowRules(0.1, compares=True)
+    named(rules, *[[window(), window(5 * STEP, cpu=0.5)]] * 2)
+    rows = [{"seconds": 10.0, "waiting for rank 1": 8.0}, {"seconds": 10.0, "compute": 10.0}]
+    assert rules.judge_epoch(9, 1, rows, ["", ""]) is None
+
+
+def test_short_and_small_shares_of_an_epoch_are_not_named() -> None:
+    rows = [{"seconds": 2.0, "data": 0.9}, {"seconds": 100.0, "callback Foo": 5.0}]
+    rows += [{"seconds": 10.0, "waiting for rank 0": 1.9}]
+    assert SlowRules(0.1).judge_epoch(9, 1, rows, ["", "", ""]) is None
+
+
+def test_what_is_waited_for_is_the_rank_that_waits_least() -> None:
+    assert waits_for_last([0.5, 0.25, 1.25]) == (1, [0.25, 0.0, 1.0])
+    assert waits_for_last([0.5]) == (0, [0.0])

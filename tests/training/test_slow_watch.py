@@ -1,0 +1,282 @@
+"""Times of real processes: what they sum to, and what is named as slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from ktrainer import Callback
+from ktrainer.runtime.history_file import read_events
+from tests.dist.harness.hosts import Hosts
+from tests.processes import ROOT, ktrainer
+from tests.tf_distribute.running import under
+from tests.tf_distribute.test_features import trainer
+
+PLANTED = 40  # the step from which on something is slow
+SECONDS = 0.03
+
+
+class Times(Callback):
+    """Keeps what is measured and named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+        self.slow: list[Any] = []
+
+    def on_times(self, epoch: int, ranks: Any) -> None:
+        self.rows.append([dict(rank) for rank in ranks])
+
+    def on_slow(self, slow: Any) -> None:
+        self.slow.append((slow.step, slow.rank, slow.cause, slow.message))
+
+
+class Sleep(Callback):
+    """Sleeps at the end of steps, from a step on."""
+
+    def __init__(self, rank: int, begin: int = PLANTED) -> None:
+        super().__init__()
+        self.rank, self.begin = rank, begin
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if self.world.rank == self.rank and step >= self.begin:
+            time.sleep(SECONDS)
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+def data(batches: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(batches * 8, 8)).astype("float32"), np.arange(batches * 8) % 3
+
+
+# -- the sum of all shares
+
+
+def wall_and_rows(strategy: str, folder: str) -> tuple[float, list[list[dict[str, float]]]]:
+    """Seconds of a whole `fit`, and what its times were said to be."""
+    times, x_y = Times(), data(30)
+    words = {"run__dir": folder, "checkpoint__every": "1ep", "data__batch_size": 8}
+    with trainer(strategy, callbacks=[times, Sleep(0, 0)], **words) as it:
+        with it.scope():
+            model = build()
+        begin = time.perf_counter()
+        it.fit(model, x_y, validation_data=x_y, epochs=3)
+        return time.perf_counter() - begin, times.rows
+
+
+@pytest.mark.quick("data_parallel")
+@pytest.mark.parametrize(
+    "strategy", ["local", "data_parallel", "pipeline", "mirrored", "multi_worker_mirrored"]
+)
+def test_shares_sum_to_the_wall_time(
+    ranks: Callable[..., Any], strategy: str, tmp_path: Path
+) -> None:
+    found = under(ranks, strategy, wall_and_rows, strategy, str(tmp_path))
+    for rank, (wall, rows) in enumerate(found):
+        assert len(rows) == 4  # three epochs, and the end
+        assert all(ranks_rows == found[0][1][i] for i, ranks_rows in enumerate(rows))
+        mine = [row[rank] for row in rows]
+        for row in mine:
+            assert row["seconds"] == pytest.approx(sum(row.values()) - row["seconds"], rel=1e-3)
+            assert all(seconds > 0 for seconds in row.values())
+        assert sum(row["seconds"] for row in mine) == pytest.approx(wall, rel=0.01)
+        # What has no name but that of the loop is little.
+        assert sum(row.get("loop", 0.0) for row in mine) < 0.05 * wall
+    slept = 3 * 30 * SECONDS
+    first = [row[0]["callback Sleep"] for row in found[0][1] if "callback Sleep" in row[0]]
+    assert sum(first) == pytest.approx(slept, rel=0.1)
+    if len(found) > 1 and strategy != "multi_worker_mirrored":
+        waited = sum(row[1].get("waiting for rank 0", 0.0) for row in found[0][1])
+        assert waited == pytest.approx(slept, rel=0.2)
+    events = [e for e in read_events(tmp_path / "history.jsonl") if e["event"] == "times"]
+    ends = [(1, 30), (2, 60), (3, 90), (3, 90)]
+    assert [(event["epoch"], event["step"]) for event in events] == ends
+    for event, row in zip(events, found[0][1], strict=True):
+        assert event["ranks"] == [{k: round(v, 6) for k, v in rank.items()} for rank in row]
+
+
+def steps_rows(folder: str) -> tuple[float, list[list[dict[str, float]]]]:
+    times, (x, y) = Times(), data(20)
+    with trainer("local", callbacks=[times], run__dir=folder, data__batch_size=8) as it:
+        model, begin = build(), time.perf_counter()
+        for _ in it.steps((x, y), model=model, optimizer=model.optimizer, epochs=2):
+            time.sleep(SECONDS)
+        return time.perf_counter() - begin, times.rows
+
+
+@pytest.mark.exhaustive
+def test_the_body_of_a_loop_of_ones_own_is_computing(tmp_path: Path) -> None:
+    wall, rows = steps_rows(str(tmp_path))
+    compute = sum(row[0].get("compute", 0.0) + row[0].get("start-up", 0.0) for row in rows)
+    assert 2 * 20 * SECONDS <= compute < wall
+    assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.2)
+
+
+# -- planted causes
+
+
+def planted(cause: str, slow_rank: int = 1, share: str = "0.1") -> list[Any]:
+    """What is named on this rank, to its own callbacks; but for ranks that do not get their cores,
+    as on a machine that runs other tests too."""
+    times, words = Times(), {"data__batch_size": 8, "logging__slow": share}
+    callbacks: list[Any] = [times]
+    if cause == "callback":
+        callbacks.append(Sleep(slow_rank))
+    with trainer("data_parallel", callbacks=callbacks, **words) as it:
+        mine = it.world.rank == slow_rank and cause == "data"
+        batches: Any = tf.data.Dataset.from_tensor_slices(data(80)).batch(8)
+        if mine:
+            batches = batches.enumerate().map(slow_map)
+        it.fit(build(), batches)
+        return [slow for slow in times.slow if slow[2] != "cpu"]
+
+
+def slow_map(number: tf.Tensor, row: Any) -> Any:
+    def wait(value: Any) -> Any:
+        if value >= PLANTED:
+            time.sleep(SECONDS)
+        return value
+
+    with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
+        return tf.nest.map_structure(tf.identity, row)
+
+
+def test_a_callback_that_sleeps_is_named_with_rank_and_class(ranks: Callable[..., Any]) -> None:
+    for found in ranks(2).run(planted, "callback"):
+        ((step, rank, cause, message),) = found
+        assert PLANTED <= step <= PLANTED + 10
+        assert (rank, cause) == (1, "callback Sleep")
+        assert "callback Sleep takes 30" in message
+        assert "on rank 1" in message
+
+
+def test_a_map_function_that_sleeps_is_named_with_rank_and_stage(ranks: Callable[..., Any]) -> None:
+    for found in ranks(2).run(planted, "data"):
+        ((step, rank, cause, message),) = found
+        assert PLANTED <= step <= PLANTED + 13  # the first ones were read ahead
+        assert (rank, cause) == (1, "data")
+        assert "rank 1 waits for data" in message
+        assert "Map of slow_map" in message
+
+
+def test_nothing_is_named_in_clean_runs_or_when_switched_off(ranks: Callable[..., Any]) -> None:
+    for _ in range(2):
+        assert ranks(2).run(planted, "nothing") == [[], []]
+    assert ranks(2).run(planted, "callback", share="null") == [[], []]
+
+
+def said(output: str) -> list[Any]:
+    """What a script printed of what is slow."""
+    lines = [line for line in output.splitlines() if "SLOW" in line]
+    return [json.loads(line.partition("SLOW ")[2]) for line in lines]
+
+
+BUSY = """
+import json, os, subprocess, sys, time
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
+cores = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, {cores[rank % len(cores)]})
+from ktrainer import Callback, Trainer
+import keras
+import numpy as np
+
+class Plant(Callback):
+    spinner = None
+
+    def on_step_end(self, step, logs=None):
+        if step == 60 and self.world.rank == 1:
+            self.spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        if self.spinner and step == 90:
+            self.close()
+
+    def on_slow(self, slow):
+        if self.world.is_root:
+            print("SLOW", json.dumps([slow.step, slow.rank, slow.cause, slow.message]), flush=True)
+
+    def close(self):
+        if self.spinner:
+            self.spinner.kill()
+            self.spinner.wait()
+
+trainer = Trainer.from_cli(callbacks=[Plant()])
+keras.utils.set_random_seed(0)
+hidden = [keras.layers.Dense(1024, "relu") for _ in range(2)]
+model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(8)])
+model.compile("sgd", "mse")
+x = np.random.default_rng(0).normal(size=(128 * 100, 1024)).astype("float32")
+trainer.fit(model, (x, x[:, :8]), batch_size=128)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BUSY)
+    words = ["backend=data_parallel", "logging.progress=none", f"run.dir={tmp_path}/run"]
+    # As a busy machine may slow another rank before, the one with the planted cause counts.
+    done = ktrainer("run", "-n", 2, "--threads", 1, "train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = said(done.stdout)
+    ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
+    assert ours, (found, done.stdout, done.stderr)
+    assert 60 <= ours[0][0] <= 80  # 70 where nothing else runs
+    assert "of the processor time that its threads asked for" in ours[0][3]
+
+
+LINK = """
+import json, os, subprocess
+from ktrainer import Callback, Trainer
+import keras
+import numpy as np
+
+class Plant(Callback):
+    def on_step_end(self, step, logs=None):
+        if step == 60 and self.world.is_root:
+            rate = "tbf rate 80mbit burst 32k latency 400ms".split()
+            subprocess.run(["tc", "qdisc", "add", "dev", "eth0", "root", *rate], check=True)
+
+    def on_slow(self, slow):
+        if self.world.is_root:
+            print("SLOW", json.dumps([slow.step, slow.rank, slow.cause, slow.message]), flush=True)
+
+trainer = Trainer.from_cli(callbacks=[Plant()])
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(8)])
+model.compile("sgd", "mse")
+x = np.random.default_rng(0).normal(size=(16 * 90, 256)).astype("float32")
+trainer.fit(model, (x, x[:, :8]), batch_size=16)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_link_that_becomes_slow_is_named(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+    made = hosts(2)
+    (tmp_path / "train.py").write_text(LINK)
+    words = ["--hosts", ",".join(made.names), "--rsh", str(made.agent), "--threads", "1"]
+    words += ["train.py", "backend=data_parallel", "logging.progress=none"]
+    command = [sys.executable, "-m", "ktrainer.cli.main", "run", *words, f"run.dir={tmp_path}/run"]
+    done = made.run(0, *command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stderr
+    found = said(done.stdout)
+    links = [each for each in found if each[2] == "link"]
+    assert links, (found, done.stdout, done.stderr)
+    assert 60 <= links[0][0] <= 80  # 70 where nothing else runs
+    assert all(name in links[0][3] for name in made.names)
