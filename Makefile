@@ -3,7 +3,7 @@
 #   make setup    install ktrainer and all that it needs
 #   make train    train the quick-start example with two data-parallel processes
 #   make test     run the tests; those that need Horovod are skipped where it is not built
-#   make test-all build Horovod once, install PySpark, then run all tests
+#   make test-all build Horovod once, install PySpark and experiment trackers, then run all tests
 #   make test-gpu run the tests that need a GPU; what they see is written to build/gpu
 #   make horovod  build Horovod once
 #   make test-keras run the contracts with the oldest supported Keras
@@ -29,7 +29,7 @@ TORCH ?= torch
 BIN := .venv/bin
 INSTALLED := .venv/.installed-$(TENSORFLOW)
 
-.PHONY: setup train test test-all test-gpu test-keras lint bench docs clean horovod spark
+.PHONY: setup train test test-all test-gpu test-keras lint bench docs clean horovod spark trackers
 
 setup: $(INSTALLED)
 
@@ -56,6 +56,11 @@ spark: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[spark]" || \
 	  echo "make: PySpark could not be installed" >&2
 
+# The same.
+trackers: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[trackers]" || \
+	  echo "make: Weights & Biases, MLflow and Trackio could not be installed" >&2
+
 # A file stays on one worker, with the groups of ranks that its tests share.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
@@ -64,7 +69,7 @@ test: setup
 
 # The tests for GPUs run with the CPU in the GPU's place, to see that they still work; on a GPU they
 # would run side by side here.
-test-all: setup horovod spark
+test-all: setup horovod spark trackers
 	$(PYTEST) -m "not gpu" $(PYTEST_ARGS)
 	$(PYTEST) -m gpu tests/gpu --gpu-device=cpu $(PYTEST_ARGS)
 

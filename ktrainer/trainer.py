@@ -15,6 +15,7 @@ from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster_environment import cluster_asked
 from ktrainer.config.command_line import launcher_words
 from ktrainer.config.launch_environment import as_launched
+from ktrainer.config.watch_checks import require_trackers
 from ktrainer.data.rank_consistency import check_consistency
 from ktrainer.distributed import World, open_world
 from ktrainer.distributed.launcher_events import report_grace
@@ -80,6 +81,8 @@ class Trainer(CustomLoop):
         overrides: Sequence[str] = (),
     ) -> None:
         loaded = as_launched(load_config(config, overrides))
+        if plan_request() is None:
+            require_trackers(loaded)
         self.config = self._config = configure_for_range_test(configure_for_verify(loaded))
         report_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)

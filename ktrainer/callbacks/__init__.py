@@ -11,7 +11,11 @@ Keras nor TensorFlow.
     loss_guard.py          on a loss that is not finite, or a spike: stop, skip, roll back
     weight_audit.py        checksums of the weights on all ranks
     throughput.py          examples per second
-    console.py, csv_log.py, tensorboard.py   reports, by reporter.py; console_text.py: their words
+    watch.py, watch_norms.py   learning rate, speed, memory, sent bytes and norms in rows of logs;
+                           watch_variables.py measures gradients and weights
+    console.py, csv_log.py, tensorboard.py   reports, by reporter.py; console_text.py: their words;
+                           tensorboard_histograms.py, tensorboard_files.py
+    trackers/              Weights & Biases, MLflow, Trackio
 
 The callbacks of a run, in their order: `ktrainer.training.default_callbacks`.
 """

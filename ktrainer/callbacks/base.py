@@ -140,7 +140,8 @@ class Callback(keras.callbacks.Callback):
         """After an update, the `step`-th. `logs` are this rank's, perhaps still tensors."""
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
-        """Every `logging.every`: `logs` are floats, averaged over ranks."""
+        """Every `logging.every`: `logs` are floats, averaged over ranks. A callback may add values,
+        alike on all ranks: those after it see them, the loggers too."""
 
     def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
         """After an epoch, and once more at the end of training: what each rank's time since the

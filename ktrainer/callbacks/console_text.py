@@ -11,6 +11,9 @@ from ktrainer.distributed import World
 from ktrainer.state.nested_logs import as_floats
 from ktrainer.state.progress import Progress
 
+# Names of the values of `watch`, too many for a line, begin so.
+_WATCHED = ("norm/", "speed/", "memory/", "communication/")
+
 
 def span_text(seconds: float) -> str:
     """`0.8s`, `12s`, `3m 05s`, `2h 07m`."""
@@ -39,12 +42,12 @@ def rate_text(rates: Rates) -> str:
 
 
 def metrics_text(logs: Mapping[str, Any]) -> str:
-    """`loss 0.1234  accuracy 0.9876`: the loss first, validation last."""
+    """`loss 0.1234  accuracy 0.9876`: the loss first, validation last; without watched values."""
 
     def order(name: str) -> tuple[bool, bool, str]:
         return (name.startswith("val_"), *_loss_first(name.removeprefix("val_")))
 
-    scalars = as_floats(logs)
+    scalars = {k: v for k, v in as_floats(logs).items() if not k.startswith(_WATCHED)}
     return "  ".join(f"{name} {scalars[name]:.4g}" for name in sorted(scalars, key=order))
 
 

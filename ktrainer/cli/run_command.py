@@ -24,6 +24,7 @@ from ktrainer.cli.launch_config import checked_config, naming_the_separator, spl
 from ktrainer.cli.launch_options import THREADS, add_run_options
 from ktrainer.config import Config
 from ktrainer.config.launch_environment import LOOPBACK, MAY_JOIN, to_environment
+from ktrainer.config.watch_checks import require_trackers
 from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.exit_report import conclude, restarts_follow
@@ -189,6 +190,8 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
         told = to_environment(requested)
         with naming_the_separator(args.args):
             config = checked_config(args.args, args.ranks, args.workers, told)
+        if config is not None:
+            require_trackers(config)
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = hardware.available_cpus()

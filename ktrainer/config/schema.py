@@ -262,6 +262,14 @@ class LoggingConfig:
             want of processors or memory, and slow links between hosts. null: nothing is named.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
+        histograms: with `tensorboard`, how often to write histograms of all weights and of their
+            gradients, such as "1000ba". null: never.
+        wandb: send rows to Weights & Biases: the arguments of `wandb.init`, such as
+            {project: digits, mode: offline}. null: off. Needs ktrainer[wandb].
+        mlflow: send rows to MLflow: {experiment: digits, tracking_uri: sqlite:///mlflow.db or a
+            server, run_name: ..., tags: {...}}. null: off. Needs ktrainer[mlflow].
+        trackio: send rows to Trackio: the arguments of `trackio.init`, such as {project: digits}.
+            null: off. Needs ktrainer[trackio].
         batch_logs: logs of callbacks at the end of a batch. rank: those of the rank itself, at no
             cost. all: the same logs on every rank, over all ranks, at the cost of two small
             all-reduces and of waiting after each batch.
@@ -274,8 +282,41 @@ class LoggingConfig:
     slow: float | None = number(0.1, above=0)
     csv: bool = True
     tensorboard: bool = False
+    histograms: str | None = duration(None, units=("ba",))
+    wandb: dict[str, Any] | None = None
+    mlflow: dict[str, Any] | None = None
+    trackio: dict[str, Any] | None = None
     batch_logs: Literal["rank", "all"] = "rank"
     tensorflow: bool = False
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """More values in the rows of logs, the same on all ranks.
+
+    Attributes:
+        norms: how often to log the norms of weights and of gradients, as summed over ranks and
+            before clipping, and the update's norm over that of the weights, such as "100ba"; a row
+            is logged at each of these updates. null: never.
+        layers: with `norms`, the norms of each layer too.
+        learning_rate: log the learning rate of the update.
+        speed: log examples a second, everything since the row before included.
+        tokens: tokens in an example, for tokens a second besides. null: none.
+        utilization: log the share of the devices' speed, measured with a matrix product at the
+            start, that the model's operations take.
+        memory: log the memory of the process with the most, and its peak; of GPUs too.
+        communication: log the bytes of gradients that each process sends in an update; for
+            backend=data_parallel.
+    """
+
+    norms: str | None = duration(None, units=("ba",))
+    layers: bool = False
+    learning_rate: bool = False
+    speed: bool = False
+    tokens: int | None = number(None, at_least=1)
+    utilization: bool = False
+    memory: bool = False
+    communication: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,6 +397,7 @@ class Config:
         checkpoint: saving the whole state of training, and resuming from it.
         lr: the learning rate over time.
         logging: progress display and log files.
+        watch: more values in the rows of logs.
         health: checks that training is sound.
         world: the group of processes.
         callbacks: your own callbacks, as NAME: {type: REGISTERED_NAME, argument: value, ...}.
@@ -374,6 +416,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     lr: LrConfig = field(default_factory=LrConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)

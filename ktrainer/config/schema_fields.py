@@ -97,6 +97,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 def expected(item: Field[Any], hint: Any) -> str:
     """The values of a key in words: "a whole number or null"."""
     optional = type(None) in alternatives(hint)
+    kinds = {get_origin(kind) for kind in alternatives(hint)}
     bound = bounds(item)
     if isinstance(bound, DurationBounds):
         words = ["a duration such as " + ", ".join(_DURATIONS[unit] for unit in bound.units)]
@@ -104,8 +105,8 @@ def expected(item: Field[Any], hint: Any) -> str:
         words = ["one of " + ", ".join(choices(hint))]
         words = ["true", "false", *choices(hint)] if bool in alternatives(hint) else words
         words = ["a whole number", *choices(hint)] if int in alternatives(hint) else words
-    elif get_origin(hint) in (list, dict):
-        words = ["a list" if get_origin(hint) is list else "a group of NAME: VALUE"]
+    elif kinds & {list, dict}:
+        words = ["a list" if list in kinds else "a group of NAME: VALUE"]
     elif float in alternatives(hint) and int in alternatives(hint):
         words = ["a whole number", "a fraction such as 0.1"]
     else:

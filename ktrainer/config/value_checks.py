@@ -26,6 +26,7 @@ from ktrainer.config.schema_fields import (
     schema_fields,
 )
 from ktrainer.config.strategy_checks import check_strategy
+from ktrainer.config.watch_checks import check_trackers, check_watch
 from ktrainer.errors import ConfigError
 from ktrainer.state.durations import Duration
 
@@ -53,6 +54,8 @@ def check_values(
     _check_checkpoint(config)
     check_healing(config)
     check_health(config)
+    check_watch(config)
+    check_trackers(config)
     if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
         _check_local_layers(config, config.backend)
     if isinstance(config.backend, PipelineConfig):

@@ -107,18 +107,14 @@ def _show_whole(model: Any, local_layers: Sequence[str]) -> None:
 
 def _show_sent(model: Any, backend: DataParallelConfig, size: int) -> None:
     """What each process sends of gradients; of embeddings that depends on the batch."""
-    import keras
-
     from ktrainer.steps.local_layers import local_variables
-    from ktrainer.steps.sent_bytes import sent_bytes
+    from ktrainer.steps.sent_bytes import dense_variables, sent_bytes
 
-    tables = [each for each in model._flatten_layers() if isinstance(each, keras.layers.Embedding)]
-    sparse = {id(v) for table in tables for v in table.trainable_variables}
-    apart = set() if backend.sparse_as_dense else sparse
     local = local_variables(model)
-    dense = [v for v in model.trainable_variables if id(v) not in {*apart, *local}]
+    summed = [v for v in model.trainable_variables if id(v) not in local]
+    dense = dense_variables(model, summed, backend.sparse_as_dense)
     count = sent_bytes(dense, size, backend.wire, backend.low_rank)
-    more = ", and the rows that it looked up in embeddings" if apart - set(local) else ""
+    more = ", and the rows that it looked up in embeddings" if len(dense) < len(summed) else ""
     print(f"wire      each process sends {bytes_text(count)} of gradients an update{more}")
 
 

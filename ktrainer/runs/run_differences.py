@@ -2,7 +2,7 @@
 
 Values are compared where both runs have recorded them: rows of `logging.every` and of validation at
 the same step, rows of epochs at the same epoch. A row holds the means of its epoch so far, so a
-difference shows in the first row after it arose.
+difference shows in the first row after it arose. Speed and memory (`watch`) are not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ktrainer.runs.run_record import RunRecord
-from ktrainer.runtime.history_file import Event, place
+from ktrainer.runtime.history_file import MEASURED, Event, place
 
 _UNLIKE = ("run.dir", "checkpoint.dir", "checkpoint.resume")  # the places of a run, not its course
 _FACTS = ("ranks", "replicas", "devices", "script", "code", "versions", "settings", "model", "data")
@@ -112,7 +112,7 @@ def _by_key(rows: Iterable[Event]) -> dict[Key, Event]:
 def _compare_rows(found: RunDifferences, pair: tuple[Event, Event], tolerance: float) -> None:
     one, other = pair
     for name, text in one["metrics"].items():
-        if name not in other["metrics"]:
+        if name not in other["metrics"] or name.startswith(MEASURED):
             continue
         values = float(text), float(other["metrics"][name])
         absolute, relative = _distance(*values)

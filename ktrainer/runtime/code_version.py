@@ -14,15 +14,20 @@ _SECONDS = 5.0  # a large working tree on a slow disk: then it is not known
 def code_version(script: Path) -> dict[str, str]:
     """The `commit` of the working tree that `script` is in, and a digest of the `changes` since;
     empty outside of git, without the latter where there are none."""
-    folder = script.resolve().parent
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
+    commit = _git(script.resolve().parent, "rev-parse", "HEAD")
+    changes = uncommitted_changes(script)
     if not commit or changes is None:
         return {}
     found = {"commit": commit.decode().strip()}
     if changes:
         found["changes"] = hashlib.blake2b(changes, digest_size=6).hexdigest()
     return found
+
+
+def uncommitted_changes(script: Path) -> bytes | None:
+    """The diff of the working tree that `script` is in from its commit; None if git cannot tell."""
+    folder = script.resolve().parent
+    return _git(folder, "diff", "--no-ext-diff", "--no-textconv", "HEAD")
 
 
 def _git(folder: Path, *words: str) -> bytes | None:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "history.jsonl"
+MEASURED = ("speed/", "memory/")  # names of values that differ between equal runs begin so
 ROWS = ("log", "validation", "epoch")
 RETURNS = ("start", "rollback", "ranks")  # after these, rows of later steps no longer count
 _LARGEST = 2**63  # of whole numbers
@@ -101,6 +102,21 @@ def read_events(path: Path, only_last: Collection[str] = ()) -> Iterator[Event]:
         yield event
 
 
+def read_new(path: Path, offset: int) -> tuple[list[tuple[int, Event]], int]:
+    """The complete events after the first `offset` bytes, each with the place of its line, and the
+    offset to continue from."""
+    found = []
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            if (event := decode(line)) is not None:
+                found.append((offset, event))
+            offset += len(line)
+    return found, offset
+
+
 def current_rows(events: Iterable[Event]) -> list[Event]:
     """The rows of all steps that count, each once: not those that were trained again later."""
     rows: list[Event] = []
@@ -108,7 +124,7 @@ def current_rows(events: Iterable[Event]) -> list[Event]:
         if event["event"] in ROWS:
             rows.append(event)
         elif event["event"] in RETURNS:
-            rows = [row for row in rows if _counts_after(row, event)]
+            rows = [row for row in rows if counts_after(row, event)]
     return rows
 
 
@@ -117,7 +133,7 @@ def place(event: Event) -> tuple[int, int]:
     return int(event.get("fit", 1)), int(event.get("inside", 0))
 
 
-def _counts_after(row: Event, back: Event) -> bool:
+def counts_after(row: Event, back: Event) -> bool:
     """Whether a row still counts after training has returned to the place of `back`."""
     if place(row) != place(back):
         fit, inside = place(back)

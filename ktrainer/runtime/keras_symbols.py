@@ -111,7 +111,7 @@ keras.src.layers.layer
     Layer._flatten_layers(self, include_self, recursive)
         steps, pipeline, tf_distribute, verify, callbacks, data, modelparallel: called; all layers
     Layer._flatten_layers(self, include_self, recursive)
-        checkpoint, plan_report: called; layers with copies of their weights; embeddings
+        checkpoint: called; layers with copies of their weights
     Layer._open_name_scope(self)
         pipeline: called; names of operations in a traced model
     Layer()._layers, _call_has_training_arg, _call_context_args, _loss_ids

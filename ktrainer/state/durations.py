@@ -186,6 +186,10 @@ class Every:
             self._fired_step, self._fired_at = progress.step, progress.elapsed
         return due
 
+    def fired_at(self, step: int) -> bool:
+        """Whether it was due at this step, as `due` has said."""
+        return step == self._fired_step
+
     def updates_until_due(self, progress: Progress) -> int | None:
         """Updates from `progress` to the next step at which it is due; None if the end of an epoch
         or the clock decides."""

@@ -131,3 +131,14 @@ def _warn(name: str, places: list[str]) -> None:
         "differ.",
         stacklevel=4,
     )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

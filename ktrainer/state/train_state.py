@@ -59,6 +59,7 @@ class TrainState:
         data_facts: facts of the data by which two runs can be compared.
         first_batch: digests of the first batch, until they are recorded.
         end: how the run has ended, and why; see `ktrainer.training.run_facts.end_facts`.
+        log_due: whether a callback wants logs after this update; on all ranks alike.
         stop_reason: why a callback has asked for the end of training; None if none has.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
         update_invalid: whether the last update has spoilt the model, as far as `health` can tell:
@@ -89,6 +90,7 @@ class TrainState:
     first_batch: dict[str, str] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     epoch_complete: bool = True
+    log_due: bool = False
     stop_reason: str | None = None
     out_of_time: bool = False
     update_invalid: bool = False

@@ -151,6 +151,11 @@ class CompiledProgram(Program):
             return False
         return can_compile_many(self._function("train", padding=False))
 
+    @property
+    def graph(self) -> Any:
+        trace = getattr(self._functions.get(("train", False, self.variant)), "trace", None)
+        return None if trace is None else trace.graph
+
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         if self.collectives is not None and kind in self._specs and not self._logged[kind].logs:
             self._function(kind, padding=False)  # a rank that joined has not traced it yet

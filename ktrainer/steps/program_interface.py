@@ -76,6 +76,12 @@ class Program(ABC):
         loss that is not finite."""
         return False
 
+    @property
+    def graph(self) -> Any:
+        """The graph of the compiled update; None where an update is not one function, or is not
+        traced yet."""
+        return None
+
     @abstractmethod
     def test(self, local_batch: LocalBatchLike) -> Logs:
         """Loss and metrics of one local batch, the weights left as they are."""

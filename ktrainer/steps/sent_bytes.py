@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ktrainer.distributed.collectives import wire_type
@@ -25,6 +26,17 @@ def sent_bytes(variables: Iterable[Any], size: int, wire: str, low_rank: int | N
     """
     total = sum(_summed_bytes(variable, wire, low_rank) for variable in variables)
     return round(total * 2 * (size - 1) / size)
+
+
+def dense_variables(
+    model: keras.Model, variables: Iterable[Any], sparse_as_dense: bool
+) -> list[Any]:
+    """Those of some variables whose gradients are sent whole, not as the rows of an embedding that
+    were looked up."""
+    layers = [] if sparse_as_dense else model._flatten_layers()
+    tables = [layer for layer in layers if isinstance(layer, keras.layers.Embedding)]
+    sparse = {id(v) for table in tables for v in table.trainable_variables}
+    return [v for v in variables if id(v) not in sparse]
 
 
 def _summed_bytes(variable: Any, wire: str, low_rank: int | None) -> int:

@@ -3,11 +3,12 @@
 broadcast            equal variables before anything reads them
 learning rate        set before the step
 metrics              logs of all ranks, before any callback reads logs
+watched values       added to the logs of `on_log`, before any callback reads them
 the user's own       in the order given, those in code before those in the config
 health               loss guard and weight audit, before a checkpoint could keep a bad state
 record               before the checkpoint that a killed run resumes from, so that no row is missing
 checkpoint           after everything that changes state at this point
-throughput, CSV, TensorBoard, progress              read only
+throughput, CSV, TensorBoard, trackers, progress    read only
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.callbacks.metric_averaging import AverageMetrics
 from ktrainer.callbacks.throughput import Throughput
+from ktrainer.callbacks.watch import (
+    CommunicationWatch,
+    LearningRateWatch,
+    MemoryWatch,
+    SpeedWatch,
+)
+from ktrainer.callbacks.watch_norms import NormWatch
 from ktrainer.callbacks.weight_audit import Audit
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.config import callback_registry
+from ktrainer.config.watch_checks import TRACKERS
 from ktrainer.training.history_log import HistoryLog
 
 
@@ -40,6 +49,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
     throughput = Throughput(write=cfg.logging.csv)
     checkpoints = _checkpoints(cfg)
     records = [] if cfg.trainer.fast_dev_run else [HistoryLog()]  # it leaves no files
+    trackers = _trackers(cfg, live=not checkpoints) if records else []
     rate = LearningRate(
         scale=cfg.lr.scale,
         warmup=cfg.lr.warmup,
@@ -51,6 +61,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         BroadcastVariables(),
         rate,
         AverageMetrics(),
+        *_watches(cfg),
         *user_callbacks,
         *configured,
         *_health(cfg),
@@ -58,11 +69,12 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         *checkpoints,
         throughput,
         *_logs(cfg),
+        *trackers,
         *_progress(cfg, throughput, checkpoints),
     ]
     for checkpoint in checkpoints:
         checkpoint.callbacks = callbacks  # it saves the states of all of them
-        checkpoint.on_saved = [record.checkpoint_saved for record in records]
+        checkpoint.on_saved = [writer.checkpoint_saved for writer in (*records, *trackers)]
     return callbacks
 
 
@@ -104,6 +116,40 @@ def _logs(cfg: Any) -> list[Any]:
         from ktrainer.callbacks.tensorboard import TensorBoardLog
 
         found.append(TensorBoardLog())
+    return found
+
+
+def _trackers(cfg: Any, live: bool) -> list[Any]:
+    wanted = {name: getattr(cfg.logging, name) for name in TRACKERS}
+    if all(arguments is None for arguments in wanted.values()):
+        return []
+    from ktrainer.callbacks.trackers.tracker import Tracker
+
+    return [
+        Tracker(name, arguments, live)
+        for name, arguments in wanted.items()
+        if arguments is not None
+    ]
+
+
+def _watches(cfg: Any) -> list[Any]:
+    watch = cfg.watch
+    found: list[Any] = []
+    if watch.norms is not None:
+        found.append(NormWatch(watch.norms, watch.layers))
+    if cfg.logging.histograms is not None and cfg.logging.tensorboard:
+        from ktrainer.callbacks.tensorboard_histograms import TensorBoardHistograms
+
+        found.append(TensorBoardHistograms(cfg.logging.histograms))
+    if watch.learning_rate:
+        found.append(LearningRateWatch())
+    if watch.speed or watch.tokens is not None or watch.utilization:
+        found.append(SpeedWatch(watch.speed, watch.tokens, watch.utilization))
+    if watch.memory:
+        found.append(MemoryWatch())
+    if watch.communication:
+        backend = cfg.backend
+        found.append(CommunicationWatch(backend.wire, backend.low_rank, backend.sparse_as_dense))
     return found
 
 

@@ -13,7 +13,8 @@
             on_step_end (the check for NaN)                                         _after_update
             return to the last checkpoint, if a callback asked for it
             on_train_batch_end
-            every logging.every: gather the logs of all ranks, on_log
+            every logging.every, or if a callback asks (log_due): gather the logs of all ranks,
+                on_log, where earlier callbacks may add values for later ones
             every trainer.validate_every, inside the epoch: validate, on_validation_end
             on_step_checkpoint (checkpoints are saved)
             vote on whether to stop, and whether to compare the ranks' times: on_slow
@@ -350,8 +351,9 @@ class Loop:
         common = self.context.has_common_logs
         batch_logs = logs_so_far(state, self.world) if common else logs
         self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
-        if self._due(self._log_every):
-            emit(ours, "on_log", progress.step, logs_so_far(state, self.world))
+        if self._due(self._log_every) or state.log_due:
+            state.log_due = False
+            emit(ours, "on_log", progress.step, dict(logs_so_far(state, self.world)))
         if self._due(self._validate_every):
             self._validate_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)

@@ -277,6 +277,19 @@ def check_settings(config: Config) -> None:
                 path=path,
                 value=value,
             )
+    measured = {
+        "watch.norms": config.watch.norms,
+        "watch.utilization": config.watch.utilization or None,
+        "logging.histograms": config.logging.histograms,
+    }
+    for path, value in measured.items():
+        if value is not None:
+            raise ConfigError(
+                "it is measured in the step of a fit, and in a loop of your own the step is yours. "
+                "Leave it out, and report numbers with steps.log",
+                path=path,
+                value=value,
+            )
     strategy = getattr(backend, "strategy", None)
     if strategy == "parameter_server":
         raise ConfigError(

@@ -1,0 +1,110 @@
+"""The rows of one `fit` that are final, read from `history.jsonl` as it grows.
+
+A row is final once a checkpoint of a later step is on the disk, or the run has finished: training
+resumes from there, and does not repeat the step. All rows of a step (of logs, of validation, of the
+epoch) are final together, so a step is complete when it is sent.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.trackers.tracker_run import Point
+from ktrainer.runtime.history_file import RETURNS, ROWS, Event, counts_after, place, read_new
+
+
+class FinalRows:
+    """Rows that are to be sent to a tracker.
+
+    Args:
+        path: `history.jsonl`.
+        fit: which call of `fit`: its number, and that of one inside it, else 0.
+        live: the run has no checkpoints: a row is final when the next step is there.
+        sent: the last step that was sent; -1: none.
+        offset: bytes of the file that were read when it was sent.
+
+    Attributes:
+        start: the last event `start`; None before it.
+        sent: the last step that was sent.
+        returned: training has returned to before `sent`: what was sent is not what happened.
+        offset: bytes read so far.
+    """
+
+    def __init__(
+        self, path: Path, fit: tuple[int, int], live: bool, sent: int = -1, offset: int = 0
+    ) -> None:
+        self.path, self.fit, self.live, self.sent = path, fit, live, sent
+        self.start: Event | None = None
+        self.returned = False
+        self.offset = 0
+        self._known = offset
+        self._rows: list[Event] = []
+        self._final = -1
+        self._finished = False
+
+    def read(self) -> None:
+        """Read what was appended. Raises OSError."""
+        if not self.path.exists():
+            return
+        events, self.offset = read_new(self.path, self.offset)
+        for at, event in events:
+            self._take(at, event)
+
+    def _take(self, at: int, event: Event) -> None:
+        kind, ours = event["event"], place(event) == self.fit
+        if kind in ROWS and ours:
+            self._rows.append(event)
+        elif kind in RETURNS:
+            self._return_to(event, known=at < self._known)
+        elif kind == "checkpoint" and ours:
+            self._final = max(self._final, event["step"])
+        elif kind == "end" and ours:
+            self._finished = event["reason"] == "finished"
+        if kind == "start" and ours:
+            self.start, self._final, self._finished = event, event["step"], False
+
+    def _return_to(self, event: Event, known: bool) -> None:
+        """Drop the rows that will be trained again."""
+        fit, inside = self.fit
+        last = {"event": "log", "step": self.sent, "epoch": 0, "fit": fit, "inside": inside}
+        if not known and self.sent >= 0 and not counts_after(last, event):
+            self.returned = True
+        self._rows = [row for row in self._rows if counts_after(row, event)]
+        if place(event) == self.fit:
+            self._final = min(self._final, event["step"])
+
+    def points(self) -> list[Point]:
+        """The final rows after `sent`, those of a step together."""
+        limit = self._final
+        if self.live and self._rows:
+            limit = self._rows[-1]["step"]
+        found: dict[int, dict[str, Any]] = {}
+        times: dict[int, float] = {}
+        for row in self._rows:
+            step = row["step"]
+            if step > self.sent and (self._finished or step < limit):
+                found.setdefault(step, {}).update(_named(row))
+                times[step] = row["time"]
+        return [Point(step, times[step], values) for step, values in found.items()]
+
+    def mark_sent(self, step: int) -> None:
+        """Forget rows up to `step`."""
+        self.sent = step
+        self._rows = [row for row in self._rows if row["step"] > step]
+
+    @property
+    def waiting(self) -> int:
+        """Steps with rows that were not sent."""
+        return len({row["step"] for row in self._rows if row["step"] > self.sent})
+
+
+def _named(row: Event) -> dict[str, float]:
+    """Values of a row by the names that trackers get."""
+    part = {"log": "train", "validation": "validation", "epoch": "epoch"}[row["event"]]
+    found = {}
+    for name, value in row["metrics"].items():
+        of_validation = part != "train" and name.startswith("val_")
+        home = "validation" if of_validation else part
+        found[f"{home}/{name.removeprefix('val_') if of_validation else name}"] = float(value)
+    return found

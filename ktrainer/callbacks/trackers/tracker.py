@@ -1,0 +1,107 @@
+"""The callback that has rows sent to an experiment tracker.
+
+Events used: `on_train_begin`, `on_log`, `on_epoch_end` (wake the thread, and report its problem),
+`close` (send what remains).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.reporter import Reporter
+from ktrainer.callbacks.trackers.sender import Sender
+from ktrainer.runtime import history_file
+
+CLOSE_SECONDS = 30.0  # the longest that the end of a run waits for a tracker
+
+_RUNS = {
+    "wandb": "ktrainer.callbacks.trackers.wandb_run:WandbRun",
+    "mlflow": "ktrainer.callbacks.trackers.mlflow_run:MlflowRun",
+    "trackio": "ktrainer.callbacks.trackers.trackio_run:TrackioRun",
+}
+
+
+class Tracker(Reporter):
+    """Send the rows of a run to a tracker, each once. Needs a trainer.
+
+    A tracker that fails is warned of, once, and tried again with the next rows.
+
+    Args:
+        name: wandb, mlflow or trackio.
+        arguments: those of the tracker's own `init`.
+        live: the run has no checkpoints.
+
+    Raises:
+        ConfigError: the library does not know an argument.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], live: bool) -> None:
+        super().__init__()
+        module, _, kind = _RUNS[name].partition(":")
+        self._run_class = getattr(import_module(module), kind)
+        self._run_class.check(arguments)
+        self.name, self.arguments, self.live = name, arguments, live
+        self._sender: Sender | None = None
+        self._said = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self.close()
+        folder, sent = self.run_dir, self.run_path(f"{self.name}.json")
+        if not self.reports or folder is None or sent is None:
+            return
+        state = self.train_state
+        self._sender = Sender(
+            self._run_class,
+            self.arguments,
+            folder / history_file.NAME,
+            sent,
+            (max(1, state.fits), state.inside),
+            self.live,
+            tuple(self.trainer.config._secrets),
+        )
+
+    def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        self._wake()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._wake()
+
+    def checkpoint_saved(self, step: int, path: Path, facts: Mapping[str, Any]) -> None:
+        """Have the rows before it sent; called by the thread that has written it."""
+        if self._sender is not None:
+            self._sender.wake()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Nothing: `close` knows how the run has ended."""
+
+    def close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is None:
+            return
+        reason = self.train_state.end.get("reason")
+        missing = sender.close(reason, CLOSE_SECONDS)
+        self._report(sender.problem, missing if reason == "finished" else 0)
+
+    def _wake(self) -> None:
+        if self._sender is not None:
+            self._sender.wake()
+            self._report(self._sender.problem)
+
+    def _report(self, problem: str | None, missing: int = 0) -> None:
+        """Warn, once."""
+        if problem is None or self._said:
+            return
+        self._said = True
+        lacks = f" It lacks the values of {missing} steps." if missing else ""
+        warnings.warn(
+            f"logging.{self.name}: the tracker failed ({problem}).{lacks} Training is not "
+            "affected; what it lacks is sent when it answers, also by a later run with the same "
+            "run.dir, and is in history.jsonl there.",
+            stacklevel=2,
+        )

@@ -1,0 +1,79 @@
+"""A run in Weights & Biases, online or offline.
+
+`wandb` writes in the background, in a process of its own, and drops a step that is not greater than
+the last. Its step is ours, so after a restart it, or offline its files, tell what has arrived.
+Offline each start has files of its own, with one run id.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ktrainer.callbacks.trackers.tracker_run import Point, RunFacts, TrackerRun
+from ktrainer.callbacks.trackers.wandb_file import rows_in
+from ktrainer.errors import ConfigError
+
+
+class WandbRun(TrackerRun):
+    """Rows as the history of a run, settings and facts as its config, the diff as a file."""
+
+    def __init__(self, arguments: Mapping[str, Any], facts: RunFacts) -> None:
+        import wandb
+
+        # It reads the output of the process otherwise, and prints to it.
+        settings = {"silent": True, "console": "off", **arguments.get("settings", {})}
+        given = {"name": facts.name, "dir": str(facts.folder), **arguments}
+        given["settings"] = wandb.Settings(**settings)
+        self._id = facts.token
+        self._run = wandb.init(
+            id=facts.token,
+            resume="allow",
+            reinit="create_new",
+            config={"settings": facts.settings, **facts.more},
+            allow_val_change=True,
+            **given,
+        )
+        if facts.diff:
+            diff = Path(self._run.dir) / "code.diff"
+            diff.write_text(facts.diff, encoding="utf-8")
+            self._run.save(str(diff), base_path=self._run.dir, policy="now")
+
+    @classmethod
+    def check(cls, arguments: Mapping[str, Any]) -> None:
+        import wandb
+
+        refuse_unknown(arguments, wandb.init, "wandb")
+
+    def held(self) -> int:
+        if not self._run.offline:
+            return int(self._run.starting_step) - 1
+        folder = Path(self._run.settings.wandb_dir)
+        files = folder.glob(f"*run-*-{self._id}/run-{self._id}.wandb")
+        return max((step for file in files for step, _ in rows_in(file)), default=-1)
+
+    def send(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._run.log(point.values, step=point.step, commit=True)
+
+    def close(self, reason: str | None) -> None:
+        self._run.finish(exit_code=0 if reason in ("finished", None) else 1)
+
+
+def refuse_unknown(arguments: Mapping[str, Any], init: Any, tracker: str) -> None:
+    """Refuse arguments that the `init` of a library does not have.
+
+    Raises:
+        ConfigError: for the first one found.
+    """
+    known = list(inspect.signature(init).parameters)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(
+                f"{tracker}.init of the installed version has no such argument.",
+                path=f"logging.{tracker}.{name}",
+                value=name,
+                known=known,
+            )

@@ -1,0 +1,103 @@
+"""Contradictions between `watch` or the trackers of `logging` and the other keys."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ktrainer.config.backend_keys import DataParallelConfig, TfDistributeConfig
+from ktrainer.config.redact import is_secret_name
+from ktrainer.config.schema import Config
+from ktrainer.errors import ConfigError
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+_MLFLOW = ("experiment", "tracking_uri", "run_name", "tags")
+_OURS = ("id", "resume", "config", "reinit")  # of a tracker's `init`: one run through restarts
+
+
+def check_watch(config: Config) -> None:
+    """Refuse values that cannot be had as configured.
+
+    Raises:
+        ConfigError: for the first key found.
+    """
+    watch, logging = config.watch, config.logging
+    found: list[tuple[str, object, str | None]] = []
+    if watch.norms is not None:
+        found.append(("watch.norms", watch.norms, _not_measured(config)))
+    if watch.layers and watch.norms is None:
+        found.append(("watch.layers", True, "has no effect without watch.norms: set that too."))
+    if watch.communication and not isinstance(config.backend, DataParallelConfig):
+        other = "counts the gradients of backend=data_parallel: choose that, or set it to false."
+        found.append(("watch.communication", True, other))
+    if logging.histograms is not None:
+        found.append(("logging.histograms", logging.histograms, _no_histograms(config)))
+    for path, value, why in found:
+        if why is not None:
+            raise ConfigError(why, path=path, value=value)
+
+
+def _no_histograms(config: Config) -> str | None:
+    """Why there are no histograms; None: there are."""
+    if not config.logging.tensorboard:
+        return "has no effect without logging.tensorboard=true."
+    if config.trainer.xla:
+        return "XLA cannot compile them. Set it to null, or trainer.xla=false."
+    return _not_measured(config)
+
+
+def _not_measured(config: Config) -> str | None:
+    """Why gradients and updates cannot be measured; None: they can."""
+    backend = config.backend
+    if isinstance(backend, TfDistributeConfig) and backend.strategy == "parameter_server":
+        return (
+            "gradients stay on the workers of parameter_server, whose updates have no common "
+            "step. Set it to null, or choose another strategy."
+        )
+    if config.trainer.asks_for_several_steps:
+        return (
+            "needs an update of its own call, but trainer.steps_per_call="
+            f"{config.trainer.steps_per_call}. Set that to auto or 1."
+        )
+    return None
+
+
+def check_trackers(config: Config) -> None:
+    """Refuse arguments that a tracker cannot have.
+
+    Raises:
+        ConfigError: for the first one found.
+    """
+    for tracker in TRACKERS:
+        for name in getattr(config.logging, tracker) or {}:
+            path = f"logging.{tracker}.{name}"
+            if is_secret_name(str(name)):
+                raise ConfigError(
+                    "a configuration is kept in files and shown in logs, so it may have no "
+                    f"credentials. Leave it out, and log in as {tracker} says: with its own "
+                    "command, or its environment variables.",
+                    path=path,
+                )
+            if name in _OURS:
+                raise ConfigError(
+                    "ktrainer sets it, to continue the same run after a restart. Leave it out.",
+                    path=path,
+                )
+            if tracker == "mlflow" and name not in _MLFLOW:
+                known = f"unknown argument; there are {', '.join(_MLFLOW)}."
+                raise ConfigError(known, path=path, value=name, known=_MLFLOW)
+
+
+def require_trackers(config: Config) -> None:
+    """Refuse trackers whose library is not installed here; imports none.
+
+    Raises:
+        ConfigError: for the first one found.
+    """
+    for tracker in TRACKERS:
+        wanted = getattr(config.logging, tracker) is not None
+        if wanted and not config.trainer.fast_dev_run and find_spec(tracker) is None:
+            raise ConfigError(
+                f"needs the package {tracker}, which is not installed: pip install "
+                f'"ktrainer[{tracker}]", or set logging.{tracker}=null.',
+                path=f"logging.{tracker}",
+            )
