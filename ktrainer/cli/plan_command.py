@@ -60,15 +60,19 @@ def run(args: argparse.Namespace) -> int:
     picture = later.picture or args.picture
     if picture is not None:
         _check_picture(picture)
+    trace = later.trace or args.trace
+    if trace is not None and not trace.is_file():
+        raise ConfigError(f"--trace: there is no file {str(trace)!r}; trainer.profile writes it.")
     path = Path(args.target)
     if not path.is_file():
         raise ConfigError(f"there is no script or configuration {args.target!r}.")
 
     if scaling["world"] is not None:
-        return _run_scaling(path, words, scaling, later.processes or args.processes or picture)
+        other = later.processes or args.processes or picture or trace
+        return _run_scaling(path, words, scaling, other)
     from ktrainer.plan_report.planning_mode import PlanRequest
 
-    request = PlanRequest(later.processes or args.processes, picture)
+    request = PlanRequest(later.processes or args.processes, picture, trace)
     if path.suffix in _CONFIGS:
         return _show_config(path, words, request)
     if path.suffix != ".py":
@@ -83,7 +87,7 @@ def _run_scaling(path: Path, words: list[str], given: dict[str, str | None], oth
         raise ConfigError(f"--world measures steps, which takes a script (.py): {path} is none.")
     if other:
         raise ConfigError(
-            "--world says how many processes to plan for: leave out -n and --picture."
+            "--world says how many processes to plan for: leave out -n, --picture and --trace."
         )
     return plan_scaling.run(path, words, given)
 
@@ -103,6 +107,13 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="draw a pipeline's schedule: .svg, or .png where matplotlib is installed",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="a trace of a pipeline's steps (trainer.profile): write a copy that has the planned "
+        "actions beside the measured ones",
     )
 
 

@@ -69,6 +69,29 @@ class InterruptConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of some steps: what every rank does when, on one clock.
+
+    Attributes:
+        steps: updates to trace, such as "50-60" or "50", counted from 1. They are written to
+            trace.json in the run folder, for Perfetto (ui.perfetto.dev) or chrome://tracing. null:
+            none.
+        tensorflow: with the operations that TensorFlow's profiler sees, which slow these steps.
+    """
+
+    steps: str | None = None
+    tensorflow: bool = False
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """First and last update of `steps`."""
+        if self.steps is None:
+            return None
+        first, _, last = str(self.steps).partition("-")
+        return int(first), int(last or first)
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """Length of training, and how a step is computed.
 
@@ -101,6 +124,7 @@ class TrainerConfig:
             callbacks run once per call.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
         interrupt: what `fit` does on a signal to end.
+        profile: a trace of some steps.
     """
 
     epochs: int = number(1, at_least=1)
@@ -119,6 +143,7 @@ class TrainerConfig:
     steps_per_call: int | Literal["auto"] = number("auto", at_least=1)
     deterministic: bool = False
     interrupt: InterruptConfig = field(default_factory=InterruptConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @property
     def asks_for_several_steps(self) -> bool:

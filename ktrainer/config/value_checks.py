@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -49,6 +50,7 @@ def check_values(
     _check_bounds(config, "")
     _check_clip(config)
     _check_trainer(config)
+    _check_profile(config)
     _check_signals(config)
     _check_schedule(config)
     _check_checkpoint(config)
@@ -69,6 +71,19 @@ def check_values(
             if on_unknown_callback is None:
                 raise
             on_unknown_callback(error)
+
+
+def _check_profile(config: Config) -> None:
+    given = config.trainer.profile.steps
+    if given is None:
+        return
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", given)
+    if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+        raise ConfigError(
+            "give the updates to trace as FIRST-LAST, counted from 1, such as 50-60.",
+            path="trainer.profile.steps",
+            value=given,
+        )
 
 
 def _check_bounds(group: Any, prefix: str) -> None:

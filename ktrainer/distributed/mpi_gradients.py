@@ -37,6 +37,7 @@ from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
+from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
 
 
 @dataclass(eq=False)
@@ -180,7 +181,8 @@ class MpiGradients(GradientCollectives):
         return None if wire is None else np.dtype(wire.as_numpy_dtype)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with its time added to `seconds` and its exception kept in `error`."""
+        """`call`, with its time added to `seconds`, in the trace of profiled steps too, and its
+        exception kept in `error`."""
 
         def timed(*arrays: np.ndarray) -> Any:
             start = time.perf_counter()
@@ -190,7 +192,12 @@ class MpiGradients(GradientCollectives):
                 self.error = error
                 raise
             finally:
-                self.seconds += time.perf_counter() - start
+                end = time.perf_counter()
+                self.seconds += end - start
+                if is_tracing():
+                    megabytes = sum(np.asarray(array).nbytes for array in arrays) / 1e6
+                    name = f"{_SAID.get(call.__name__, call.__name__)}, {megabytes:.3g} MB"
+                    add_span(COLLECTIVES, name, start, end)
 
         return timed
 
@@ -279,6 +286,11 @@ class MpiGradients(GradientCollectives):
         return total
 
 
+_SAID = {  # in a trace
+    "sum_bucket": "sum of a bucket",
+    "gather_slices": "rows of sparse gradients",
+    "_sum_array": "sum in the forward pass",
+}
 _products = count(1)
 
 

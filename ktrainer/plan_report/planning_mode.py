@@ -54,11 +54,13 @@ class PlanRequest:
     Attributes:
         processes: how many to plan for; None: one pipeline's, or one.
         picture: where to draw the schedule.
+        trace: of a run, to which the planned timeline is added.
         scaling: predict the step time of several numbers of processes.
     """
 
     processes: int | None = None
     picture: Path | None = None
+    trace: Path | None = None
     scaling: ScalingRequest | None = None
 
 

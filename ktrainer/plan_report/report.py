@@ -14,6 +14,7 @@ from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_
 from ktrainer.config import Config, DataParallelConfig, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.plan.run_plan import Plan, make_plan
+from ktrainer.plan_report.planned_trace import add_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, plan_request, pretend
 from ktrainer.plan_report.rendering import bytes_text, draw, grid_text, table
 from ktrainer.runtime.hardware import Hardware
@@ -197,6 +198,8 @@ def _show_schedule(
     if request is not None and request.picture is not None:
         draw(timeline, request.picture)
         print(f"picture   {request.picture}")
+    if request is not None and request.trace is not None:
+        print(f"trace     {add_plan(request.trace, timeline)}")
 
 
 def _run(

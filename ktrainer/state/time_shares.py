@@ -21,6 +21,8 @@ import time
 from collections import defaultdict
 from types import TracebackType
 
+from ktrainer.state.trace_spans import LOOP, add_span
+
 START = "start-up"
 COMMUNICATION = "communication"
 WAITING = "waiting for rank "
@@ -40,6 +42,7 @@ class TimeShares:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open = [START]
+        self._begins: list[float] = []  # of all shares that are open but the first
         self._spans: dict[str, _Span] = {}
         self._thread = threading.get_ident()
         self._since = time.perf_counter()
@@ -84,12 +87,14 @@ class TimeShares:
         if last == HEALING or (share == COMMUNICATION and self._open[0] == START):
             share = last if last == HEALING else START
         self._open.append(share)
+        self._begins.append(now)
 
     def leave(self) -> None:
         """Close the share that was opened last."""
-        now = time.perf_counter()
-        self.seconds[self._open.pop()] += now - self._since
+        now, share = time.perf_counter(), self._open.pop()
+        self.seconds[share] += now - self._since
         self._since = now
+        add_span(LOOP, share, self._begins.pop(), now)
 
 
 class _Span:

@@ -24,6 +24,7 @@ from ktrainer.callbacks.broadcast import BroadcastVariables
 from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.callbacks.metric_averaging import AverageMetrics
+from ktrainer.callbacks.profile import Profile
 from ktrainer.callbacks.throughput import Throughput
 from ktrainer.callbacks.watch import (
     CommunicationWatch,
@@ -59,6 +60,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
     configured = [callback_registry.build(spec, allow=cfg.allow) for spec in cfg.callbacks.values()]
     callbacks = [
         BroadcastVariables(),
+        *_profile(cfg),
         rate,
         AverageMetrics(),
         *_watches(cfg),
@@ -76,6 +78,14 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         checkpoint.callbacks = callbacks  # it saves the states of all of them
         checkpoint.on_saved = [writer.checkpoint_saved for writer in (*records, *trackers)]
     return callbacks
+
+
+def _profile(cfg: Any) -> list[Any]:
+    profile = cfg.trainer.profile
+    if profile.span is None:
+        return []
+    first, last = profile.span
+    return [Profile(first, last, profile.tensorflow)]
 
 
 def _health(cfg: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from ktrainer.backends.pipeline.stage.microbatches import Microbatch
 from ktrainer.backends.pipeline.stage.py_functions import check_order
 from ktrainer.backends.pipeline.stage.stage_functions import SavedTensors
 from ktrainer.backends.pipeline.stage.stage_settings import Arguments
+from ktrainer.state.trace_spans import STAGES, add_span
 
 _AHEAD = 2  # receives are posted this many actions before they are needed
 
@@ -105,8 +106,10 @@ class Runner:
             step.post_receive(row[place + _AHEAD if place else 0 : place + _AHEAD + 1])
             start = time.perf_counter()
             getattr(step, _METHODS[action.kind])(action)
+            end = time.perf_counter()
+            add_span(STAGES, schedule.label(action), start, end)
             if self.on_action is not None:
-                self.on_action(action, time.perf_counter() - start)
+                self.on_action(action, end - start)
             for variable in self.shared.variables:
                 if last.get(id(variable)) == place:
                     self.shared.complete(variable, step.outcome.slices)

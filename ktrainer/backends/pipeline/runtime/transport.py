@@ -24,6 +24,7 @@ from ktrainer.backends.pipeline.runtime.message_buffers import (
 from ktrainer.backends.pipeline.schedules.transfers import Transfer
 from ktrainer.distributed import World, mpi_chunks
 from ktrainer.distributed.mpi_progress import has_completed
+from ktrainer.state.trace_spans import MESSAGES, add_span, is_tracing
 
 _KINDS = {"activation": 0, "gradient": 1}
 _PARTS = 64  # more tensors than this over one cut reuse message tags, in order
@@ -175,7 +176,10 @@ class Transport:
         for request, _, what in started:
             self._wait(request, what)
         self._waiting = ()
-        self._waits.seconds += time.perf_counter() - start
+        end = time.perf_counter()
+        self._waits.seconds += end - start
+        if started and is_tracing():
+            add_span(MESSAGES, f"wait for {started[0][2]}", start, end)
 
     def rank_name(self, partition: int) -> str:
         """Name of a partition's process, for error messages."""

@@ -1,0 +1,153 @@
+"""The trace of `trainer.profile`: all ranks on one clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from ktrainer import Trainer, load_config
+from ktrainer.callbacks.profile import Profile
+from ktrainer.errors import ConfigError
+from ktrainer.state import trace_spans
+from tests.processes import ktrainer
+
+SCRIPT = Path(__file__).with_name("profiled_script.py")
+
+
+def traced(folder: Path, *words: str, processes: int = 2) -> dict[str, Any]:
+    run = ["run", "-n", processes, SCRIPT, *words, "run.dir=run"]
+    done = ktrainer(*run, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "run" / "trace.json").read_text())
+    return found
+
+
+def spans(trace: dict[str, Any], lane: str, rank: int) -> list[tuple[str, float, float]]:
+    """Names, begins and ends in microseconds of a rank's spans in a lane, in order."""
+    found = [e for e in trace["traceEvents"] if (e.get("cat"), e["pid"]) == (lane, rank)]
+    return sorted(
+        ((e["name"], e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda each: each[1]
+    )
+
+
+def train(folder: Path, epochs: int = 1, **profile: Any) -> Path:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((64, 4), np.float32)
+    keys = {
+        "run": {"dir": str(folder / "run")},
+        "trainer": {"profile": profile},
+        "logging": {"progress": "none"},
+    }
+    with Trainer(keys) as trainer:
+        trainer.fit(model, x, x[:, :1], batch_size=8, epochs=epochs)
+    return folder / "run" / "trace.json"
+
+
+def test_sums_of_ranks_meet_on_one_clock(tmp_path: Path) -> None:
+    trace = traced(tmp_path, "backend=data_parallel", "trainer.profile.steps=21-23")
+    assert trace["otherData"]["clock_error_seconds"] < 1e-3
+    for rank in range(2):
+        steps = spans(trace, "steps", rank)
+        assert [name for name, _, _ in steps] == ["step 21", "step 22", "step 23"]
+        loop = spans(trace, "loop", rank)
+        assert [name for name, _, _ in loop].count("compute") == 3
+        sums = spans(trace, "gradients", rank)
+        assert [name for name, _, _ in sums] == ["sum of a bucket, 0.014 MB"] * 3
+        for (_, begin, end), (_, step_begin, step_end) in zip(sums, steps, strict=True):
+            assert step_begin < begin < end < step_end
+    # A sum ends on no rank before it has begun on the other, by the clock of rank 0.
+    pairs = zip(spans(trace, "gradients", 0), spans(trace, "gradients", 1), strict=True)
+    for (_, one_begin, one_end), (_, other_begin, other_end) in pairs:
+        assert max(one_begin, other_begin) < min(one_end, other_end)
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert [name.split(" (")[0] for name in sorted(names)] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.exhaustive
+def test_the_actions_of_a_pipeline_and_its_plan(tmp_path: Path) -> None:
+    words = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=4")
+    trace = traced(tmp_path, *words, "trainer.profile.steps=21-22")
+    assert trace["otherData"]["partitions"] == [0, 1]
+    first, second = (spans(trace, "pipeline", rank) for rank in range(2))
+    assert [n for n, _, _ in first[:8]] == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
+    assert [n for n, _, _ in second[:8]] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
+    for step in (0, 8):
+        there, back = dict_of(first[step : step + 8]), dict_of(second[step : step + 8])
+        for k in range(4):  # what a stage needs has left the other one before
+            assert there[f"F{k}"][0] < back[f"F{k}"][1]
+            assert back[f"B{k}"][0] < there[f"B{k}"][1]
+    plan = ["plan", "--trace", "run/trace.json", SCRIPT, *words]
+    done = ktrainer(*plan, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trace     run/trace-planned.json" in done.stdout
+    planned = json.loads((tmp_path / "run" / "trace-planned.json").read_text())
+    lanes = [spans(planned, "pipeline, as planned", rank) for rank in range(2)]
+    for measured, lane in zip((first, second), lanes, strict=True):
+        assert [name for name, _, _ in lane] == [name for name, _, _ in measured]
+    ends = [
+        max(end for lane in each for _, _, end in lane[:8]) for each in (lanes, (first, second))
+    ]
+    assert ends[0] == pytest.approx(ends[1], abs=0.1)
+    done = ktrainer(*plan, "backend.microbatches=8", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "has 16 actions, and the plan 32: plan with the settings" in done.stderr
+
+
+def dict_of(found: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
+    return {name: (begin, end) for name, begin, end in found}
+
+
+def test_tensorflows_operations(tmp_path: Path) -> None:
+    trace = json.loads(train(tmp_path, steps="3-4", tensorflow=True).read_text())
+    lanes = {e["cat"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    assert any(lane.startswith("TensorFlow: ") for lane in lanes), lanes
+    steps = spans(trace, "steps", 0)
+    inside = [
+        event
+        for event in trace["traceEvents"]
+        if event.get("cat", "").startswith("TensorFlow: ")
+        and steps[0][1] - 1e3 < event["ts"] < steps[-1][2] + 1e3
+    ]
+    assert len(inside) > 10  # their clock is the same
+    assert list((tmp_path / "run" / "tensorflow-profile").rglob("*.xplane.pb"))
+
+
+def test_a_training_that_ends_early(tmp_path: Path) -> None:
+    trace = json.loads(train(tmp_path, steps="7-99").read_text())
+    assert [name for name, _, _ in spans(trace, "steps", 0)] == ["step 7", "step 8"]
+    assert not trace_spans.is_tracing()
+
+
+def test_one_that_ends_before_and_one_without(tmp_path: Path) -> None:
+    assert not train(tmp_path, steps="50").exists()
+    assert not train(tmp_path).exists()
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "run" / "trace.json").mkdir(parents=True)
+    with pytest.warns(UserWarning, match=r"the trace .*trace\.json cannot be written"):
+        train(tmp_path, steps="3")
+
+
+def test_updates_are_grouped_outside_of_the_traced_ones() -> None:
+    profile, seen = Profile(50, 60), []
+    for step in (0, 48, 49, 55, 59, 60):
+        profile.progress.step = step
+        seen.append(profile.max_updates_per_call())
+    assert seen == [49, 1, 1, 1, 1, None]
+
+
+@pytest.mark.parametrize("steps", ["0-3", "5-4", "a", "1-", "-3", "1.5"])
+def test_steps_that_are_none(steps: str) -> None:
+    with pytest.raises(ConfigError, match="FIRST-LAST, counted from 1"):
+        load_config({"trainer": {"profile": {"steps": steps}}})
+
+
+def test_one_step_is_a_number() -> None:
+    assert load_config(None, ["trainer.profile.steps=50"]).trainer.profile.span == (50, 50)
