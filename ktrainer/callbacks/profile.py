@@ -1,7 +1,7 @@
 """Write a trace of some steps: what every rank did when, on one clock.
 
 Events used: `on_step_begin` (start), `on_step_end` (stop after the last one, gather from all ranks
-and write), `on_train_end`, `close`.
+and write), `on_restore` (begin again), `on_train_end`, `close`.
 
 The file has Chrome's trace event format, which Perfetto reads: a process for each rank, with a lane
 for each kind of span.
@@ -23,6 +23,7 @@ import tensorflow as tf
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed.clock_offsets import ClockOffsets, clock_offsets
 from ktrainer.state import trace_spans
+from ktrainer.state.progress import Progress
 from ktrainer.state.trace_spans import Span
 from ktrainer.steps.variable_placement import placement_of
 
@@ -70,6 +71,9 @@ class Profile(Callback):
         if step >= self.last:
             self._finish()
 
+    def on_restore(self, progress: Progress) -> None:
+        self.close()  # it begins again: with the ranks that there are now, if these have changed
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._offsets is not None:  # ended before the last of them
             self._finish()
@@ -108,7 +112,7 @@ def trace_of(ranks: Sequence[Mapping[str, Any]], offsets: ClockOffsets) -> dict[
     """The trace in Chrome's format, its times in microseconds since the first span."""
     spans = [
         (rank, lane, name, begin + offset, end + offset)
-        for rank, (each, offset) in enumerate(zip(ranks, offsets.seconds, strict=False))
+        for rank, (each, offset) in enumerate(zip(ranks, offsets.seconds, strict=True))
         for lane, name, begin, end in each["spans"]
     ]
     origin = min((begin for _, _, _, begin, _ in spans), default=0.0)

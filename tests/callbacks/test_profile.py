@@ -19,9 +19,10 @@ from tests.processes import ktrainer
 SCRIPT = Path(__file__).with_name("profiled_script.py")
 
 
-def traced(folder: Path, *words: str, processes: int = 2) -> dict[str, Any]:
-    run = ["run", "-n", processes, SCRIPT, *words, "run.dir=run"]
-    done = ktrainer(*run, cwd=folder)
+def traced(
+    folder: Path, *words: str, launch: tuple[str, ...] = ("-n", "2"), **environment: str
+) -> dict[str, Any]:
+    done = ktrainer("run", *launch, SCRIPT, *words, "run.dir=run", cwd=folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((folder / "run" / "trace.json").read_text())
     return found
@@ -97,6 +98,20 @@ def test_the_actions_of_a_pipeline_and_its_plan(tmp_path: Path) -> None:
     done = ktrainer(*plan, "backend.microbatches=8", cwd=tmp_path)
     assert done.returncode == 2
     assert "has 16 actions, and the plan 32: plan with the settings" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_change_have_the_clocks_of_their_new_numbers(tmp_path: Path) -> None:
+    launch, faults = ("-n", "3", "--heal"), {"KILL": "22", "AHEAD": "2"}
+    words = ("backend=data_parallel", "trainer.profile.steps=21-25")
+    trace = traced(tmp_path, *words, launch=launch, **faults)
+    lanes = [spans(trace, "steps", rank) for rank in range(3)]
+    assert lanes[2] == []
+    assert [name for name, _, _ in lanes[0]] == [name for name, _, _ in lanes[1]]
+    assert lanes[0][-1][0] == "step 25"
+    assert lanes[0][0][0] in ("step 22", "step 23")
+    for (_, one_begin, one_end), (_, other_begin, other_end) in zip(*lanes[:2], strict=True):
+        assert max(one_begin, other_begin) < min(one_end, other_end)
 
 
 def dict_of(found: list[tuple[str, float, float]]) -> dict[str, tuple[float, float]]:
