@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 0.05  # of a call: signals and the display wait as long
 MAX_UPDATES = 64  # more are hardly faster
-MAX_BYTES = 2**26  # of the batches of a call, which are in memory together
+MAX_BYTES = 2**22  # of the batches of a call, which are copied together: in the caches
 FIRST_UPDATES = 100  # one by one: in a shorter training, compiling the loop does not pay
 
 STEP_EVENTS = frozenset(
