@@ -62,7 +62,8 @@ class Callback(keras.callbacks.Callback):
         rank_zero_only: whether this callback runs on rank 0 only. Such a callback must not
             communicate.
         trainer: the trainer that runs this callback; None under plain Keras.
-        time_share: what the time of its events is counted as; None: as `callback NAME`.
+        time_share: of the class: what the time of its events is counted as; None: as
+            `callback NAME`.
     """
 
     rank_zero_only: bool = False
@@ -148,7 +149,7 @@ class Callback(keras.callbacks.Callback):
         last time went to.
 
         Args:
-            epoch: that has ended, from 0.
+            epoch: that has ended, from 0; at the end of training, the last one.
             ranks: of each rank, `seconds`, and how many of them each share took; see
                 `ktrainer.state.time_shares`.
         """
@@ -311,12 +312,13 @@ def _overrides(kind: type, event: str) -> bool:
 
 def time_share(callback: Any) -> str:
     """What the time of a callback's events is counted as."""
-    return getattr(callback, "time_share", None) or _named(type(callback))  # type: ignore[arg-type]
+    return _time_share(type(callback))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1024)  # asked of every callback in every step
-def _named(kind: type) -> str:
-    return f"{CALLBACK}{kind.__name__}"
+def _time_share(kind: type) -> str:
+    own = kind.time_share if issubclass(kind, Callback) else None
+    return own or f"{CALLBACK}{kind.__name__}"
 
 
 def emit(callbacks: Iterable[Any], event: str, *args: Any) -> None:

@@ -7,8 +7,16 @@ from typing import Any
 import keras
 from keras.src.utils.python_utils import pythonify_logs
 
-from ktrainer.callbacks.base import overrides, time_share
+from ktrainer.callbacks.base import Callback, time_share
 from ktrainer.state.train_state import TrainState
+
+_BATCH_EVENTS = ("on_batch", "on_train_batch", "on_test_batch")
+_DO_NOTHING = frozenset(
+    getattr(base, f"{event}_{edge}")
+    for base in (Callback, keras.callbacks.Callback)
+    for event in _BATCH_EVENTS
+    for edge in ("begin", "end")
+)
 
 
 class CallbackList(keras.callbacks.CallbackList):
@@ -64,18 +72,19 @@ class CallbackList(keras.callbacks.CallbackList):
 
     def _call_at_batch(self, event: str, calls: str, batch: int, logs: Any) -> None:
         """Call `event` of the callbacks that have it, or what Keras' own `event` `calls`."""
-        acting = [c for c in self.callbacks if _has_own(c, event) or _has_own(c, calls)]
-        if not acting:
-            return
-        times = self._state.times
-        with times.of("compute"):  # reading a value waits for the device that computes it
-            logs = pythonify_logs(logs)
-        for callback in acting:
+        times, are_read = self._state.times, False
+        for callback in self.callbacks:
+            if not (_acts(callback, event) or _acts(callback, calls)):
+                continue
+            if not are_read:  # which waits for the device that computes them
+                with times.of("compute"):
+                    logs, are_read = pythonify_logs(logs), True
             with times.of(time_share(callback)):
                 getattr(callback, event)(batch, logs=logs)
 
 
-def _has_own(callback: Any, event: str) -> bool:
-    """Whether the class of a callback has an event of its own, or, as Keras' LambdaCallback, it has
-    one itself."""
-    return overrides(callback, event) or event in getattr(callback, "__dict__", ())
+def _acts(callback: Any, event: str) -> bool:
+    """Whether a callback has a batch event that does something: one of its class, of itself, as
+    Keras' LambdaCallback has, or of an object that it passes events to."""
+    method = getattr(callback, event, None)
+    return getattr(method, "__func__", None) not in _DO_NOTHING
