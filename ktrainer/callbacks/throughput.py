@@ -30,7 +30,7 @@ class EpochSpeed:
         examples: examples in it over all ranks; None when not counted (plain Keras).
         examples_per_second: over all ranks.
         data_wait, communication_wait: seconds that each rank waited for data, and for other
-            ranks; empty when not measured.
+            ranks, but for the first update of a `fit`; empty when not measured.
     """
 
     epoch: int

@@ -284,7 +284,7 @@ class LoggingConfig:
             else plain.
         slow: share of the time from which on a wait for data, or a callback, is named as slow, once
             a fit; also named are ranks that compute longer than the others, or than before, for
-            want of processors or memory, and slow links between hosts. null: nothing is named.
+            lack of processors or memory, and slow links between hosts. null: nothing is named.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
         histograms: with `tensorboard`, how often to write histograms of all weights and of their

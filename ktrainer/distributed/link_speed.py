@@ -21,8 +21,8 @@ _WHAT = "speed of links"
 
 
 def slowest_link(world: World) -> str:
-    """A sentence on the slowest link between two hosts, by messages between one rank of each; all
-    ranks call this together."""
+    """A sentence on the slowest link between two hosts, by messages between one rank of each;
+    empty where all hosts have one name. All ranks call this together."""
     hosts = world.allgather(host_name(), _WHAT)
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     pairs = list(itertools.combinations(ranks, 2))
@@ -31,6 +31,8 @@ def slowest_link(world: World) -> str:
     mine = [pair for pair in pairs if world.rank in pair]
     measured = {pair: _measure(cast("MpiComm", world), pair) for pair in mine}
     found = {k: v for each in world.allgather(measured, _WHAT) for k, v in each.items()}
+    if not found:
+        return ""
     (one, other), (latency, seconds) = max(found.items(), key=lambda item: item[1][1])
     where = f"rank {one} ({hosts[one]}) and rank {other} ({hosts[other]})"
     slowest = "the link" if len(found) == 1 else f"the slowest of {len(found)} links"

@@ -72,7 +72,10 @@ def reason(cpu: float | None, least: float | None, faults: float) -> tuple[str, 
             "too many threads of its own, are on its cores"
         )
     if faults >= FAULTS:
-        return "memory", f"read {faults:.0f} pages a step from the disk, as it is short of memory"
+        return "memory", (
+            f"read {faults:.0f} pages of its memory a step from the disk: it is short of memory, "
+            "or its data is in a file that is mapped to memory"
+        )
     return "compute", "has its processors and memory, so it has more to do, or slower processors"
 
 

@@ -2,7 +2,9 @@
 
 Every few steps the ranks compare a `Window` each: by share of its time, the median over the steps
 since the last window, which a single hiccup does not move. A cause is named when it is there in
-`WINDOWS` windows in a row, once a `fit`, and again after it was away for long:
+`WINDOWS` windows in a row, once a `fit`, and again after it was away for long. Ranks that compute
+longer are named when it lasts `LEAST_DURATION` as well: on a machine that others use too, a process
+may lose its core for a moment.
 
     data            a rank waits for data for `logging.slow` of the time
     callback NAME   a callback takes as much
@@ -25,16 +27,17 @@ from dataclasses import dataclass
 from statistics import median
 
 from ktrainer.state import slow_texts
-from ktrainer.state.time_shares import CALLBACK, COMMUNICATION, WAITING
+from ktrainer.state.rank_times import is_longer, least_communication, medians_of_others
+from ktrainer.state.time_shares import CALLBACK, WAITING
 
 WINDOWS = 2  # in a row, before a cause is named
 WINDOWS_UNEXPLAINED = 3
 LEAST_PAST, PAST = 5, 20  # windows that a rank's own past consists of
-NEW_NORMAL = 10  # windows in a row, after which a longer time is the past
+NEW_NORMAL = 40  # windows in a row, after which a longer time is the past
+LEAST_DURATION = 1.0  # seconds
 AGAIN = 100  # windows without a cause, after which it is named again
-COMPUTE_RATIO, LINK_RATIO = 1.5, 2.0  # to the others, or to the past
+LINK_RATIO = 2.0  # to the past
 LEAST_SECONDS = 0.01  # a step: of a wait for data, a callback or communication
-LEAST_COMPUTE_SECONDS = 0.005
 LEAST_EPOCH_SECONDS = 1.0
 
 Key = tuple[str, int | None]
@@ -64,6 +67,7 @@ class Window:
     Attributes:
         seconds: of a step, by share.
         step_seconds: of a step in all.
+        duration: seconds from its begin to its end.
         cpu: the part that its threads got of the processor time that they asked for; None: not
             measured.
         faults: pages a step that were read from the disk.
@@ -72,6 +76,7 @@ class Window:
 
     seconds: Mapping[str, float]
     step_seconds: float
+    duration: float
     cpu: float | None = None
     faults: float = 0.0
     stage: str | None = None
@@ -84,6 +89,7 @@ class _Cause:
     Attributes:
         key: by which it is the same in the next window.
         windows: in a row, before it is named.
+        duration: seconds that these take at least.
     """
 
     key: Key
@@ -91,6 +97,15 @@ class _Cause:
     name: str
     text: str
     windows: float = WINDOWS
+    duration: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Streak:
+    """Windows in a row that have a cause, and the seconds that they took."""
+
+    windows: int = 0
+    seconds: float = 0.0
 
 
 class SlowRules:
@@ -111,12 +126,8 @@ class SlowRules:
         self._windows = 0
         self._named: dict[Key, int] = {}  # the last window with it
         self._ranks_named: set[int | None] = set()
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget the past, as ranks have changed; what was named is not named again."""
         self.suspects: set[Key] = set()
-        self._streaks: dict[Key, int] = {}
+        self._streaks: dict[Key, _Streak] = {}
         self._past: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
     def judge(self, step: int, ranks: Sequence[Window], link: str | None = None) -> list[Slow]:
@@ -129,8 +140,13 @@ class SlowRules:
         causes = [*self._large_shares(ranks), *self._long_computing(ranks)]
         explained = any(c.key[0] == "compute" and c.windows < math.inf for c in causes)
         causes += self._slow_link(ranks, link, explained)
-        self._streaks = {cause.key: self._streaks.get(cause.key, 0) + 1 for cause in causes}
-        found = [c for c in causes if self._streaks[c.key] >= c.windows and self._is_new(c.key)]
+        seconds = max(window.duration for window in ranks)
+        before = {cause.key: self._streaks.get(cause.key, _Streak()) for cause in causes}
+        self._streaks = {
+            key: _Streak(streak.windows + 1, streak.seconds + seconds)
+            for key, streak in before.items()
+        }
+        found = [c for c in causes if self._has_lasted(c) and self._is_new(c.key)]
         known = [cause for cause in causes if cause in found or not self._is_new(cause.key)]
         self._named |= {cause.key: self._windows for cause in known}
         self._ranks_named |= {cause.rank for cause in found}
@@ -190,6 +206,10 @@ class SlowRules:
             f"{seconds:.1f} s: rank {slow} has more to do, or a slower machine"
         )
 
+    def _has_lasted(self, cause: _Cause) -> bool:
+        streak = self._streaks[cause.key]
+        return streak.windows >= cause.windows and streak.seconds >= cause.duration
+
     def _is_new(self, key: Key) -> bool:
         """Whether something has not been named, or has been away since."""
         return key not in self._named or self._windows - self._named[key] > AGAIN
@@ -218,15 +238,17 @@ class SlowRules:
         """Ranks that compute longer than the others; and, where they are short of processors or
         memory, ranks whose steps take longer than before."""
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
-        sums = _least_communication(ranks)  # which is work too, but for waits for others
+        sums = least_communication(
+            [window.seconds for window in ranks]
+        )  # which is work too, but for waits for others
         least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
-        for rank, window in enumerate(ranks):
-            mine, others = computing[rank], computing[:rank] + computing[rank + 1 :]
-            usual = median(others) if others and self._compares else math.inf
+        medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
+        for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
+            mine = computing[rank]
             before = self._before(("compute", rank), mine + sums)
             excess = 2 * self.share * window.step_seconds
-            slower = _is_longer(mine, usual, excess)
-            slowed = _is_longer(mine + sums, before, excess)
+            slower = is_longer(mine, usual, excess)
+            slowed = is_longer(mine + sums, before, excess)
             if not slower and (not slowed or self._blames_another(rank, len(ranks))):
                 continue
             name, why = slow_texts.reason(window.cpu, least, window.faults)
@@ -236,14 +258,17 @@ class SlowRules:
                 text = slow_texts.longer_than_others(who, mine, usual, why)
             unexplained = WINDOWS_UNEXPLAINED if slower else math.inf
             windows = unexplained if name == "compute" else WINDOWS
-            yield _Cause(("compute", rank), rank, name, text, windows)
+            yield _Cause(("compute", rank), rank, name, text, windows, LEAST_DURATION)
 
     def _before(self, key: Key, seconds: float) -> float:
         """The median of the past, to which `seconds` are added if they are about as long, or have
         been longer for a while; infinity: there is not enough of it."""
         past = self._past[key]
         before = median(past) if len(past) >= LEAST_PAST else math.inf
-        if not _is_longer(seconds, before) or self._streaks.get(key, 0) >= NEW_NORMAL:
+        if (
+            not is_longer(seconds, before)
+            or self._streaks.get(key, _Streak()).windows >= NEW_NORMAL
+        ):
             past.append(seconds)
         return before
 
@@ -262,31 +287,9 @@ class SlowRules:
         """
         if not self._linked or explained:
             return
-        key, seconds = ("link", None), _least_communication(ranks)
+        key, seconds = ("link", None), least_communication([w.seconds for w in ranks])
         before = self._before(key, seconds)
         if seconds < LINK_RATIO * before or seconds - before < LEAST_SECONDS:
             return
         text = slow_texts.slow_link(seconds, before, link)
         yield _Cause(key, None, "link", text, WINDOWS if link else math.inf)
-
-
-def _is_longer(seconds: float, usual: float, least_excess: float = 0.0) -> bool:
-    """Whether a computing time is much longer than the usual one; infinity: none is known."""
-    excess = seconds - usual
-    return seconds > COMPUTE_RATIO * usual and excess > max(LEAST_COMPUTE_SECONDS, least_excess)
-
-
-def _least_communication(ranks: Sequence[Window]) -> float:
-    """Seconds a step in communication of the rank that waits least for others."""
-    return min(window.seconds.get(COMMUNICATION, 0.0) for window in ranks)
-
-
-def waits_for_last(communication: Sequence[float]) -> tuple[int, list[float]]:
-    """The rank that was last to arrive, and how long each rank waited for it: what it spent in
-    communication more than that rank, which waits for nobody.
-
-    Args:
-        communication: seconds of each rank.
-    """
-    least = min(communication)
-    return communication.index(least), [seconds - least for seconds in communication]

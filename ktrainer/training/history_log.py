@@ -110,6 +110,8 @@ class HistoryLog(Reporter):
         self._row("epoch", epoch + 1, self.progress.step, as_floats(logs))
 
     def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
+        if not self._started:  # there was nothing to train
+            return
         rows = [{share: round(value, 6) for share, value in rank.items()} for rank in ranks]
         self._append("times", epoch=epoch + 1, step=self.progress.step, ranks=rows)
 

@@ -136,10 +136,10 @@ class Loop:
         )
         guards = [c for c in callbacks.callbacks if isinstance(c, LossGuard)]
         self._stops_at_bad_loss = any(guard.stops_at_once for guard in guards)
-        self._waits_for_loss = bool(guards) and accelerator() is not None
+        always = any(str(guard.every.duration) == "1ba" for guard in guards)
+        self._waits_for_loss = always and accelerator() is not None
         self._watch = SlowWatch(context, state)
         self._updates_made = 1  # by the last call
-        self._last_epoch = -1
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
@@ -227,13 +227,15 @@ class Loop:
             checkpoint_and_exit(self.context, self.state, self.callbacks, request)
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
-        self._watch.gather(self._last_epoch, self.callbacks.callbacks)
+        progress = self.state.progress
+        last = progress.epoch - (progress.batch == 0)
+        self._watch.gather(max(0, last), self.callbacks.callbacks)
         return self.model.history
 
     def _epoch(self) -> Generator[Updates, Any, dict[str, Any]]:
         """Train the rest of an epoch, and end it; returns its logs."""
         state, progress, epoch = self.state, self.state.progress, self.state.progress.epoch
-        first, self._last_epoch = progress.batch, epoch
+        first = progress.batch
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
@@ -288,7 +290,7 @@ class Loop:
         times, feed = self.state.times, self.state.feed
         while True:
             take = partial(self._per_call.take, batches, self.steps_left, self._max_updates)
-            with times.of("data"):
+            with times.of(START if self._first_call else "data"):
                 updates = self.signals.wait_for_data(take, alone=self.world.size == 1)
             if not updates:
                 return

@@ -1,14 +1,16 @@
 """Compare the ranks' times: every few steps to name what is slow, and after each epoch.
 
-A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, by any rank's clock: the ranks agree
-on that with the vote on whether to stop. Then they gather their windows, and all apply
-`ktrainer.state.slowness` to them. Where something is suspect, the next window has what would
-explain it: the slow stage of the input, the processor time of the rank, the speed of links.
+A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, or later where many ranks make a
+comparison expensive, by any rank's clock: the ranks agree on that with the vote on whether to stop.
+Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
+suspect, the next window has what would explain it: the slow stage of the input, the processor time
+of the rank, the speed of links.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,13 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.base import emit
 from ktrainer.runtime.process_usage import disk_faults, processor_share, processor_time
-from ktrainer.state.slowness import (
-    LEAST_EPOCH_SECONDS,
-    Slow,
-    SlowRules,
-    Window,
-    waits_for_last,
-)
+from ktrainer.state.rank_times import waits_for_last
+from ktrainer.state.slowness import LEAST_EPOCH_SECONDS, Slow, SlowRules, Window
 from ktrainer.state.time_shares import COMMUNICATION, WAITING, communication_of
 
 if TYPE_CHECKING:
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
 LEAST_STEPS, LEAST_SECONDS = 3, 0.04
+MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % of the time
 LEAST_SHARE = 1e-4  # seconds of a step
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
@@ -60,8 +58,16 @@ class SlowWatch:
     """
 
     def __init__(self, context: RunContext, state: TrainState) -> None:
-        self._world, self._state, self._times = context.world, state, state.times
-        world, known = context.world, context.backend.communication_seconds is not None
+        self._context, self._world = context, context.world
+        self._state, self._times = state, state.times
+        self._row: dict[str, float] = {}  # times at the end of the last epoch
+        self._costs: deque[float] = deque([0.0], maxlen=20)  # seconds of the last comparisons
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with the present ranks."""
+        context, world = self._context, self._world
+        known = context.backend.communication_seconds is not None
         self._rules: SlowRules | None = None
         if (share := context.config.logging.slow) is not None:
             self._rules = SlowRules(
@@ -69,8 +75,7 @@ class SlowWatch:
                 compares=known and world.replicas == world.size,
                 linked=known and world.local_size < world.size,
             )
-        self._apportioned = 0.0  # communication, up to the last gathering
-        self._row: dict[str, float] = {}  # times at the end of the last epoch
+        self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
         self._usage: tuple[int, int] | None = None  # at the last window, of a suspect rank
         self._restart()
 
@@ -80,12 +85,8 @@ class SlowWatch:
         self._steps, self._faults = 0, disk_faults()
 
     def ranks_changed(self) -> None:
-        """Begin anew with the present ranks, on all of them."""
-        if self._rules is not None:
-            self._rules.forget()
-        self._apportioned = communication_of(self._times.seconds)
-        self._usage = None
-        self._restart()
+        """Begin anew with the present ranks, on all of them: they have other numbers now."""
+        self._begin()
 
     def mark(self, updates: int) -> None:
         """Note the times after some updates."""
@@ -98,13 +99,14 @@ class SlowWatch:
         """Whether this rank's window is long enough."""
         if self._rules is None or self._steps < LEAST_STEPS:
             return False
-        return time.perf_counter() - self._marks[0].at >= LEAST_SECONDS
+        least = max(LEAST_SECONDS, MOST_COSTS * min(self._costs))
+        return time.perf_counter() - self._marks[0].at >= least
 
     def compare(self, callbacks: Iterable[Any]) -> None:
         """Compare the windows of all ranks, which call this together; tell callbacks what is
         slow."""
         assert self._rules is not None
-        rules, world = self._rules, self._world
+        rules, world, began = self._rules, self._world, time.perf_counter()
         mine = (self._communication(), ("link", None) in rules.suspects, self._window())
         every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
         communication, asks, windows = zip(*every, strict=True)
@@ -115,6 +117,7 @@ class SlowWatch:
         self._usage = processor_time() if suspect else None
         self._say(found, callbacks)
         self._restart()
+        self._costs.append(self._marks[0].at - began)
 
     def end_epoch(self, epoch: int, callbacks: Iterable[Any]) -> None:
         """`gather`, and name what stands out."""
@@ -150,6 +153,7 @@ class SlowWatch:
         return Window(
             {share: _median(marks, share) for share in _large(marks)},
             median((b.at - a.at) / b.updates for a, b in pairwise(marks)),
+            time.perf_counter() - marks[0].at,
             None if self._usage is None else processor_share(self._usage),
             (disk_faults() - self._faults) / self._steps,
             self._state.feed.slow_stage() if waits else None,

@@ -197,14 +197,15 @@ os.sched_setaffinity(0, {cores[rank % len(cores)]})
 from ktrainer import Callback, Trainer
 import keras
 import numpy as np
+import tensorflow as tf
 
 class Plant(Callback):
     spinner = None
 
     def on_step_end(self, step, logs=None):
-        if step == 60 and self.world.rank == 1:
+        if step == 30 and self.world.rank == 1:
             self.spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        if self.spinner and step == 90:
+        if self.spinner and step == 50:
             self.close()
 
     def on_slow(self, slow):
@@ -221,8 +222,9 @@ keras.utils.set_random_seed(0)
 hidden = [keras.layers.Dense(1024, "relu") for _ in range(2)]
 model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(8)])
 model.compile("sgd", "mse")
-x = np.random.default_rng(0).normal(size=(128 * 100, 1024)).astype("float32")
-trainer.fit(model, (x, x[:, :8]), batch_size=128)
+x = np.random.default_rng(0).normal(size=(1024, 1024)).astype("float32")
+batches = tf.data.Dataset.from_tensors((x, x[:, :8])).repeat(55)  # of more than 0.1 s each
+trainer.fit(model, batches)
 """
 
 
@@ -237,7 +239,7 @@ def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
     found = said(done.stdout)
     ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
     assert ours, (found, done.stdout, done.stderr)
-    assert 60 <= ours[0][0] <= 80  # 70 where nothing else runs
+    assert 30 <= ours[0][0] <= 50  # 40 where nothing else runs
     assert "of the processor time that its threads asked for" in ours[0][3]
 
 
