@@ -5,8 +5,8 @@
     python benchmarks/slow_causes.py --overhead      cost of measuring a step
 
 Two data-parallel processes, one thread each, on steps of about 10 ms. A busy core is one on which
-another process spins; both ranks have a core of their own then, and steps take about 0.1 s. The overhead is that of the calls
-that measure, timed alone: in a step it would drown in noise.
+another process spins; both ranks have a core of their own then, and steps take about 0.1 s. The
+overhead is that of the calls that measure, timed alone: in a step it would drown in noise.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -191,10 +192,11 @@ class Trainer(CustomLoop):
                 same step; a SystemExit.
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "model")}
+        began = time.perf_counter()
         from ktrainer.training.call_arguments import fit_arguments
 
         call = fit_arguments(self._config, **given)
-        with self._next_state(model):
+        with self._next_state(model, began):
             self.state.model = resolve_model(self.backend, model)
             with self._configured(call) as context:
                 return self._fit(context, call)
@@ -379,13 +381,17 @@ class Trainer(CustomLoop):
             self.config, self.overruled, self.plan = before
 
     @contextmanager
-    def _next_state(self, model: Any) -> Iterator[None]:
+    def _next_state(self, model: Any, began: float) -> Iterator[None]:
         """Begin the state of a `fit`; after one that a callback has called, restore the state of
-        the outer one."""
+        the outer one.
+
+        Args:
+            began: the moment from which on its time is counted.
+        """
         outer = self.state
         if outer.running:
             check_nested(self._context(), self.model, model)
-        self.state = outer.next_fit()
+        self.state = outer.next_fit(began)
         timed, self.world.times = self.world.times, self.state.times
         try:
             yield

@@ -35,17 +35,20 @@ class TimeShares:
 
     Its first share is `start-up`. Belongs to the thread that makes it.
 
+    Args:
+        began: the moment from which on it counts, by `time.perf_counter`; None: now.
+
     Attributes:
         seconds: by share, up to the last change; `read` has those of now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began: float | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._open = [START]
         self._begins: list[float] = []  # of all shares that are open but the first
         self._spans: dict[str, _Span] = {}
         self._thread = threading.get_ident()
-        self._since = time.perf_counter()
+        self._since = time.perf_counter() if began is None else began
 
     def of(self, share: str) -> _Span:
         """A context whose time belongs to `share`, but for what is opened inside it."""

@@ -102,8 +102,12 @@ class TrainState:
     joining: bool = False
     healed: list[Healed] = field(default_factory=list)
 
-    def next_fit(self) -> TrainState:
-        """The state of a `fit` that begins now, in a callback if another one is running."""
+    def next_fit(self, began: float) -> TrainState:
+        """The state of a `fit` that begins now, in a callback if another one is running.
+
+        Args:
+            began: the moment from which on its time is counted.
+        """
         inside = self.nested + 1 if self.running else 0
         return TrainState(
             model=self.model,
@@ -111,6 +115,7 @@ class TrainState:
             inside=inside,
             nested=inside,
             running=True,
+            times=TimeShares(began),
             joining=self.joining,
             healed=self.healed,
             differences_said=self.differences_said,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -124,9 +125,10 @@ class CustomLoop:
             for name, value in locals().items()
             if name not in ("self", "model", "optimizer", "state")
         }
+        began = time.perf_counter()
         from ktrainer.training.user_steps import open_steps
 
-        return open_steps(self, self._config, model, optimizer, state, **given)
+        return open_steps(self, began, self._config, model, optimizer, state, **given)
 
     def reduce(self, op: Literal["sum", "mean"], value: Any) -> Any:
         """A result of `run`, summed or averaged over all replicas of all processes; nested

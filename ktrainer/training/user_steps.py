@@ -104,16 +104,17 @@ class Steps:
         trainer: whose state and configuration are those of the loop while it runs.
         call: its data and settings.
         model: the loop's state.
+        began: the moment from which on its time is counted.
     """
 
-    def __init__(self, trainer: Any, call: CallArguments, model: LoopModel) -> None:
+    def __init__(self, trainer: Any, call: CallArguments, model: LoopModel, began: float) -> None:
         self._trainer, self._model, self._stack = trainer, model, ExitStack()
         self._running: Generator[Any, Any, None] | None = None
         self._logs: dict[str, Any] = {}
         self._of_epoch: dict[str, Any] = {}
         self._begun = self._over = False
         try:
-            self._stack.enter_context(trainer._next_state(model))
+            self._stack.enter_context(trainer._next_state(model, began))
             self._state = trainer.state
             self._state.model = model
             context = self._stack.enter_context(trainer._configured(call))
@@ -230,9 +231,18 @@ def _is_bad(value: Any) -> bool:
 
 
 def open_steps(
-    trainer: Any, config: Config, model: Any, optimizer: Any, state: Any, **given: Any
+    trainer: Any,
+    began: float,
+    config: Config,
+    model: Any,
+    optimizer: Any,
+    state: Any,
+    **given: Any,
 ) -> Steps:
     """The steps of `trainer.steps`.
+
+    Args:
+        began: when that was called, by `time.perf_counter`.
 
     Raises:
         ConfigError, DataError, ModelError: something cannot work.
@@ -246,7 +256,7 @@ def open_steps(
     loop_model = LoopModel(as_list(model), as_list(optimizer), state)
     given["x"] = _global_batches(given["x"])
     given["callbacks"] = [LoopValues(state), *as_list(given["callbacks"])]
-    return Steps(trainer, fit_arguments(config, **given, **_NONE), loop_model)
+    return Steps(trainer, fit_arguments(config, **given, **_NONE), loop_model, began)
 
 
 def check_settings(config: Config) -> None:
