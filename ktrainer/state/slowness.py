@@ -238,9 +238,8 @@ class SlowRules:
         """Ranks that compute longer than the others; and, where they are short of processors or
         memory, ranks whose steps take longer than before."""
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
-        sums = least_communication(
-            [window.seconds for window in ranks]
-        )  # which is work too, but for waits for others
+        # Which is work too, but for waits for others.
+        sums = least_communication([window.seconds for window in ranks])
         least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
         medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
         for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
@@ -265,10 +264,8 @@ class SlowRules:
         been longer for a while; infinity: there is not enough of it."""
         past = self._past[key]
         before = median(past) if len(past) >= LEAST_PAST else math.inf
-        if (
-            not is_longer(seconds, before)
-            or self._streaks.get(key, _Streak()).windows >= NEW_NORMAL
-        ):
+        lasting = self._streaks.get(key, _Streak()).windows >= NEW_NORMAL
+        if lasting or not is_longer(seconds, before):
             past.append(seconds)
         return before
 
