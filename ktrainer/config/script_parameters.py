@@ -18,7 +18,7 @@ from ktrainer.errors import ConfigError, nearest
 
 
 class Parameters(dict[str, Any]):
-    """A group of parameters: `parameters.width` is `parameters["width"]`."""
+    """A group of parameters: `parameters.width` is `parameters["width"]`. Not to be changed."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -27,15 +27,25 @@ class Parameters(dict[str, Any]):
             known = ", ".join(self) or "none"
             raise AttributeError(f"there is no parameter {name!r}; there are: {known}") from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"a configuration does not change: give user.{name} before the Trainer is made"
+        )
 
-def as_parameters(values: Mapping[str, Any]) -> Parameters:
-    """`values`, groups inside of them too, with access by attribute."""
-    return Parameters(
-        {
-            name: as_parameters(value) if isinstance(value, Mapping) else value
-            for name, value in values.items()
-        }
-    )
+
+def as_parameters(values: Mapping[str, Any], path: str = "user") -> Parameters:
+    """`values`, groups inside of them too, with access by attribute.
+
+    Raises:
+        ConfigError: a name that is a method of dict, which access by attribute would give.
+    """
+    found = Parameters()
+    for name, value in values.items():
+        inner = f"{path}.{name}"
+        if hasattr(dict, name):
+            raise ConfigError(f"every dict has a method {name!r}: choose another name", path=inner)
+        found[name] = as_parameters(value, inner) if isinstance(value, Mapping) else value
+    return found
 
 
 def checked_parameters(
@@ -60,10 +70,10 @@ def checked_parameters(
 
 
 def _checked(value: Any, default: Any, path: str) -> Any:
-    if default is None or default == {} or (isinstance(default, str) and "${" in default):
+    if default is None or (isinstance(default, str) and "${" in default):
         return value
     if isinstance(default, Mapping) and isinstance(value, Mapping):
-        return checked_parameters(value, default, path)
+        return checked_parameters(value, default, path) if default else value
     if type(default) is float and type(value) is int:
         return float(value)
     if type(value) is not type(default):

@@ -61,6 +61,8 @@ def test_they_are_copied_and_changed_like_the_rest() -> None:
         ("user.width=1.5", "user.width: expected int, as its default 64 is, got 1.5"),
         ("user.width=true", "expected int"),
         ("user.lr=fast", "expected float"),
+        ("user.free=3", "user.free: expected a group"),
+        ("user.free.items=3", "user.free.items: every dict has a method 'items'"),
         ("user.optimizer=sgd", "user.optimizer: expected a group"),
         ("user=3", "user: expected a group"),
     ],
@@ -82,6 +84,8 @@ def test_a_dict_in_code_names_them_and_a_script_without_any_is_told_how() -> Non
         load_config(None, ["user.a=2"], defaults={})
     with pytest.raises(AttributeError, match=r"no parameter 'b'; there are: a"):
         _ = load_config({"user": {"a": 1}}).user.b
+    with pytest.raises(AttributeError, match="a configuration does not change"):
+        load_config({"user": {"a": 1}}).user.a = 2
 
 
 def test_tools_that_do_not_run_the_script_take_any() -> None:
