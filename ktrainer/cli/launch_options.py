@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from ktrainer.launch import heal_option
 
@@ -144,11 +145,11 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(kind: type) -> type:
-    """An argparse type: a number above 0."""
+    """An argparse type: a finite number above 0."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise ValueError(text)
         return float(value) if kind is float else value
 

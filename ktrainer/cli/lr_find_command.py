@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     picture = args.picture or Path("lr-find.svg")
     if picture.suffix != ".svg":
         raise ConfigError(f"the picture is drawn as SVG: name it {picture.with_suffix('.svg')}.")
+    if not os.access(picture.parent, os.W_OK):
+        raise ConfigError(f"--picture {picture}: its folder is missing or cannot be written.")
     with private_folder() as name:
         test = RangeTest(name, args.min, args.max, args.updates)
         words = [*launch_options(vars(args)), args.script, *args.args]
@@ -61,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
             'measure: call it at the top level or under `if __name__ == "__main__"`.',
         )
         curve = RateCurve.read(test.result)
-    draw(curve, picture)
-    print(f"{curve.report()}\npicture: {picture}")
+    print(curve.report())
+    try:
+        draw(curve, picture)
+    except OSError as error:
+        raise ConfigError(f"{picture} cannot be written: {error.strerror or error}.") from None
+    print(f"picture: {picture}")
     return 0

@@ -69,6 +69,7 @@ class LearningRateRange(Callback):
         self.test = test
         self.losses: list[float] = []
         self._average, self._best = 0.0, math.inf
+        self._end = ""  # why it is to end
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
@@ -91,12 +92,18 @@ class LearningRateRange(Callback):
         self._average = _MEMORY * self._average + (1 - _MEMORY) * self.losses[-1]
         average = self._average / (1 - _MEMORY**count)
         if not math.isfinite(average) or (count > _FIRST and average > _DIVERGED * self._best):
-            self.trainer.request_stop("the loss has diverged")
+            self._end = "the loss has diverged"
+        elif count == self.test.updates:
+            self._end = "all rates are tested"
+        if self._end:
+            self.trainer.request_stop(self._end)
         elif average > 0:
             self._best = min(self._best, average)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.world.is_root:
-            found = {"rates": self.test.rates()[: len(self.losses)], "losses": self.losses}
+            rates = self.test.rates()[: len(self.losses)]
+            untested = 0 if self._end else self.test.updates - len(self.losses)
+            found = {"rates": rates, "losses": self.losses, "untested": untested}
             self.test.result.write_text(json.dumps(found))
         raise RangeTestDone

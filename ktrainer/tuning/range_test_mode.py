@@ -14,6 +14,7 @@ from pathlib import Path
 from ktrainer.config import Config
 
 VARIABLE = "KTRAINER_LR_FIND"
+_ENDLESS = 10**9  # updates or epochs: the callback ends the test, also after an `initial_epoch`
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def configure_for_range_test(config: Config) -> Config:
         return config
     trainer = replace(
         config.trainer,
-        epochs=test.updates,  # each has an update at least
-        max_steps=test.updates,
+        epochs=_ENDLESS,
+        max_steps=_ENDLESS,
         max_time=None,
         limit_val_batches=0,
         fast_dev_run=0,

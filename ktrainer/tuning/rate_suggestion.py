@@ -23,32 +23,40 @@ class RateCurve:
         rates: of each update, rising.
         losses: of the batch after it, with the weights that it has made.
         smooth: the same, smoothed.
+        untested: how many of the updates were not made, as the data had ended.
     """
 
     rates: tuple[float, ...]
     losses: tuple[float, ...]
     smooth: tuple[float, ...]
+    untested: int = 0
 
     @classmethod
-    def of(cls, rates: Sequence[float], losses: Sequence[float]) -> RateCurve:
+    def of(cls, rates: Sequence[float], losses: Sequence[float], untested: int = 0) -> RateCurve:
         """The curve of losses that were computed before each update.
 
         Raises:
             DataError: there are too few.
         """
         after = [loss for loss in losses[1:] if math.isfinite(loss)]
+        if len(after) < _FEWEST and untested:
+            made = len(rates)
+            raise DataError(
+                f"the data ended after {made} of {made + untested} updates, too few for a curve: "
+                "let fit have data that repeats"
+            )
         if len(after) < _FEWEST:
             raise DataError(
                 f"the loss was finite in {len(after)} updates only: begin with a lower --min, or "
                 "make more --updates"
             )
-        return cls(tuple(rates[: len(after)]), tuple(after), tuple(_smoothed(after)))
+        return cls(tuple(rates[: len(after)]), tuple(after), tuple(_smoothed(after)), untested)
 
     @classmethod
     def read(cls, path: Path) -> RateCurve:
         """The curve in the file that a range test has written."""
         found = json.loads(path.read_text())
-        return cls.of(found["rates"], found["losses"])
+        return cls.of(found["rates"], found["losses"], found["untested"])
 
     @property
     def lowest(self) -> int:
@@ -83,8 +91,14 @@ class RateCurve:
                 f"suggestion: {self.rates[self.steepest]:.2g}, where the loss falls fastest; it is "
                 f"lowest at {self.rates[self.lowest]:.2g}"
             )
-            if self.ends_falling:
+            if self.ends_falling and not self.untested:
                 said += ", the highest: try a higher --max"
+        if self.untested:
+            said += (
+                f"\nThe data ended before the last {self.untested} updates: rates above "
+                f"{self.rates[-1]:.2g} are not tested. Let fit have data that repeats, or make "
+                "fewer --updates."
+            )
         return "\n".join([*lines, "", said])
 
 

@@ -60,14 +60,15 @@ def test_losses_are_those_of_a_loop_by_hand(
     words = {"data": {"batch_size": ROWS, "shuffle": False}, "lr": {"warmup": "2ep"}}
     # Neither its rate, nor its epochs, validation and callbacks.
     stop = keras.callbacks.EarlyStopping("loss", patience=0)
-    others = {"epochs": 2, "validation_data": (X, Y), "callbacks": [stop]}
+    others = {"epochs": 9, "initial_epoch": 7, "validation_data": (X, Y), "callbacks": [stop]}
     with Trainer(words) as trainer:
         model = build(1e-9)
         with pytest.raises(RangeTestDone):
             trainer.fit(model, X, Y, **others)
     found = json.loads(test.result.read_text())
     expected = by_hand(test.rates())[: len(found["losses"])]
-    assert len(expected) > 20
+    assert len(expected) == UPDATES or expected[-1] > 2 * min(expected)
+    assert found["untested"] == 0
     np.testing.assert_allclose(found["losses"], expected, rtol=2e-4)
     np.testing.assert_allclose(found["rates"], test.rates()[: len(expected)], rtol=1e-12)
 
@@ -114,6 +115,17 @@ def test_processes_find_the_same(
     ]
 
 
+def test_data_that_ends_before_the_test_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A generator gives its batches once."""
+    script, picture = tmp_path / "train.py", tmp_path / "curve.svg"
+    batches = "((x[:16], x[:16].sum(axis=1)) for _ in range(15)), steps_per_epoch=15"
+    script.write_text(SCRIPT.replace("x, x.sum(axis=1), batch_size=16", batches))
+    assert main.main(["lr-find", "--picture", str(picture), str(script)]) == 0
+    assert "ended before the last 85 updates: rates above 8.1e-06" in capfd.readouterr().out
+
+
 def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "empty.py"
     script.write_text("print('hello')\n")
@@ -123,5 +135,11 @@ def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "give at least 20" in capfd.readouterr().err
     assert main.main(["lr-find", "--picture", "curve.png", str(script)]) == 2
     assert "name it curve.svg" in capfd.readouterr().err
+    assert main.main(["lr-find", "--picture", str(tmp_path / "no" / "a.svg"), str(script)]) == 2
+    assert "its folder is missing" in capfd.readouterr().err
+    for words in (["--max", "inf"], ["--min", "nan"]):
+        with pytest.raises(SystemExit):
+            main.main(["lr-find", *words, str(script)])
+        assert "above 0" in capfd.readouterr().err
     assert main.main(["lr-find", str(script)]) == 2
     assert "ended without calling fit" in capfd.readouterr().err

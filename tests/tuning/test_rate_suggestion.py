@@ -75,3 +75,8 @@ def test_the_picture_shows_it(tmp_path: Path) -> None:
     places = [float(point.partition(",")[0]) for point in line.attrib["points"].split()]
     steps = [b - a for a, b in pairwise(places)]
     assert max(steps) - min(steps) < 0.21  # rounded to a tenth: the axis is logarithmic
+
+
+def test_data_that_ends_too_early() -> None:
+    with pytest.raises(DataError, match="ended after 5 of 60 updates"):
+        RateCurve.of([1e-3] * 5, [1.0] * 5, untested=55)
