@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             draw_picture(records, args.png)
         except OSError as error:
-            raise _cannot_write(args.png, error) from None
+            raise _cannot_write(args.png, error, "--png") from None
         print(f"picture: {args.png}")
     if args.open and not webbrowser.open(output.absolute().as_uri()):
         raise SetupError(f"there is no browser to open {output} with. Open it by hand.")
@@ -87,6 +87,6 @@ def _write(path: Path, text: str) -> None:
         raise _cannot_write(path, error) from None
 
 
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
+def _cannot_write(path: Path, error: OSError, option: str = "--output") -> ConfigError:
     reason = error.strerror or error
-    return ConfigError(f"{path} cannot be written: {reason}. Name another place by --output FILE.")
+    return ConfigError(f"{path} cannot be written: {reason}. Name another place by {option} FILE.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class LiveRecord(RunRecord):
         step = row["step"]
         for name, value in row["metrics"].items():
             points = self.curves.setdefault(name, [])
-            if points and points[-1][0] == step:
+            if points and (points[-1][0] == step or _is_close(points)):
                 points.pop()
             points.append((step, float(value)))
             if len(points) > MOST_POINTS:
@@ -122,11 +123,11 @@ class LiveRecord(RunRecord):
         if not is_number(length):
             ends = [row for row in self.outer if row["event"] == "epoch" and row["epoch"] > 0]
             length = ends[-1]["step"] / ends[-1]["epoch"] if ends else None
-        whole = round(epochs * length) if is_number(epochs) and length else None
+        whole = epochs * length if is_number(epochs) and length else None
         limit = last.get("settings", {}).get("trainer")
         most = limit.get("max_steps") if isinstance(limit, dict) else None
         known = [each for each in (whole, most) if is_number(each) and each]
-        return int(min(known)) if known else None
+        return round(min(known)) if known else None
 
     @property
     def steps_per_second(self) -> float | None:
@@ -150,3 +151,12 @@ class LiveRecord(RunRecord):
             return None
         seconds: Any = end.get("restart")
         return float(seconds) if is_number(seconds) else None
+
+
+def _is_close(points: Sequence[Point]) -> bool:
+    """Whether the newest of many points is nearer to the one before than the others are: the next
+    one replaces it. Else the thinned curve would hold little but the newest steps."""
+    if len(points) <= MOST_POINTS // 2:
+        return False
+    first, before, newest = points[0][0], points[-2][0], points[-1][0]
+    return (newest - before) * MOST_POINTS < 2 * (newest - first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ktrainer.runs.live_record import LiveRecord
+from ktrainer.runs.live_record import LiveRecord, Point
 from ktrainer.runs.run_curves import is_number
 from ktrainer.runs.run_marks import Mark, run_marks
 from ktrainer.runs.run_record import span
@@ -107,13 +106,13 @@ def _metrics(record: LiveRecord, width: int) -> Table:
         table.add_column(justify=justify, no_wrap=True)
     table.add_row(*(Text(name, style="dim") for name in ("", "now", "best", "course")))
     for name in shown:
-        values = [value for _, value in record.curves[name]]
+        points = record.curves[name]
         best = record.best.get(name)
         table.add_row(
             Text(printable(name), style="bold"),
-            Text(f"{values[-1]:.4g}"),
+            Text(f"{points[-1][1]:.4g}"),
             Text("" if best is None else f"{best.value:.4g}"),
-            Text(sparkline(values, max(10, min(60, width - names - 26))), style="cyan"),
+            Text(sparkline(points, max(10, min(60, width - names - 26))), style="cyan"),
         )
     if len(record.metrics) > METRICS:
         table.add_row(Text(f"and {len(record.metrics) - METRICS} more", style="dim"))
@@ -137,12 +136,20 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of blocks: means of equal parts of `values`, `!` where one is no finite number."""
-    count = min(width, len(values))
-    bounds = [len(values) * k // count for k in range(count + 1)] if count else []
-    parts = [values[low:high] for low, high in itertools.pairwise(bounds)]
-    means = [sum(part) / len(part) for part in parts]
+def sparkline(points: Sequence[Point], width: int) -> str:
+    """A line of blocks: means of equal parts of the steps, `!` where one is no finite number.
+
+    By steps, not by points: a long run's curve holds more points of the newest steps.
+    """
+    points = sorted(points, key=lambda point: point[0])  # a foreign record's may be in any order
+    count = min(width, len(points))
+    begin, end = (points[0][0], points[-1][0]) if points else (0, 0)
+    parts: list[list[float]] = [[] for _ in range(count)]
+    for step, value in points:
+        parts[min((step - begin) * count // max(end - begin, 1), count - 1)].append(value)
+    means: list[float] = []
+    for part in parts:  # one without points is as the one before
+        means.append(sum(part) / len(part) if part else means[-1])
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     return "".join(_block(mean, low, high) for mean in means)

@@ -203,10 +203,9 @@ function drawTimes(chosenRow = 0) {
   const kinds = [...new Set(runs.flatMap((run) => run.times[0].ranks.flatMap(Object.keys)))];
   const total = (kind) => runs.reduce((sum, run) => sum + run.times[0].ranks.reduce((s, rank) => s + (rank[kind] || 0), 0), 0);
   kinds.sort((a, b) => total(b) - total(a));
-  if (runs.some((run) => run.times.length > 1)) {
+  if (runs[0].times.length > 1) { // the rows of all runs are of the same epochs
     const select = html("select");
-    const longest = runs.reduce((a, b) => (a.times.length >= b.times.length ? a : b));
-    longest.times.forEach((row, k) => { html("option", "", select, row.label).selected = k === chosenRow; });
+    runs[0].times.forEach((row, k) => { html("option", "", select, row.label).selected = k === chosenRow; });
     select.addEventListener("change", () => drawTimes(select.selectedIndex));
     control(html("div", "toolbar", place), "Time of", select);
   }
@@ -219,7 +218,7 @@ function drawTimes(chosenRow = 0) {
     html("span", "swatch", key).style.background = `var(--kind-${k})`;
     key.append(kind);
   });
-  runs.forEach((run) => drawRanks(figure, run, run.times[Math.min(chosenRow, run.times.length - 1)], kinds, small));
+  runs.forEach((run) => drawRanks(figure, run, run.times[chosenRow], kinds, small));
 }
 
 function drawRanks(figure, run, row, kinds, small) {
@@ -227,6 +226,7 @@ function drawRanks(figure, run, row, kinds, small) {
   const sums = row.ranks.map((rank) => Object.values(rank).reduce((a, b) => a + b, 0));
   const longest = Math.max(...sums, 1e-9);
   if (RUNS.length > 1) html("h3", "", figure, run.name);
+  if (!row.ranks.length) return void html("p", "quiet", figure, "No times are recorded of these epochs.");
   const height = row.ranks.length * (bar + 5) + 4;
   const root = svg("svg", { height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `Shares of time by rank, ${row.label}; the table below has them as text` }, figure);
   row.ranks.forEach((rank, number) => {

@@ -17,6 +17,7 @@ MOST_TIMES = 60  # rows of shares of time; neighbouring epochs are added up to a
 _WALL = "seconds"
 _LEFT = "not attributed"
 
+Epoch = tuple[int, int]  # the call of `fit`, and its epoch
 Shares = list[dict[str, float]]  # seconds by rank, by what they were spent on
 
 
@@ -24,6 +25,10 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     """All that is drawn, of all runs; NaN and infinities are strings."""
     names = run_names(records)
     runs = [_of_run(record, name) for record, name in zip(records, names, strict=True)]
+    shares = [time_shares(record) for record in records]
+    groups = _epoch_groups(epoch for each in shares for epoch, _ in each)
+    for run, each in zip(runs, shares, strict=True):
+        run["times"] = _drawn_times(each, groups)
     return {"runs": spelled(runs)}
 
 
@@ -59,7 +64,6 @@ def _of_run(record: RunRecord, name: str) -> dict[str, Any]:
             for mark in marks
             if mark.time is not None
         ],
-        "times": _drawn_times(time_shares(record)),
     }
 
 
@@ -119,13 +123,14 @@ def _short(value: float | None) -> float | None:
 # -- shares of time
 
 
-def time_shares(record: RunRecord) -> list[tuple[str, Shares]]:
-    """Seconds by rank and by what they were spent on, by epoch, as `epoch 3`."""
+def time_shares(record: RunRecord) -> list[tuple[Epoch, Shares]]:
+    """Seconds by rank and by what they were spent on, by epoch."""
     found = []
     for event in record.outer:
         if event["event"] == "times":
-            found.append((f"epoch {event['epoch']}", [_of_rank(rank) for rank in event["ranks"]]))
-    return [(label, ranks) for label, ranks in found if any(ranks)]
+            ranks = [_of_rank(rank) for rank in event["ranks"]]
+            found.append(((place(event)[0], event["epoch"]), ranks))
+    return [(epoch, ranks) for epoch, ranks in found if any(ranks)]
 
 
 def _of_rank(rank: Any) -> dict[str, float]:
@@ -138,7 +143,7 @@ def _of_rank(rank: Any) -> dict[str, float]:
     return shares | ({_LEFT: left} if wall and left > 1e-3 * wall else {})
 
 
-def total_shares(epochs: Iterable[tuple[str, Shares]]) -> Shares:
+def total_shares(epochs: Iterable[tuple[Epoch, Shares]]) -> Shares:
     """The shares of all epochs, added up by rank."""
     total: Shares = []
     for _, ranks in epochs:
@@ -149,26 +154,35 @@ def total_shares(epochs: Iterable[tuple[str, Shares]]) -> Shares:
     return total
 
 
-def _drawn_times(epochs: Sequence[tuple[str, Shares]]) -> list[dict[str, Any]]:
-    """All epochs together, then each, or several together where there are many."""
+def _epoch_groups(epochs: Iterable[Epoch]) -> list[list[Epoch]]:
+    """The epochs of all runs in groups, each of which is a row."""
+    epochs = sorted(set(epochs))
+    every = -(-len(epochs) // MOST_TIMES) or 1
+    return [epochs[k : k + every] for k in range(0, len(epochs), every)]
+
+
+def _drawn_times(
+    epochs: Sequence[tuple[Epoch, Shares]], groups: Sequence[Sequence[Epoch]]
+) -> list[dict[str, Any]]:
+    """All epochs together, then each, or several together where there are many. The rows of all
+    runs are of the same epochs; of those that a run does not have, there are no ranks."""
     if not epochs:
         return []
-    by_label: dict[str, list[tuple[str, Shares]]] = {}  # an epoch may be trained again
-    for label, ranks in epochs:
-        by_label.setdefault(label, []).append((label, ranks))
-    epochs = [(label, total_shares(same)) for label, same in by_label.items()]
-    every = -(-len(epochs) // MOST_TIMES)
-    groups = [epochs[k : k + every] for k in range(0, len(epochs), every)]
     rows = [("all epochs", total_shares(epochs))]
-    if len(epochs) > 1:
-        for group in groups:
-            first, last = group[0][0], group[-1][0]
-            label = first if first == last else f"{first} to {last.removeprefix('epoch ')}"
-            rows.append((label, total_shares(group)))
+    several = len({fit for group in groups for fit, _ in group}) > 1
+    for group in groups if sum(map(len, groups)) > 1 else ():
+        label = _epoch_label(group[0], several)
+        if len(group) > 1:
+            label += f" to {_epoch_label(group[-1], several).removeprefix('epoch ')}"
+        rows.append((label, total_shares(each for each in epochs if each[0] in group)))
     return [
         {"label": label, "ranks": [_rounded(rank) for rank in ranks[:MOST_RANKS]]}
         for label, ranks in rows
     ]
+
+
+def _epoch_label(epoch: Epoch, several_fits: bool) -> str:
+    return f"fit {epoch[0]}, epoch {epoch[1]}" if several_fits else f"epoch {epoch[1]}"
 
 
 def _rounded(shares: dict[str, float]) -> dict[str, float]:

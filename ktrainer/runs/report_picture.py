@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def _draw_metric(axes: Any, metric: str, runs: Sequence[tuple[str, dict[str, Any
                 continue
             part = "validation" if curve["validation"] else "training"
             color = _COLORS[(number if several else int(curve["validation"])) % len(_COLORS)]
-            values = [float(value) for value in curve["value"]]  # nan and inf are words there
+            values = [_drawable(float(value)) for value in curve["value"]]  # nan and inf are words
             label = _plain(f"{name}: {part}") if several else part
             style = "--" if curve["validation"] else "-"
             axes.plot(curve["epoch"], values, style, color=color, label=label, linewidth=1.5)
@@ -71,6 +72,11 @@ def _draw_metric(axes: Any, metric: str, runs: Sequence[tuple[str, dict[str, Any
     axes.legend(frameon=False, fontsize=8)
 
 
+def _drawable(value: float) -> float:
+    """A value, or nan for one whose distance to others may be infinite."""
+    return value if abs(value) < 1e300 else math.nan
+
+
 def _plain(text: str) -> str:
-    """A text that is not read as a formula."""
-    return text.replace("$", r"\$")
+    """A text that can be drawn, and is not read as a formula."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")

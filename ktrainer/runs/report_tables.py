@@ -241,7 +241,7 @@ def _weights(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     arrays = max(len(each) for each in found.digests if each is not None)
     if not different:
         which = [n for n, each in zip(names, found.digests, strict=True) if each is not None]
-        said = f"All {arrays} arrays of weights are the same after step {found.step}"
+        said = f"All {arrays} arrays of weights are the same after {found.when}"
         return f"<p>{_text(said)}: {_text(', '.join(which))}.</p>"
     rows = [
         [
@@ -250,5 +250,5 @@ def _weights(records: Sequence[RunRecord], names: Sequence[str]) -> str:
         ]
         for array in different[:_DIFFERENT_ARRAYS]
     ]
-    caption = f"Digests of weights after step {found.step}: {len(different)} of {arrays} differ"
+    caption = f"Digests of weights after {found.when}: {len(different)} of {arrays} differ"
     return table(["array", *names], rows, caption)

@@ -71,21 +71,41 @@ def row_axes(rows: Sequence[Event], steps_per_epoch: Any = None) -> RowAxes:
     """The axes of the rows of one `fit`."""
     ends = {0: 0} | {row["epoch"]: row["step"] for row in rows if row["event"] == "epoch"}
     known = steps_per_epoch if is_number(steps_per_epoch) else 0
+    begun = _first_steps(rows, ends, known)
     longest: dict[int, int] = {}  # updates of an epoch that has not ended
     for row in rows:
-        if row["epoch"] not in ends:
-            begun = ends.get(row["epoch"] - 1, 0)
-            longest[row["epoch"]] = max(longest.get(row["epoch"], 1), row["step"] - begun)
+        if (epoch := row["epoch"]) not in ends:
+            longest[epoch] = max(longest.get(epoch, 1), row["step"] - begun[epoch])
     axes = RowAxes()
     for row in rows:
         epoch, step, elapsed = row["epoch"], row["step"], row.get("elapsed")
-        begun = ends.get(epoch - 1, 0)
-        length = ends[epoch] - begun if epoch in ends else max(known, longest[epoch])
-        done = (step - begun) / length if row["event"] != "epoch" and length > 0 else 1.0
+        length = (ends[epoch] - begun[epoch]) if epoch in ends else max(known, longest[epoch])
+        done = (step - begun[epoch]) / length if row["event"] != "epoch" and length > 0 else 1.0
         axes.steps.append(step)
         axes.epochs.append(epoch - 1 + min(max(done, 0.0), 1.0))
         axes.seconds.append(elapsed if is_number(elapsed) else None)
     return axes
+
+
+def _first_steps(rows: Sequence[Event], ends: dict[int, int], known: Any) -> dict[int, int]:
+    """Updates done when each epoch began; estimated for one that began in another run's record.
+
+    Args:
+        ends: updates done at the ends of epochs.
+        known: updates of an epoch; 0 if unknown.
+    """
+    found: dict[int, int] = {}
+    for row in rows:
+        epoch = row["epoch"]
+        if epoch in found:
+            continue
+        if epoch - 1 in ends:
+            found[epoch] = ends[epoch - 1]
+        elif known and epoch in ends:
+            found[epoch] = max(ends[epoch] - known, 0)
+        else:
+            found[epoch] = min(known * (epoch - 1) if known else row["step"], row["step"] - 1)
+    return found
 
 
 def run_curves(rows: Iterable[Event]) -> list[Curve]:
@@ -143,5 +163,8 @@ def _value(point: Point) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a field of an event is a finite number."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    """Whether a field of an event is a finite number that can be calculated with."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # a whole number that is no float
+        return False

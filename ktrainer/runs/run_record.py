@@ -176,19 +176,24 @@ class RunRecord:
     @cached_property
     def checkpoint(self) -> Path | None:
         """The checkpoint saved last that is still there, of the last call of `fit` that has one."""
-        for start in reversed(self.starts):
-            recorded = start.get("checkpoints")
-            if not recorded or not isinstance(recorded, str):
+        saved = (self.checkpoints_of(start) for start in reversed(self.starts))
+        return next((each[-1] for each in saved if each), None)
+
+    def checkpoints_of(self, start: Event) -> list[Path]:
+        """The complete checkpoints in the folder that a start names, in the order of saving."""
+        recorded = start.get("checkpoints")
+        if not recorded or not isinstance(recorded, str):
+            return []
+        # Its own first: it may have been moved, or be a copy.
+        for folder in (self.folder / Path(recorded).name, Path(recorded)):
+            try:
+                saved = list(folder.glob("step-*/manifest.json"))
+                if saved:
+                    saved.sort(key=lambda path: path.stat().st_mtime_ns)
+                    return [path.parent for path in saved]
+            except OSError:  # another user's, or one that is being deleted
                 continue
-            # Its own first: it may have been moved, or be a copy.
-            for folder in (self.folder / Path(recorded).name, Path(recorded)):
-                try:
-                    saved = list(folder.glob("step-*/manifest.json"))
-                    if saved:
-                        return max(saved, key=lambda path: path.stat().st_mtime_ns).parent
-                except OSError:  # another user's, or one that is being deleted
-                    continue
-        return None
+        return []
 
     @property
     def _is_elsewhere(self) -> bool:

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ktrainer.errors import CheckpointError
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.history_file import place
 
 MOST_BYTES = 2 * 2**30  # of a checkpoint's weights, which are read: about a second
 _WEIGHTS = "model/"
 
+Saved = tuple[int, int]  # the call of `fit`, and updates done in it
+
 
 @dataclass(frozen=True)
 class WeightDigests:
-    """The weights of several runs after the same step.
+    """The weights of several runs after the same step of the same call of `fit`.
 
     Attributes:
-        step: the newest of which more than one run has a checkpoint; None: there is none.
+        saved: the newest of which more than one run has a checkpoint; None: there is none.
         digests: by run, those of its arrays by name; None: it has no such checkpoint.
         problem: why there are none.
     """
 
-    step: int | None
+    saved: Saved | None
     digests: Sequence[dict[str, str] | None] = ()
     problem: str = ""
+
+    @property
+    def when(self) -> str:
+        """`step 20`, or `step 20 of fit 2`."""
+        assert self.saved is not None
+        fit, step = self.saved
+        return f"step {step} of fit {fit}" if fit > 1 else f"step {step}"
 
     @property
     def differing(self) -> list[str]:
@@ -38,27 +49,28 @@ class WeightDigests:
 def weight_digests(records: Sequence[RunRecord]) -> WeightDigests:
     """Compare the weights of runs after the newest step of which several have a checkpoint."""
     saved = [_checkpoints(record) for record in records]
-    steps = [step for each in saved for step in each]
-    common = {step for step in steps if steps.count(step) > 1}
+    every = Counter(each for run in saved for each in run)
+    common = [each for each, count in every.items() if count > 1]
     if not common:
         return WeightDigests(None, problem="the runs have no checkpoint of the same step")
-    step = max(common)
+    newest = max(common)
     try:
-        digests = [_digests(each[step]) if step in each else None for each in saved]
+        digests = [_digests(run[newest]) if newest in run else None for run in saved]
     except (CheckpointError, OSError, ValueError, KeyError, TypeError) as error:
-        return WeightDigests(step, problem=f"a checkpoint of step {step} cannot be read: {error}")
-    return WeightDigests(step, digests)
+        problem = f"a checkpoint of step {newest[1]} cannot be read: {error}"
+        return WeightDigests(newest, problem=problem)
+    return WeightDigests(newest, digests)
 
 
-def _checkpoints(record: RunRecord) -> dict[int, Path]:
-    """The complete checkpoints of a run, by step."""
-    if record.checkpoint is None:
-        return {}
+def _checkpoints(record: RunRecord) -> dict[Saved, Path]:
+    """The complete checkpoints of a run."""
     found = {}
-    for manifest in record.checkpoint.parent.glob("step-*/manifest.json"):
-        number = manifest.parent.name.removeprefix("step-")
-        if number.isdecimal():
-            found[int(number)] = manifest.parent
+    folders = {(place(start), str(start.get("checkpoints"))): start for start in record.starts}
+    for start in folders.values():
+        for checkpoint in record.checkpoints_of(start):
+            number = checkpoint.name.removeprefix("step-")
+            if number.isdecimal():
+                found[place(start)[0], int(number)] = checkpoint
     return found
 
 

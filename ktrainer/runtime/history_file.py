@@ -166,7 +166,7 @@ def decode(line: bytes) -> Event | None:
     this one has left."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and _is_valid(event) else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -249,7 +250,7 @@ def test_curves_have_all_values(runs: tuple[Path, Path]) -> None:
 def test_weights_are_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
     killed, other = map(RunRecord, runs)
     found = weight_digests([killed, other])
-    assert found.step == 15
+    assert found.saved == (1, 15)
     names = {re.sub(r"_\d+", "", name) for name in found.differing}
     assert {"sequential/dense/kernel"} <= names
     page = report_page([killed, other], "1")
@@ -263,6 +264,17 @@ def test_weights_are_compared(runs: tuple[Path, Path], tmp_path: Path) -> None:
     )
     (tmp_path / "again" / "checkpoints" / "step-00000015" / "manifest.json").write_text("{}")
     assert "cannot be read" in weight_digests([killed, RunRecord(tmp_path / "again")]).problem
+
+
+def test_weights_of_different_fits_are_not_compared(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    killed = RunRecord(runs[0])
+    where = tmp_path / "second"
+    shutil.copytree(runs[0] / "checkpoints", where / "checkpoints-2")
+    second = record(where, {**START, "fit": 2, "checkpoints": str(where / "checkpoints-2")})
+    assert "no checkpoint of the same step" in weight_digests([killed, second]).problem
+    assert weight_digests([second, second]).when == "step 15 of fit 2"
 
 
 def test_long_curves_are_thinned_out() -> None:
@@ -290,6 +302,15 @@ def test_the_place_of_a_step_on_the_axes() -> None:
     assert row_axes(rows, 4).at(5) == (1.25, 2.5)
     assert row_axes(rows, 4).at(99) == (1.5, 3.0)
     assert row_axes([], None).at(1) is None
+    resumed = [
+        log(19, 3),
+        log(21, 3),
+        log(24, 3, event="epoch"),
+        log(26, 4),
+    ]  # at another's step 18
+    assert row_axes(resumed, 8).epochs == [2.375, 2.625, 3.0, 3.25]
+    assert row_axes(resumed[:2], 8).epochs == [2.375, 2.625]
+    assert row_axes(resumed[:2], None).epochs[0] > 2.0  # no earlier epoch
 
 
 def test_shares_of_time_are_added_up(tmp_path: Path) -> None:
@@ -306,6 +327,41 @@ def test_shares_of_time_are_added_up(tmp_path: Path) -> None:
     rows = page_data([run])["runs"][0]["times"]
     assert [row["label"] for row in rows] == ["all epochs", "epoch 1", "epoch 2"]
     assert "14 s (70.0%)" in Texts(report_page([run], "1")).cells
+
+
+def test_times_of_several_runs_and_fits_are_of_the_same_epochs(
+    tab: Browser, tmp_path: Path
+) -> None:
+    def times(fit: int, epoch: int, seconds: float) -> dict[str, Any]:
+        ranks = [{"seconds": seconds, "compute": seconds}]
+        return {"event": "times", "fit": fit, "epoch": epoch, "step": epoch, "ranks": ranks}
+
+    start = {**START, "fit": 2}
+    two = record(tmp_path / "two", START, times(1, 1, 1.0), times(1, 2, 2.0), start, times(2, 1, 4))
+    one = record(tmp_path / "one", START, times(1, 1, 8.0))
+    rows = [run["times"] for run in page_data([one, two])["runs"]]
+    labels = ["all epochs", "fit 1, epoch 1", "fit 1, epoch 2", "fit 2, epoch 1"]
+    assert [[row["label"] for row in each] for each in rows] == [labels, labels]
+    assert [row["ranks"] for row in rows[0]] == [[{"compute": 8.0}], [{"compute": 8.0}], [], []]
+    assert [row["ranks"][0]["compute"] for row in rows[1]] == [7.0, 1.0, 2.0, 4.0]
+    page = tmp_path / "report.html"
+    page.write_text(report_page([one, two], "1"))
+    tab.open(page)
+    choose = "s = document.querySelector('#times select'); s.selectedIndex = 2; "
+    tab.evaluate(f"{{ let {choose} s.dispatchEvent(new Event('change')); }}")
+    assert tab.errors == []
+    assert "No times are recorded" in tab.evaluate("document.querySelector('#times').textContent")
+
+
+def test_many_epochs_are_added_up(tmp_path: Path) -> None:
+    def times(epoch: int) -> dict[str, Any]:
+        return {"event": "times", "epoch": epoch, "step": 1, "ranks": [{"compute": 1.0}]}
+
+    run = record(tmp_path / "run", START, *map(times, range(1, 102)))
+    rows = page_data([run])["runs"][0]["times"]
+    assert [row["label"] for row in rows[:2]] == ["all epochs", "epoch 1 to 2"]
+    assert rows[-1]["label"] == "epoch 101"
+    assert sum(row["ranks"][0]["compute"] for row in rows[1:]) == 101
 
 
 def test_bars_are_as_long_as_the_shares(tab: Browser, tmp_path: Path) -> None:
@@ -328,8 +384,9 @@ def test_bars_are_as_long_as_the_shares(tab: Browser, tmp_path: Path) -> None:
 def test_a_foreign_record_makes_a_page(tmp_path: Path, tab: Browser) -> None:
     """Fields of any type where they are missing or not what a run writes."""
     (tmp_path / "run").mkdir()
-    odd: list[Any] = [None, True, -1, "x", [], {}, [1], {"a": [{"b": None}]}, 1.7e308, 10**30]
-    lines = ['{"event": "log", "st', "[]", "7", ""]
+    odd: list[Any] = [None, True, -1, "x", [], {}, [1], {"a": [{"b": None}]}]
+    odd += [1.7e308, 10**30, 10**400]
+    lines = ['{"event": "log", "st', "[]", "7", "", "[" * 100_000]
     for value in odd:
         names = ("epochs", "steps_per_epoch", "host", "ranks", "versions", "code", "settings")
         names = (*names, "data", "model", "devices", "checkpoints", "resume", "restart", "elapsed")
@@ -376,6 +433,10 @@ def test_the_command(
     before = page.read_text()
     assert main(["report", str(runs[0]), "--output", str(tmp_path / "no" / "x.html")]) == 2
     assert "cannot be written: No such file" in capsys.readouterr().err
+    nowhere = ("--png", tmp_path / "no" / "x.png", "--output", tmp_path / "x.html")
+    refused = ktrainer("report", runs[0], *nowhere)
+    assert "Name another place by --png FILE" in refused.stderr
+    (tmp_path / "x.html").unlink()
     (tmp_path / "taken").mkdir()
     assert main(["report", str(runs[0]), "--output", str(tmp_path / "taken")]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png", "taken"]

@@ -12,15 +12,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ktrainer.cli.main import main
-from ktrainer.runs import live_record
+from ktrainer.runs import live_record, live_view
 from ktrainer.runs.live_record import LiveRecord
-from ktrainer.runs.live_view import sparkline
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.runtime.history_file import NAME, append
@@ -137,6 +138,24 @@ def test_long_records_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert points[-1] == (5000, 5000.0)
     assert all(step == value for step, value in points)
     assert len(live.events) == 2
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    return live_view.sparkline(list(enumerate(values)), width)
+
+
+def test_a_sparkline_goes_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many points of the newest steps a thinned curve holds."""
+    monkeypatch.setattr(live_record, "MOST_POINTS", 200)
+    append(tmp_path / NAME, "start", **START)
+    for step in range(1, 4001):
+        append(tmp_path / NAME, "log", step=step, epoch=1, metrics={"loss": step / 10})
+    points = LiveRecord(tmp_path).curves["loss"]
+    assert live_view.sparkline(points, 8) == "▁▂▃▄▅▆▇█"
+    assert max(b[0] - a[0] for a, b in pairwise(points)) <= 4000 / 40
+    assert points[-1] == (4000, 400.0)
+    assert live_view.sparkline([(5, 2.0), (1, 1.0)], 8) == "▁█"
+    assert live_view.sparkline([(0, 0.0), (90, 1.0), (91, 1.0)], 8) == "▁▁█"
 
 
 def test_a_sparkline() -> None:
