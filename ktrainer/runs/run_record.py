@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,8 +127,6 @@ class RunRecord:
             return "running", f"on {host}: last sign of life {silent:.0f} s ago"
         return "interrupted", f"lost: no sign of life from {host} for {span(silent)}"
 
-    # -- the progress
-
     @cached_property
     def last_fit(self) -> tuple[int, int]:
         """The script's last call of `fit`."""
@@ -171,8 +170,6 @@ class RunRecord:
                     found[name] = Best(value, row["epoch"], row["step"])
         return found
 
-    # -- checkpoints
-
     @cached_property
     def checkpoint(self) -> Path | None:
         """The checkpoint saved last that is still there, of the last call of `fit` that has one."""
@@ -186,13 +183,11 @@ class RunRecord:
             return []
         # Its own first: it may have been moved, or be a copy.
         for folder in (self.folder / Path(recorded).name, Path(recorded)):
-            try:
+            with suppress(OSError):  # another user's, or one that is being deleted
                 saved = list(folder.glob("step-*/manifest.json"))
                 if saved:
                     saved.sort(key=lambda path: path.stat().st_mtime_ns)
                     return [path.parent for path in saved]
-            except OSError:  # another user's, or one that is being deleted
-                continue
         return []
 
     @property
