@@ -1,20 +1,16 @@
 "use strict";
 // The page: what is chosen, and which chart shows what. The data is the JSON in #data.
 
-const RUNS = JSON.parse(document.getElementById("data").textContent).runs;
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
 const AXES = { epoch: "epochs", step: "steps", time: "training time" };
 const FIRST_CHARTS = 12; // the others are drawn when they are opened
-const chosen = { axis: "epoch", weight: 0, log: false, marks: true, fit: lastFit(), hidden: new Set() };
+const chosen = { axis: "epoch", weight: 0, log: false, marks: true, fit: DATA.fit, hidden: new Set() };
 const drawings = []; // functions that draw anew what is visible
 
 function fits() {
   const names = new Set(RUNS.flatMap((run) => Object.keys(run.fits)));
   return [...names].sort((a, b) => parseInt(a) - parseInt(b) || a.localeCompare(b));
-}
-
-function lastFit() {
-  const outer = fits().filter((name) => !name.includes(","));
-  return (outer.length ? outer : fits()).slice(-1)[0];
 }
 
 // -- the controls

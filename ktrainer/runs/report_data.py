@@ -11,7 +11,7 @@ from ktrainer.runs.run_marks import Mark, run_marks, run_spans
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import Event, place, spelled
 
-MOST_CHECKPOINTS = 100  # that are marked
+MOST_MARKS = 100  # of a kind that are drawn
 MOST_RANKS = 64  # whose time is drawn
 MOST_TIMES = 60  # rows of shares of time; neighbouring epochs are added up to as many
 _WALL = "seconds"
@@ -22,14 +22,23 @@ Shares = list[dict[str, float]]  # seconds by rank, by what they were spent on
 
 
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """All that is drawn, of all runs; NaN and infinities are strings."""
+    """All that is drawn, of all runs, and the `fit` that is shown first; NaN and infinities are
+    strings."""
     names = run_names(records)
     runs = [_of_run(record, name) for record, name in zip(records, names, strict=True)]
     shares = [time_shares(record) for record in records]
     groups = _epoch_groups(epoch for each in shares for epoch, _ in each)
     for run, each in zip(runs, shares, strict=True):
         run["times"] = _drawn_times(each, groups)
-    return {"runs": spelled(runs)}
+    return {"runs": spelled(runs), "fit": _shown_fit([list(run["fits"]) for run in runs])}
+
+
+def _shown_fit(fits: Sequence[Sequence[str]]) -> str:
+    """The last of the script's calls of `fit` that all runs with values have, else the last."""
+    known = [[name for name in names if "," not in name] for names in fits if names]
+    common = [name for name in known[0] if all(name in each for each in known)] if known else []
+    every = [name for each in [*known, *fits] for name in each]
+    return (common or every or ["1"])[-1]
 
 
 def run_names(records: Sequence[RunRecord]) -> list[str]:
@@ -48,7 +57,7 @@ def fit_name(fit: tuple[int, int]) -> str:
 
 
 def _of_run(record: RunRecord, name: str) -> dict[str, Any]:
-    marks = _fewer_checkpoints(run_marks(record))
+    marks = _fewer_marks(run_marks(record))
     spans = run_spans(record)
     begin = min((each.begin for each in spans), default=0.0)
     fits: dict[tuple[int, int], list[Event]] = {}
@@ -67,12 +76,19 @@ def _of_run(record: RunRecord, name: str) -> dict[str, Any]:
     }
 
 
-def _fewer_checkpoints(marks: Sequence[Mark]) -> list[Mark]:
-    """All marks, but of many checkpoints some, spread evenly, with the last."""
-    saved = [mark for mark in marks if mark.kind == "checkpoint"]
-    every = -(-len(saved) // MOST_CHECKPOINTS) or 1
-    kept = {id(mark) for mark in saved[::-every]}
-    return [mark for mark in marks if mark.kind != "checkpoint" or id(mark) in kept]
+def _fewer_marks(marks: Sequence[Mark]) -> list[Mark]:
+    """All marks, but of many of a kind some, spread evenly, with the last."""
+    kinds: dict[str, list[Mark]] = {}
+    for mark in marks:
+        kinds.setdefault(mark.kind, []).append(mark)
+    kept = {id(mark) for same in kinds.values() for mark in same[:: -len(same) // MOST_MARKS]}
+    return [mark for mark in marks if id(mark) in kept]
+
+
+def has_many_marks(record: RunRecord) -> bool:
+    """Whether some marks of a run are not drawn."""
+    marks = run_marks(record)
+    return len(_fewer_marks(marks)) < len(marks)
 
 
 # -- curves
@@ -170,11 +186,15 @@ def _drawn_times(
         return []
     rows = [("all epochs", total_shares(epochs))]
     several = len({fit for group in groups for fit, _ in group}) > 1
+    by_epoch: dict[Epoch, list[tuple[Epoch, Shares]]] = {}  # one may have been trained again
+    for each in epochs:
+        by_epoch.setdefault(each[0], []).append(each)
     for group in groups if sum(map(len, groups)) > 1 else ():
         label = _epoch_label(group[0], several)
         if len(group) > 1:
             label += f" to {_epoch_label(group[-1], several).removeprefix('epoch ')}"
-        rows.append((label, total_shares(each for each in epochs if each[0] in group)))
+        own = (each for epoch in group for each in by_epoch.get(epoch, ()))
+        rows.append((label, total_shares(own)))
     return [
         {"label": label, "ranks": [_rounded(rank) for rank in ranks[:MOST_RANKS]]}
         for label, ranks in rows

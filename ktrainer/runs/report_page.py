@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ktrainer.runs.report_data import is_thinned, page_data, run_names
+from ktrainer.runs.report_data import MOST_MARKS, has_many_marks, is_thinned, page_data, run_names
 from ktrainer.runs.report_tables import (
     Cell,
     differences,
@@ -58,6 +58,7 @@ _PAGE = """<!DOCTYPE html>
 </html>
 """
 _RUNNING_MEANS = "Inside an epoch, logged values are means over the epoch so far."
+_FEWER_MARKS = " Of more than {most} marks of a kind some are drawn, spread evenly."
 _THINNED = (
     " Long curves are thinned out: of each of {parts} parts the first, last, lowest and highest "
     "value is drawn; smoothed lines go through the means of the parts."
@@ -73,6 +74,8 @@ def report_page(records: Sequence[RunRecord], version: str) -> str:
     )
     cards = [run_card(record, name, k) for k, (record, name) in enumerate(_named(records, names))]
     notes = _RUNNING_MEANS + (_THINNED.format(parts=PARTS) if is_thinned(data) else "")
+    if any(has_many_marks(record) for record in records):
+        notes += _FEWER_MARKS.format(most=MOST_MARKS)
     return (
         _PAGE.format(
             policy=_policy(style, script),

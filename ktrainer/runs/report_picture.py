@@ -17,7 +17,7 @@ _MARKED = {"ranks": "#b3261e", "failed": "#b3261e", "interrupted": "#8a5300", "r
 
 
 def draw_picture(records: Sequence[RunRecord], path: Path) -> None:
-    """Draw the loss and one more metric by epochs, in the runs' last call of `fit`.
+    """Draw the loss and one more metric by epochs, in the last call of `fit` of all runs.
 
     Raises:
         OSError: it cannot be written.
@@ -25,7 +25,9 @@ def draw_picture(records: Sequence[RunRecord], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    runs = [(run["name"], _last_fit(run)) for run in page_data(records)["runs"]]
+    data = page_data(records)
+    nothing: dict[str, Any] = {"curves": [], "marks": []}
+    runs = [(run["name"], run["fits"].get(data["fit"], nothing)) for run in data["runs"]]
     metrics = _main_metrics([curve for _, fit in runs for curve in fit["curves"]])
     figure: Any = Figure(figsize=(4.8 * max(len(metrics), 1), 3.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -36,11 +38,6 @@ def draw_picture(records: Sequence[RunRecord], path: Path) -> None:
     buffer = io.BytesIO()  # a file is not left half-written
     figure.savefig(buffer, format="png")
     path.write_bytes(buffer.getvalue())
-
-
-def _last_fit(run: dict[str, Any]) -> dict[str, Any]:
-    fits = {name: fit for name, fit in run["fits"].items() if "," not in name}
-    return next(reversed(fits.values()), {"curves": [], "marks": []})
 
 
 def _main_metrics(curves: Sequence[dict[str, Any]]) -> list[str]:

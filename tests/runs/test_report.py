@@ -364,6 +364,31 @@ def test_many_epochs_are_added_up(tmp_path: Path) -> None:
     assert sum(row["ranks"][0]["compute"] for row in rows[1:]) == 101
 
 
+def test_the_fit_that_all_runs_have_is_shown_first(tab: Browser, tmp_path: Path) -> None:
+    one = record(tmp_path / "one", START, log(1), log(2))
+    second = ({**START, "fit": 2}, {**log(1), "fit": 2})
+    two = record(tmp_path / "two", START, log(1), log(2), *second)
+    empty = record(tmp_path / "empty", START)
+    assert page_data([one, two, empty])["fit"] == "1"
+    assert page_data([two, empty])["fit"] == "2"
+    assert page_data([empty])["fit"] == "1"
+    page = tmp_path / "report.html"
+    page.write_text(report_page([one, two], "1"))
+    tab.open(page)
+    assert tab.errors == []
+    captions = tab.evaluate("document.querySelector('figcaption').textContent")
+    assert "one: training" in captions
+    assert "two: training" in captions
+
+
+def test_many_marks_are_drawn_in_part(tmp_path: Path) -> None:
+    slow = {"event": "slow", "cause": "data", "message": "slow"}
+    run = record(tmp_path / "run", START, log(1), *({**slow, "step": k} for k in range(1, 202)))
+    drawn = [mark for mark in page_data([run])["runs"][0]["marks"] if mark["kind"] == "slow"]
+    assert len(drawn) == 67
+    assert "Of more than 100 marks of a kind some are drawn" in report_page([run], "1")
+
+
 def test_bars_are_as_long_as_the_shares(tab: Browser, tmp_path: Path) -> None:
     """Of each rank; small shares are one bar, as there are eight colours."""
     shares = {f"part {k}": float(k) for k in range(1, 11)}
