@@ -31,6 +31,7 @@ from ktrainer.training.context import RunContext, RunFolder, check_nested, resol
 from ktrainer.training.custom_loop import CustomLoop, leaves_strategy_scope
 from ktrainer.training.recovery_protocol import NoRecovery
 from ktrainer.tuning.range_test_mode import configure_for_range_test
+from ktrainer.tuning.sweep_trial import configure_for_sweep
 from ktrainer.verify.verify_mode import configure_for_verify
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Trainer(CustomLoop):
         loaded = as_launched(load_config(config, overrides))
         if plan_request() is None:
             require_trackers(loaded)
-        self.config = self._config = configure_for_range_test(configure_for_verify(loaded))
+        loaded = configure_for_sweep(configure_for_range_test(configure_for_verify(loaded)))
+        self.config = self._config = loaded
         report_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(

@@ -60,7 +60,7 @@ def metric_direction(model: Any, monitor: str) -> str:
         ConfigError: unknown by its name and by the metric itself.
     """
     name = monitor.removeprefix("val_")
-    if name == "loss" or name.endswith("_loss"):
+    if is_loss(monitor):
         return "min"
     for metric in model.metrics:
         parts = metric.metrics if hasattr(type(metric), "metrics") else [metric]
@@ -73,3 +73,9 @@ def metric_direction(model: Any, monitor: str) -> str:
         "or max.",
         path="checkpoint.mode",
     )
+
+
+def is_loss(monitor: str) -> bool:
+    """Whether a metric is a loss by its name, of which lower values are better."""
+    name = monitor.removeprefix("val_")
+    return name == "loss" or name.endswith("_loss")

@@ -24,6 +24,7 @@ COMMANDS = {
         "check that a script trains the same as in one process",
     ),
     "lr-find": ("ktrainer.cli.lr_find_command", "suggest a learning rate, by a range test"),
+    "sweep": ("ktrainer.cli.sweep_command", "try settings, in trials that Optuna chooses"),
     "data-service": (
         "ktrainer.cli.data_service_command",
         "compute input pipelines for training jobs, with tf.data service",

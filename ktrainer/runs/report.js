@@ -240,20 +240,7 @@ function drawRanks(figure, run, row, kinds, small) {
   });
 }
 
-// -- the theme, and the start
-
-function makeThemeButton() {
-  const button = document.getElementById("theme");
-  const themes = ["system", "light", "dark"];
-  let at = 0;
-  button.hidden = false;
-  button.addEventListener("click", () => {
-    at = (at + 1) % themes.length;
-    if (at) document.documentElement.dataset.theme = themes[at];
-    else delete document.documentElement.dataset.theme;
-    button.textContent = `Theme: ${themes[at]}`;
-  });
-}
+// -- the start
 
 function drawAll() {
   for (const draw of drawings) draw();

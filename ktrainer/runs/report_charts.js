@@ -241,3 +241,18 @@ function addHover(figure, root, lines, x, y, width, height, options) {
     tip.style.right = place < figure.clientWidth / 2 ? "" : `${figure.clientWidth - place + 12}px`;
   });
 }
+
+// -- the theme
+
+function makeThemeButton() {
+  const button = document.getElementById("theme");
+  const themes = ["system", "light", "dark"];
+  let at = 0;
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    at = (at + 1) % themes.length;
+    if (at) document.documentElement.dataset.theme = themes[at];
+    else delete document.documentElement.dataset.theme;
+    button.textContent = `Theme: ${themes[at]}`;
+  });
+}

@@ -1,21 +1,17 @@
 """The page of `ktrainer report`: one HTML file that loads nothing and sends nothing.
 
 Texts and tables are HTML, as `report_tables` writes them; `report.js` and `report_charts.js` draw
-the pictures, from the JSON in the page. The page's security policy allows no other script or style,
-and no request.
+the pictures, from the JSON in the page. `html_page` has what is around them.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ktrainer.runs.html_page import html_page
 from ktrainer.runs.report_data import MOST_MARKS, has_many_marks, is_thinned, page_data, run_names
 from ktrainer.runs.report_tables import (
     Cell,
@@ -30,33 +26,11 @@ from ktrainer.runs.run_curves import PARTS
 from ktrainer.runs.run_differences import recorded_facts
 from ktrainer.runs.run_record import RunRecord
 
-_HERE = Path(__file__).parent
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<header><div><h1>{title}</h1><p class="quiet">{made}</p></div>
-<button id="theme" type="button" hidden>Theme: system</button></header>
-<main>
-<div class="cards">{cards}</div>
+_CARDS_AND_CURVES = """<div class="cards">{cards}</div>
 <section id="curves" hidden><h2>Curves</h2><div id="toolbar" class="toolbar"></div>
 <div id="charts"></div><p class="quiet">{notes}</p></section>
 <noscript><p>The curves need JavaScript, which is off. Values at the end are below.</p></noscript>
-{sections}
-</main>
-<footer class="quiet">Made by ktrainer {version}. This file loads nothing from elsewhere.</footer>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+{sections}"""
 _RUNNING_MEANS = "Inside an epoch, logged values are means over the epoch so far."
 _FEWER_MARKS = " Of more than {most} marks of a kind some are drawn, spread evenly."
 _THINNED = (
@@ -68,54 +42,23 @@ _THINNED = (
 def report_page(records: Sequence[RunRecord], version: str) -> str:
     """The page about some runs, the first of which the others are compared with."""
     names, data = run_names(records), page_data(records)
-    style = (_HERE / "report.css").read_text(encoding="utf-8")
-    script = "\n".join(
-        (_HERE / name).read_text(encoding="utf-8") for name in ("report_charts.js", "report.js")
-    )
     cards = [run_card(record, name, k) for k, (record, name) in enumerate(_named(records, names))]
     notes = _RUNNING_MEANS + (_THINNED.format(parts=PARTS) if is_thinned(data) else "")
     if any(has_many_marks(record) for record in records):
         notes += _FEWER_MARKS.format(most=MOST_MARKS)
-    return (
-        _PAGE.format(
-            policy=_policy(style, script),
-            title=f"ktrainer report: {_title(names)}",
-            style=style,
-            made=time.strftime("Report of %F %T"),
-            cards="".join(cards),
-            notes=notes,
-            sections=_sections(records, names, data),
-            version=escape(version),
-            data=embedded(data),
-            script=script,
-        )
-        .encode(errors="replace")
-        .decode()
+    return html_page(
+        f"ktrainer report: {_title(names)}",
+        _CARDS_AND_CURVES.format(
+            cards="".join(cards), notes=notes, sections=_sections(records, names, data)
+        ),
+        data,
+        ("report_charts.js", "report.js"),
+        version,
     )
 
 
 def _title(names: Sequence[str]) -> str:
     return escape(", ".join(names)) if len(names) <= 3 else f"{len(names)} runs"
-
-
-def embedded(data: Any) -> str:
-    """JSON that can stand in a `script` element: no text in it can end that, or begin another."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
-def _policy(style: str, script: str) -> str:
-    """The policy by which a browser runs this page's own script and style alone."""
-    hashes = [
-        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        for text in (style, script)
-    ]
-    return (
-        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def _named(records: Sequence[RunRecord], names: Sequence[str]) -> list[tuple[RunRecord, str]]:

@@ -35,6 +35,7 @@ from ktrainer.training.run_facts import end_facts
 from ktrainer.training.triggers import make_triggers
 from ktrainer.tuning.learning_rate_range import range_test_callbacks
 from ktrainer.tuning.range_test_mode import current_range_test
+from ktrainer.tuning.sweep_reports import add_sweep_reports
 from ktrainer.verify.first_update_check import check_first_update
 from ktrainer.verify.known_differences import known_differences
 from ktrainer.verify.update_recorder import UnsplitUpdates, recorded_callbacks, recorded_run
@@ -234,6 +235,7 @@ class Run:
             self.every = recorded_callbacks(self.every, self.verify_run, remote)
         if (range_test := current_range_test()) is not None:
             self.every = range_test_callbacks(self.every, range_test)
+        add_sweep_reports(self.every)
         context.backend.check_callbacks(self.every)
         if config.backend.name == "pipeline":
             save_checkpoints_on_all_ranks(self.every)

@@ -1,0 +1,149 @@
+"""A trial of a sweep as a run: a process of `ktrainer run`, and what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktrainer.errors import ConfigError
+from ktrainer.launch.orphan_prevention import end_with_parent
+from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.folder_lock import is_held
+from ktrainer.runtime.history_file import place
+from ktrainer.tuning.sweep_trial import PRUNED, metric_of
+
+OUTPUT = "output.txt"
+_POLL_SECONDS = 0.05
+_FREE_SECONDS = 60.0  # for the ranks of a killed run to end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial.
+
+    Attributes:
+        state: finished, pruned or failed.
+        value: the best of the metric.
+        metric: its name.
+        epochs: that were trained.
+        why: it has failed.
+    """
+
+    state: str
+    value: float | None = None
+    metric: str | None = None
+    epochs: int | None = None
+    why: str = ""
+
+
+def run_trial(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], signals: list[int]
+) -> int:
+    """Run `ktrainer run` with its output in a file of `folder`; return its exit code, that of a
+    shell if it was killed.
+
+    Args:
+        words: of `ktrainer run`.
+        signals: to this process, which grows; they are forwarded.
+    """
+    _wait_until_free(folder)
+    command = [sys.executable, "-m", "ktrainer.cli.main", "run", *words]
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / OUTPUT, "ab") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches it through this process alone
+            preexec_fn=end_with_parent,
+        )
+        forwarded = 0
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                for number in signals[forwarded:]:
+                    forwarded += 1
+                    process.send_signal(number)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    code = process.returncode
+    return 128 - code if code < 0 else code
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Wait for the ranks of a killed sweep to end."""
+    until = time.monotonic() + _FREE_SECONDS
+    while folder.exists() and is_held(folder) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+
+
+def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
+    """What came of the run in `folder` that has ended with an exit code."""
+    try:
+        record = RunRecord(folder, logs=False)
+    except ConfigError:
+        return Outcome("failed", why=_failure(folder, code))
+    epochs = record.progress[0]
+    state, why = record.state
+    if code != 0:
+        said = why if state == "failed" and why else _failure(folder, code)
+        return Outcome("failed", epochs=epochs, why=said)
+    values = _values(record, metric)
+    name = metric_of(metric, "val_loss" in _names(record))
+    if not values:
+        return Outcome("failed", why=f"its record has no {name}", epochs=epochs)
+    bad = next((v for v in _last(record, name) if not math.isfinite(v)), None)
+    if bad is not None:
+        return Outcome("failed", metric=name, epochs=epochs, why=f"the loss or {name} is {bad}")
+    best = (min if mode == "min" else max)(value for value in values if math.isfinite(value))
+    pruned = why == f"stopped because {PRUNED}"
+    return Outcome("pruned" if pruned else "finished", best, name, epochs)
+
+
+def _rows(record: RunRecord) -> list[Mapping[str, float]]:
+    """The metrics of all validations and epochs of the script's last `fit`."""
+    kinds = ("validation", "epoch")
+    rows = [r for r in record.rows if r["event"] in kinds and place(r) == record.last_fit]
+    return [{name: float(value) for name, value in row["metrics"].items()} for row in rows]
+
+
+def _names(record: RunRecord) -> set[str]:
+    return {name for row in _rows(record) for name in row}
+
+
+def _values(record: RunRecord, metric: str | None) -> list[float]:
+    name = metric_of(metric, "val_loss" in _names(record))
+    return [row[name] for row in _rows(record) if name in row]
+
+
+def _last(record: RunRecord, metric: str) -> list[float]:
+    """The last loss, and the last value of the metric."""
+    last: dict[str, float] = {}
+    for row in _rows(record):
+        last |= row
+    return [last[name] for name in ("loss", metric) if name in last]
+
+
+def _failure(folder: Path, code: int) -> str:
+    """The last line of a run's output."""
+    lines = [line.strip() for line in output_end(folder).splitlines() if line.strip()]
+    return lines[-1][:500] if lines else f"exit status {code}"
+
+
+def output_end(folder: Path, most: int = 4000) -> str:
+    """The end of a run's output."""
+    with contextlib.suppress(OSError), open(folder / OUTPUT, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read().decode(errors="replace")
+    return ""

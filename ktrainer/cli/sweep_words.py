@@ -1,0 +1,117 @@
+"""The words of a sweep: what follows the script, checked, and what `ktrainer run` gets of them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktrainer.cli.launch_config import checked_config, naming_the_separator
+from ktrainer.cli.script_trial import launch_options
+from ktrainer.config import parse_known_cli
+from ktrainer.config.redact import REDACTED, is_secret_name, redact_text
+from ktrainer.errors import ConfigError
+from ktrainer.tuning.search_space import Space, Value, split_spaces, word
+
+_OWN = ("run", "run.dir", "checkpoint.dir", "checkpoint.resume")
+
+
+@dataclass(frozen=True)
+class SweepWords:
+    """What a sweep was told to run.
+
+    Attributes:
+        options: of `ktrainer run`.
+        script: a Python file.
+        spaces: the keys that change.
+        fixed: words `key=value` of all trials.
+        config: a file of keys; None: there is none.
+        own: the script's own words.
+        ranks, workers: how many processes there are, for checks.
+    """
+
+    options: tuple[str, ...]
+    script: str
+    spaces: tuple[Space, ...]
+    fixed: tuple[str, ...]
+    config: str | None
+    own: tuple[str, ...]
+    ranks: int
+    workers: int | None
+
+    @classmethod
+    def read(cls, args: argparse.Namespace) -> SweepWords:
+        """The words of a command line.
+
+        Raises:
+            ConfigError: a space cannot be read, or there is none.
+        """
+        config, words, own = parse_known_cli(args.args)
+        spaces, fixed = split_spaces(words)
+        for key in [*(space.key for space in spaces), *(each.partition("=")[0] for each in fixed)]:
+            if key.strip() in _OWN:
+                raise ConfigError("is the sweep's: each trial has a folder of its own.", path=key)
+        if not spaces:
+            raise ConfigError(
+                "no key has several values to try: write key=a,b,c, key=log(low,high), "
+                "key=uniform(low,high) or key=int(low,high) after the script."
+            )
+        cluster = args.workers is not None or args.servers is not None
+        ranks = 1 + (args.workers or 1) + (args.servers or 1) if cluster else args.ranks or 1
+        return cls(
+            tuple(launch_options(vars(args))),
+            args.script,
+            tuple(spaces),
+            tuple(fixed),
+            config,
+            tuple(own),
+            ranks,
+            (args.workers or 1) if cluster else None,
+        )
+
+    def check(self) -> None:
+        """Check the configuration of trials, with each value of a choice and both ends of the
+        other spaces. Keys `user.*` are known to the script alone.
+
+        Raises:
+            ConfigError: a key is unknown, or a value cannot work.
+        """
+        first = {space.key: space.examples()[0] for space in self.spaces}
+        self._check_one(first)
+        for space in self.spaces:
+            for value in space.examples()[1:]:
+                self._check_one({**first, space.key: value})
+
+    def _check_one(self, values: Mapping[str, Value]) -> None:
+        words = [*self.fixed, *self.of_trial(values)]
+        if self.config is not None:
+            words.append(f"--config={self.config}")
+        with naming_the_separator(words):
+            checked_config(words, self.ranks, self.workers, {})
+
+    def of_trial(self, values: Mapping[str, Value]) -> list[str]:
+        """The words `key=value` of a trial."""
+        return [word(space.key, values[space.key]) for space in self.spaces]
+
+    def launch(self, values: Mapping[str, Value]) -> list[str]:
+        """The words of `ktrainer run` for a trial."""
+        config = [] if self.config is None else [f"--config={self.config}"]
+        own = ["--", *self.own] if self.own else []
+        return [*self.options, self.script, *self.fixed, *self.of_trial(values), *config, *own]
+
+    def command(self, values: Mapping[str, Value]) -> str:
+        """What trains with the values of a trial, secrets redacted."""
+        return "ktrainer run " + shlex.join(map(_redacted, self.launch(values)))
+
+    def redacted(self) -> list[str]:
+        """All that follows the script, in one order, without secrets."""
+        config = [] if self.config is None else [f"--config={self.config}"]
+        spaces = [f"{space.key}={space}" for space in self.spaces]
+        return list(map(_redacted, [*sorted(self.fixed), *spaces, *config, *self.own]))
+
+
+def _redacted(each: str) -> str:
+    key, equals, _ = each.partition("=")
+    secret = bool(equals) and any(is_secret_name(part) for part in key.split("."))
+    return f"{key}={REDACTED}" if secret else redact_text(each)

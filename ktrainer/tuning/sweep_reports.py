@@ -1,0 +1,111 @@
+"""The callback of a trial of a sweep.
+
+Events used: `on_validation_end` and `on_epoch_end` (report the metric, ask whether to stop),
+`close` (end the script of a pruned trial).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from ktrainer.callbacks.base import Callback
+from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.tuning.sweep_trial import PRUNED, SweepTrial, current_sweep_trial, metric_of
+
+
+class TrialPruned(SystemExit):
+    """Ends the script of a pruned trial, once its fit has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def add_sweep_reports(callbacks: list[Any]) -> None:
+    """Add the callback of the trial that this process belongs to, if any, before checkpoints, which
+    keep its state."""
+    trial = current_sweep_trial()
+    if trial is None:
+        return
+    places = (k for k, callback in enumerate(callbacks) if isinstance(callback, Checkpoint))
+    callbacks.insert(next(places, len(callbacks)), SweepReports(trial))
+
+
+class SweepReports(Callback):
+    """Reports each value of the metric to the study, and stops all ranks where its pruner says so.
+
+    Rank 0 asks; the others are told, so that all stop after the same step. Only the script's first
+    `fit` is reported: values of a later one are of other steps. A metric that is not finite stops
+    training too.
+
+    A storage that does not answer is warned of, and the trial continues unpruned.
+    """
+
+    def __init__(self, trial: SweepTrial) -> None:
+        super().__init__()
+        self.trial = trial
+        self.count = 0  # values so far: Optuna's step
+        self.reported_at = -1  # the update
+        self._study: Any = None
+        self._failed = self._pruned = False
+
+    def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
+        self._report(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        self._report(logs or {})
+
+    def _report(self, logs: Mapping[str, Any]) -> None:
+        state = self.train_state
+        metric = metric_of(self.trial.metric, state.validation is not None)
+        if metric not in logs or state.fits > 1 or state.inside:
+            return
+        if state.progress.step == self.reported_at:
+            return  # an epoch that ends with a validation inside of it
+        self.count, self.reported_at = self.count + 1, state.progress.step
+        value = float(logs[metric])
+        if not math.isfinite(value):
+            self.request_stop(f"{metric} is {value}")
+        elif self.trial.pruner != "none":
+            asked = self.world.is_root and self._ask(value)
+            self._pruned = bool(self.world.broadcast(asked, what="prune the trial"))
+            if self._pruned:
+                self.request_stop(PRUNED)
+
+    def _ask(self, value: float) -> bool:
+        """Report a value; return whether the trial is to be pruned."""
+        from ktrainer.tuning.sweep_study import TrialReports
+
+        try:
+            if self._study is None:
+                self._study = TrialReports(self.trial)
+            return bool(self._study.report(self.count, value))
+        except Exception as error:  # of Optuna, or of its database's driver
+            if not self._failed:
+                self._failed = True  # first, as a warning may be an error
+                warnings.warn(
+                    f"the storage of the sweep does not answer ({type(error).__name__}: {error}). "
+                    "The trial continues, and is not pruned.",
+                    stacklevel=2,
+                )
+            return False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "reported_at": self.reported_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.reported_at = state["count"], state["reported_at"]
+
+    def close(self) -> None:
+        """End the script of a pruned trial.
+
+        Raises:
+            TrialPruned: on all ranks.
+        """
+        self._study = None
+        if self._pruned:
+            self._pruned = False
+            raise TrialPruned

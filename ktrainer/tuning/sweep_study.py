@@ -1,0 +1,206 @@
+"""The study of a sweep, in Optuna.
+
+What a trial tries depends on the seed, its number and the trials before it alone: each trial has a
+sampler of its own. So a sweep that was killed continues as if it had not been.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from ktrainer.config.redact import redact_text
+from ktrainer.errors import ConfigError, SetupError
+from ktrainer.tuning.search_space import Space
+from ktrainer.tuning.sweep_trial import SweepTrial
+
+PRUNERS: dict[str, type[optuna.pruners.BasePruner]] = {
+    "median": optuna.pruners.MedianPruner,
+    "halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+    "none": optuna.pruners.NopPruner,
+}
+STATES = {
+    TrialState.COMPLETE: "finished",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "not finished",
+}
+_SETTINGS = "settings"
+
+
+class SweepStudy:
+    """A study, made or continued.
+
+    Args:
+        storage, name: where it is.
+        settings: what must be the same to continue it; `mode`, `sampler`, `pruner` and `seed` are
+            among them.
+        spaces: of the keys.
+
+    Raises:
+        ConfigError: it was made with other settings.
+        SetupError: the storage does not answer.
+    """
+
+    def __init__(
+        self, storage: str, name: str, settings: Mapping[str, Any], spaces: Sequence[Space]
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.storage, self.name, self.settings, self.spaces = storage, name, settings, spaces
+        lower = settings["mode"] == "min"
+        self._direction = StudyDirection.MINIMIZE if lower else StudyDirection.MAXIMIZE
+        try:
+            self._study = optuna.create_study(
+                storage=storage,
+                study_name=name,
+                direction=self._direction,
+                pruner=PRUNERS[settings["pruner"]](),
+                load_if_exists=True,
+            )
+        except Exception as error:  # of Optuna, SQLAlchemy or a database's driver
+            reason = redact_text(str(error).partition("\n")[0])
+            raise SetupError(
+                f"the storage {redact_text(storage)} cannot be used: {type(error).__name__}: "
+                f"{reason}"
+            ) from None
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        known = self._study.user_attrs.get(_SETTINGS)
+        if known is None:
+            self._study.set_user_attr(_SETTINGS, dict(self.settings))
+            return
+        for name, value in self.settings.items():
+            if known.get(name) != value:
+                raise ConfigError(
+                    f"the sweep there was begun with another {name}: {_shown(known.get(name))}, "
+                    f"not {_shown(value)}. Its trials could not be compared with new ones: repeat "
+                    "the command that began it, or begin another sweep by --dir DIR."
+                )
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """All trials, by number."""
+        return self._study.get_trials(deepcopy=False)
+
+    @property
+    def best(self) -> list[FrozenTrial]:
+        """All trials: finished ones first, and of each state the best first."""
+        sign = 1 if self._direction == StudyDirection.MINIMIZE else -1
+        order = list(STATES)
+
+        def rank(trial: FrozenTrial) -> tuple[int, bool, float, int]:
+            value = trial.value
+            return order.index(trial.state), value is None, sign * (value or 0), trial.number
+
+        return sorted(self.trials, key=rank)
+
+    def next_trial(self, limit: int) -> FrozenTrial | None:
+        """The trial that was not finished, or a new one; None when there are `limit`."""
+        trials = self.trials
+        for trial in trials:
+            if not trial.state.is_finished():
+                return trial
+        if self.settings["sampler"] == "grid":
+            count = 1
+            for space in self.spaces:
+                count *= len(space.grid())
+            limit = min(limit, count)
+        if len(trials) >= limit:
+            return None
+        self._study.add_trial(self._proposed(trials))  # in one transaction, with its parameters
+        return self.trials[-1]
+
+    def _proposed(self, trials: Sequence[FrozenTrial]) -> FrozenTrial:
+        """A new trial after these."""
+        number = len(trials)
+        memory = optuna.create_study(
+            study_name=self.name,
+            direction=self._direction,
+            sampler=self._sampler(number),
+            pruner=self._study.pruner,
+        )
+        memory.add_trials(trials)
+        memory.ask({space.key: _distribution(space) for space in self.spaces})
+        asked = memory.get_trials(deepcopy=False)[-1]
+        return create_trial(
+            state=TrialState.RUNNING,
+            params=asked.params,
+            distributions=asked.distributions,
+            system_attrs=asked.system_attrs,
+        )
+
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+        seed = int(self.settings["seed"])
+        if self.settings["sampler"] == "grid":
+            return optuna.samplers.GridSampler({s.key: s.grid() for s in self.spaces}, seed=seed)
+        digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest()
+        own = int.from_bytes(digest, "big")
+        if self.settings["sampler"] == "random":
+            return optuna.samplers.RandomSampler(seed=own)
+        return optuna.samplers.TPESampler(seed=own)
+
+    def finish(self, number: int, state: str, value: float | None, **facts: Any) -> None:
+        """Record how a trial has ended: `finished`, `pruned` or `failed`."""
+        trial = self.trials[number]
+        for name, fact in facts.items():
+            self._study._storage.set_trial_user_attr(trial._trial_id, name, fact)
+        states = {name: kind for kind, name in STATES.items()}
+        self._study.tell(number, value if state == "finished" else None, states[state])
+
+    def forget(self) -> None:
+        """Delete the study."""
+        optuna.delete_study(study_name=self.name, storage=self.storage)
+
+
+class TrialReports:
+    """The study as a trial's first rank sees it."""
+
+    def __init__(self, trial: SweepTrial) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        pruner = PRUNERS[trial.pruner]()
+        self._study = optuna.load_study(
+            study_name=trial.study, storage=trial.storage, pruner=pruner
+        )
+        self._id = self._study.get_trials(deepcopy=False)[trial.number]._trial_id
+
+    def report(self, count: int, value: float) -> bool:
+        """Report the `count`-th value; return whether the trial is to be pruned."""
+        storage = self._study._storage
+        storage.set_trial_intermediate_value(self._id, count, value)
+        trial = storage.get_trial(self._id)
+        # Later values are those of a run that was killed.
+        trial.intermediate_values = {
+            step: known for step, known in trial.intermediate_values.items() if step <= count
+        }
+        return self._study.pruner.prune(self._study, trial)
+
+
+def storage_in(folder: Path) -> str:
+    """The URL of a database in a file of the sweep's folder."""
+    return f"sqlite:///{folder.absolute() / 'study.db'}"
+
+
+def _distribution(space: Space) -> BaseDistribution:
+    if space.kind == "choice":
+        return CategoricalDistribution(space.choices)
+    if space.kind == "int":
+        return IntDistribution(int(space.low), int(space.high))
+    return FloatDistribution(space.low, space.high, log=space.kind == "log")
+
+
+def _shown(setting: Any) -> str:
+    return " ".join(map(str, setting)) if isinstance(setting, (list, tuple)) else str(setting)
