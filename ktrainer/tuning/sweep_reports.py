@@ -9,11 +9,20 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
-from ktrainer.tuning.sweep_trial import PRUNED, SweepTrial, current_sweep_trial, metric_of
+from ktrainer.tuning.sweep_trial import (
+    PRUNED,
+    SweepTrial,
+    current_sweep_trial,
+    metric_of,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from ktrainer.tuning.sweep_study import TrialReports
 
 
 class TrialPruned(SystemExit):
@@ -48,7 +57,7 @@ class SweepReports(Callback):
         self.trial = trial
         self.count = 0  # values so far: Optuna's step
         self.reported_at = -1  # the update
-        self._study: Any = None
+        self._study: TrialReports | None = None
         self._failed = self._pruned = False
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
@@ -57,11 +66,29 @@ class SweepReports(Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         self._report(logs or {})
+        self._check_metric(logs or {})
+
+    @property
+    def _metric(self) -> str:
+        return metric_of(self.trial.metric, self.train_state.validation is not None)
+
+    def _check_metric(self, logs: Mapping[str, Any]) -> None:
+        """Refuse a metric that no epoch of the script's only `fit` will have."""
+        validates = self.train_state.validation is not None
+        complete = not validates or any(name.startswith("val_") for name in logs)
+        if self.trial.metric is None or self.count or not complete or self._is_later:
+            return
+        known = ", ".join(sorted(logs))
+        refuse(f"the script has no metric {self._metric!r}, as --metric says; it has {known}.")
+
+    @property
+    def _is_later(self) -> bool:
+        """Whether this is not the script's first `fit`."""
+        return self.train_state.fits > 1 or bool(self.train_state.inside)
 
     def _report(self, logs: Mapping[str, Any]) -> None:
-        state = self.train_state
-        metric = metric_of(self.trial.metric, state.validation is not None)
-        if metric not in logs or state.fits > 1 or state.inside:
+        state, metric = self.train_state, self._metric
+        if metric not in logs or self._is_later:
             return
         if state.progress.step == self.reported_at:
             return  # an epoch that ends with a validation inside of it
@@ -82,7 +109,7 @@ class SweepReports(Callback):
         try:
             if self._study is None:
                 self._study = TrialReports(self.trial)
-            return bool(self._study.report(self.count, value))
+            return self._study.report(self.count, value)
         except Exception as error:  # of Optuna, or of its database's driver
             if not self._failed:
                 self._failed = True  # first, as a warning may be an error

@@ -186,7 +186,7 @@ class TrialReports:
         trial.intermediate_values = {
             step: known for step, known in trial.intermediate_values.items() if step <= count
         }
-        return self._study.pruner.prune(self._study, trial)
+        return bool(self._study.pruner.prune(self._study, trial))
 
 
 def storage_in(folder: Path) -> str:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import NoReturn
 
 from ktrainer.config import Config
 
@@ -55,6 +56,12 @@ def current_sweep_trial(environ: Mapping[str, str] = os.environ) -> SweepTrial |
     return SweepTrial(**json.loads(given)) if given else None
 
 
+def refuse(reason: str) -> NoReturn:
+    """End a script with which no trial can work, as a usage error does: that ends the sweep too."""
+    print(f"ktrainer sweep: {reason}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
 def configure_for_sweep(config: Config) -> Config:
     """`config` for the trial that this process belongs to: its files are in its folder, and it
     resumes from there. Unchanged where there is none.
@@ -69,13 +76,10 @@ def configure_for_sweep(config: Config) -> Config:
     read = [key for key, origin in config._origins.items() if origin == "command line"]
     for key in trial.keys:
         if not any(each == key or each.startswith(f"{key}.") for each in read):
-            print(
-                f"ktrainer sweep: {key} has no effect: the script makes its Trainer without the "
-                "command line's key=value. Make it by Trainer.from_cli().",
-                file=sys.stderr,
-                flush=True,
+            refuse(
+                f"{key} has no effect: the script makes its Trainer without the command line's "
+                "key=value. Make it by Trainer.from_cli()."
             )
-            raise SystemExit(2)
     return config.with_changes(
         run=replace(config.run, dir=trial.folder),
         checkpoint=replace(config.checkpoint, dir=None, resume="auto"),

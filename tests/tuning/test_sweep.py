@@ -1,0 +1,297 @@
+"""`ktrainer sweep`: real scripts, killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktrainer.cli import main
+from ktrainer.runs.run_record import RunRecord
+from ktrainer.tuning.search_space import read_space
+from ktrainer.tuning.sweep_study import storage_in
+from tests.processes import Done, ktrainer
+from tests.runs.browser import browser, why_no_browser
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchemy's, at the end
+
+SCRIPT = """
+import os
+from pathlib import Path
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+
+class Acts(Callback):
+    def on_step_end(self, step, logs=None):
+        if user.raises:
+            raise RuntimeError("planted")
+        if user.sleep:
+            __import__("time").sleep(user.sleep)
+
+    def on_train_end(self, logs=None):
+        note = Path(trainer.run_dir) / f"rank-{self.world.rank}.txt"
+        note.write_text(f"{self.progress.step}")
+
+    def max_updates_per_call(self):
+        return 1
+
+
+user = {"lr": 0.01, "width": 4, "raises": False, "sleep": 0.0}
+trainer = Trainer.from_cli([Acts()], defaults={"user": user, "seed": 1})
+user = trainer.config.user
+keras.utils.set_random_seed(1)
+x = np.random.default_rng(0).normal(size=(128, 5)).astype("float32")
+model = keras.Sequential([keras.layers.Dense(user.width, "relu"), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(user.lr), "mse", metrics=["mae"])
+trainer.fit(model, x, x.sum(axis=1), validation_split=0.25, epochs=4)
+print("the script has ended")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def trials(folder: Path) -> list[Any]:
+    import optuna
+
+    return optuna.load_study(study_name="sweep", storage=storage_in(folder)).trials
+
+
+def facts(folder: Path) -> list[tuple[Any, ...]]:
+    """All that a sweep has found, to the last bit."""
+    return [
+        (t.number, t.state, t.params, t.value, t.intermediate_values, t.user_attrs)
+        for t in trials(folder)
+    ]
+
+
+def sweep(folder: Path, *words: object, **env: str) -> Done:
+    command = ("sweep", "--dir", folder / "sweep", *words)
+    return ktrainer(*command, cwd=folder, seconds=280, OMP_NUM_THREADS="1", **env)
+
+
+def test_trials_of_a_script(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "sweep"
+    options = ["sweep", "--dir", str(folder), "--sampler", "grid", str(script)]
+    words = [*options, "user.lr=0.001,0.05", "trainer.epochs=2"]
+    assert main.main(words) == 0
+    said = capfd.readouterr().out
+    best = [RunRecord(folder / f"trial-000{k}").best["val_loss"].value for k in (0, 1)]
+    found = trials(folder)
+    assert [trial.value for trial in found] == best
+    assert {trial.params["user.lr"] for trial in found} == {"0.001", "0.05"}
+    assert all(list(trial.intermediate_values) == [1, 2] for trial in found)
+    command = f"train with the best: ktrainer run --ranks=1 {script} trainer.epochs=2 user.lr=0.05"
+    assert command in said
+    assert (folder / "sweep.html").exists()
+    # Nothing is left to do, and another sweep is not mixed in.
+    before = facts(folder)
+    assert main.main(words) == 0
+    assert capfd.readouterr().out.splitlines() == said.splitlines()[4:]
+    assert main.main([*options, "user.lr=0.001,0.01"]) == 2
+    assert "begun with another words" in capfd.readouterr().err
+    assert facts(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["missing.py", "user.lr=1,2"], "there is no script 'missing.py'"),
+        (["train.py", "user.lr=1"], "no key has several values to try: write key=a,b,c"),
+        (["train.py", "user.lr=log(0,1)"], "user.lr: log(0,1) needs ends above 0"),
+        (["train.py", "trainer.epoch=3,5"], "Did you mean 'trainer.epochs'?"),
+        (["train.py", "trainer.epochs=3,many"], "trainer.epochs: expected"),
+        (["train.py", "trainer.epochs=uniform(1,2)"], "trainer.epochs: expected"),
+        (["train.py", "user.lr=1,2", "trainer.epochs=no"], "trainer.epochs: expected"),
+        (["train.py", "run.dir=a,b"], "run.dir: is the sweep's"),
+        (["train.py", "user.lr=1,2", "checkpoint.dir=x"], "checkpoint.dir: is the sweep's"),
+        (["--sampler", "grid", "train.py", "user.lr=log(1,2)"], "tries every value"),
+        (["--metric", "val_f1", "train.py", "user.lr=1,2"], "add --mode min or --mode max"),
+        (["-n", "2", "train.py", "user.lr=1,2", "backend=local"], "backend"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    script: Path, tmp_path: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(script) if word == "train.py" else word for word in words]
+    assert main.main(["sweep", "--dir", str(tmp_path / "sweep"), *words]) == 2
+    assert said in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["train.py"]
+
+
+@pytest.mark.exhaustive
+def test_a_first_trial_that_no_other_can_follow_ends_the_sweep(
+    script: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(SCRIPT.replace("Trainer.from_cli([Acts()], defaults={", "Trainer({"))
+    plain.write_text(plain.read_text().replace('"seed": 1})', '"seed": 1}, [Acts()])'))
+    for words, said in (
+        (["train.py", "user.rate=1,2"], "user.rate: the script has no parameter of this name"),
+        (["plain.py", "user.lr=1,2"], "user.lr has no effect: the script makes its Trainer"),
+        (["--metric", "accuracy", "train.py", "user.lr=0.1,0.2"], "no metric 'accuracy', as"),
+    ):
+        done = sweep(tmp_path, *words)
+        assert done.returncode == 2, done.stdout
+        assert said in done.stderr
+        assert "the sweep ends" in done.stdout
+    # What was refused leaves nothing that the right words would continue.
+    done = sweep(tmp_path, "--trials", 1, "train.py", "user.lr=0.001,0.05")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_failed_trial_does_not_end_the_sweep(script: Path, tmp_path: Path) -> None:
+    words = ["train.py", "user.raises=true,false", "user.lr=1e9,0.01", "trainer.epochs=2"]
+    done = sweep(tmp_path, "--sampler", "grid", "--metric", "val_mae", "--mode", "min", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = trials(tmp_path / "sweep")
+    states = {tuple(t.params.values()): (t.state.name, t.user_attrs) for t in found}
+    assert states["false", "0.01"][0] == "COMPLETE"
+    for rate in ("1e9", "0.01"):
+        state, known = states["true", rate]
+        assert (state, "RuntimeError: planted" in known["why"]) == ("FAIL", True)
+    state, known = states["false", "1e9"]
+    assert state == "FAIL"
+    assert re.search(r"the loss or val_mae is (nan|inf)", known["why"])
+    command = re.search(r"train with the best: ktrainer (.*)", done.stdout)
+    assert command is not None
+    run = ktrainer(*shlex.split(command[1]), "run.dir=again", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert run.returncode == 0, run.stderr
+    best = min(t.value for t in found if t.value is not None)
+    assert RunRecord(tmp_path / "again").best["val_mae"].value == best
+
+
+@pytest.mark.exhaustive
+def test_all_ranks_stop_a_pruned_trial_at_one_step(script: Path, tmp_path: Path) -> None:
+    words = ("train.py", "user.lr=0.0001,0.05,0.0002", "backend=data_parallel")
+    done = sweep(tmp_path, "-n", 2, "--sampler", "grid", "--pruner", "halving", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = trials(tmp_path / "sweep")
+    assert [t.state.name for t in found] == ["COMPLETE", "COMPLETE", "PRUNED"]
+    steps = RunRecord(tmp_path / "sweep/trial-0000").starts[0]["steps_per_epoch"]
+    for number, epochs in enumerate((4, 4, 1)):
+        folder = tmp_path / f"sweep/trial-000{number}"
+        ended = [(folder / f"rank-{rank}.txt").read_text() for rank in (0, 1)]
+        assert ended == [str(epochs * steps)] * 2
+        assert RunRecord(folder).state[0] == "finished"
+        said = (folder / "output.txt").read_text()
+        assert ("the script has ended" in said) == (number < 2)  # a pruned one ends after fit
+    assert found[2].value == RunRecord(folder).best["val_loss"].value
+
+
+KILLED = ("--trials", "5", "--pruner", "none", "train.py", "user.lr=log(1e-3,1e-1)",
+          "user.width=int(2,6)", "user.sleep=0.03", "checkpoint.every=1ep",
+          "checkpoint.asynchronous=false")  # fmt: skip
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ktrainer.cli.main", "sweep", "--dir", str(folder), *KILLED]
+    out = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder.parent, stdout=out, stderr=out, text=True)
+
+
+def wait_for(process: subprocess.Popen[str], folder: Path, kind: str, count: int) -> bool:
+    """Whether `folder` has so many events of a kind before the process ends."""
+    while process.poll() is None:
+        time.sleep(0.02)
+        file = folder / "history.jsonl"
+        if file.exists() and file.read_text().count(f'{{"event": "{kind}"') >= count:
+            return True
+    return False
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_killed_sweep_goes_on_as_if_it_had_not_been(script: Path, tmp_path: Path) -> None:
+    undisturbed, killed = tmp_path / "one", tmp_path / "two"
+    process = start(undisturbed)
+    assert process.wait(280) == 0, process.communicate()
+    # The sweep itself before training, in the first epoch, after the first checkpoint; then a rank
+    # alone, which the sweep starts again; then a signal.
+    for trial, kind, count in [(0, "start", 1), (0, "epoch", 1), (1, "epoch", 2), (2, "epoch", 1)]:
+        process = start(killed)
+        assert wait_for(process, killed / f"trial-000{trial}", kind, count)
+        process.kill()
+        process.wait()
+    process = start(killed)
+    record = killed / "trial-0003"
+    assert wait_for(process, record, "checkpoint", 2)
+    first = json.loads((record / "history.jsonl").read_text().splitlines()[0])
+    os.kill(first["pid"], signal.SIGKILL)
+    assert wait_for(process, killed / "trial-0004", "checkpoint", 2)
+    process.terminate()
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 75, out + err
+    assert "trial 3: killed" in out
+    assert "the same command again continues" in out
+    process = start(killed)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err
+    assert facts(killed) == facts(undisturbed)
+    resumed = RunRecord(killed / "trial-0003").starts
+    assert resumed[-1]["step"] > 0  # from its checkpoint
+
+
+@pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_in_a_browser(tmp_path: Path, dark: bool) -> None:
+    from ktrainer.runs.sweep_page import TrialRow, sweep_page
+
+    hostile = "</script><img src=x onerror=\"document.title='owned'\">"
+    words = ("user.lr=log(1e-4,1e-1)", "user.k=int(1,9)", f"user.c='{hostile}',b,c")
+    spaces = [space for word in words if (space := read_space(word)) is not None]
+    tried: list[dict[str, Any]] = [
+        {"user.lr": 10 ** (-1 - k / 3), "user.k": k + 1} for k in range(8)
+    ]
+    values = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 0.7, None]
+    states = ["finished"] * 6 + ["pruned", "failed"]
+    rows = [
+        TrialRow(
+            k, states[k], values[k], {**tried[k], "user.c": spaces[2].choices[k % 3]}, 3, hostile
+        )
+        for k in range(8)
+    ]
+    page = tmp_path / "sweep.html"
+    page.write_text(sweep_page(hostile, spaces, "val_loss", rows, {"command": hostile}, "1"))
+    with browser(tmp_path / "profile") as tab:
+        for width in (1280, 400):
+            tab.open(page, width, dark=dark)
+            assert (tab.errors, tab.requests) == ([], [page.as_uri()])
+            assert tab.evaluate("document.title").startswith("ktrainer sweep: </script>")
+            paths = tab.evaluate(
+                "[...document.querySelectorAll('#parallel path')].map(p => p.getAttribute('d'))"
+            )
+            assert len(paths) == 8
+            assert not any("NaN" in path or "undefined" in path for path in paths)
+            assert sorted(path.count("L") for path in paths) == [2, *[3] * 7]
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        tab.open(page, 1280, dark=dark)
+        axis = "document.querySelectorAll('#parallel .handle')[3].getBoundingClientRect()"
+        box = json.loads(tab.evaluate(f"JSON.stringify({axis})"))
+        x, low = box["x"] + box["width"] / 2, box["y"] + box["height"]
+        moves = [("mousePressed", low), ("mouseMoved", low - 60), ("mouseReleased", low - 60)]
+        for kind, y in moves:
+            event = {"type": kind, "x": x, "y": y, "button": "left", "buttons": 1, "clickCount": 1}
+            tab.call("Input.dispatchMouseEvent", **event)
+        faded = "document.querySelectorAll('#parallel path.out').length"
+        assert 0 < tab.evaluate(faded) < 8
+        best = "document.querySelector('#parallel path.best').classList.contains('out')"
+        assert tab.evaluate(best) is False
+        tab.screenshot(tmp_path / "page.png")
