@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.checkpoint.best_metric import is_loss
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.run_command import recorded_signals
-from ktrainer.cli.sweep_runs import Outcome, outcome, output_end, run_trial
+from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome, output_end, run_trial
 from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
@@ -236,7 +237,10 @@ class _Sweep:
         """End the sweep as if it had not begun: what the first trial says is true of all."""
         sys.stderr.write(output_end(folder))
         self._study.forget()
-        _say(f"the first trial cannot begin, so the sweep ends; its output is in {folder}")
+        kept = folder.with_name("refused")  # no later trial may resume from what is in it
+        shutil.rmtree(kept, ignore_errors=True)
+        folder.rename(kept)
+        _say(f"no trial can work like this, so the sweep ends; the output is in {kept / OUTPUT}")
         return _USAGE
 
     def _interrupted(self, code: int) -> int:
