@@ -40,9 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a sweep that was ended in whatever way."
     )
     add_size_options(parser)
-    whole = positive(int)
+    _add_sweep_options(parser)
+    _add_search_options(parser)
+    add_script(parser)
+
+
+def _add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what is compared, and where it is kept."""
     parser.add_argument(
-        "--trials", type=whole, default=20, help="how many there are in all (default: 20)"
+        "--trials", type=positive(int), default=20, help="how many there are in all (default: 20)"
     )
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", default=Path("sweep"), help="folder (default: sweep)"
@@ -57,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "accuracy)",
     )
     parser.add_argument(
+        "--storage", metavar="URL", help="of a database for Optuna (default: a file in DIR)"
+    )
+
+
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what chooses the trials, and what ends them."""
+    parser.add_argument(
         "--sampler",
         choices=_SAMPLERS,
         default="tpe",
@@ -70,10 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "same epoch, after five trials",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampler (default: 0)")
-    parser.add_argument(
-        "--storage", metavar="URL", help="of a database for Optuna (default: a file in DIR)"
-    )
-    add_script(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,11 +109,13 @@ def run(args: argparse.Namespace) -> int:
     if find_spec("optuna") is None:
         raise SetupError("ktrainer sweep needs Optuna: pip install 'ktrainer[sweep]'.")
     from ktrainer.cli.sweep_results import SweepResults
+    from ktrainer.tuning.sweep_study import OptunaError, answering
 
     with _folder(args.dir) as folder:
         study = _open_study(args, words, folder, mode)
         results = SweepResults(study, words, folder, args.metric, mode)
-        return _Sweep(args, words, folder, study, results, mode).run()
+        with answering(args.storage, OptunaError):
+            return _Sweep(args, words, folder, study, results, mode).run()
 
 
 def _mode_of(metric: str | None) -> str:

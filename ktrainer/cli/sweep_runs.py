@@ -93,7 +93,8 @@ def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
     try:
         record = RunRecord(folder, logs=False)
     except ConfigError:
-        return Outcome("failed", why=_failure(folder, code))
+        no_fit = "it has trained nothing by a Trainer or Model.fit, so there is no record of it"
+        return Outcome("failed", why=_failure(folder, code) if code else no_fit)
     epochs = record.progress[0]
     state, why = record.state
     if code != 0:
@@ -103,9 +104,9 @@ def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
     name = metric_of(metric, "val_loss" in _names(record))
     if not values:
         return Outcome("failed", why=f"its record has no {name}", epochs=epochs)
-    bad = next((v for v in _last(record, name) if not math.isfinite(v)), None)
-    if bad is not None:
-        return Outcome("failed", metric=name, epochs=epochs, why=f"the loss or {name} is {bad}")
+    for each, last in _last(record, name).items():
+        if not math.isfinite(last):
+            return Outcome("failed", metric=name, epochs=epochs, why=f"{each} is {last}")
     best = (min if mode == "min" else max)(value for value in values if math.isfinite(value))
     pruned = why == f"stopped because {PRUNED}"
     return Outcome("pruned" if pruned else "finished", best, name, epochs)
@@ -127,12 +128,12 @@ def _values(record: RunRecord, metric: str | None) -> list[float]:
     return [row[name] for row in _rows(record) if name in row]
 
 
-def _last(record: RunRecord, metric: str) -> list[float]:
+def _last(record: RunRecord, metric: str) -> dict[str, float]:
     """The last loss, and the last value of the metric."""
     last: dict[str, float] = {}
     for row in _rows(record):
         last |= row
-    return [last[name] for name in ("loss", metric) if name in last]
+    return {name: last[name] for name in ("loss", metric) if name in last}
 
 
 def _failure(folder: Path, code: int) -> str:

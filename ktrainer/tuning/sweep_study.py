@@ -7,7 +7,8 @@ sampler of its own. So a sweep that was killed continues as if it had not been.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
+from optuna.exceptions import OptunaError as OptunaError
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -62,7 +64,7 @@ class SweepStudy:
         self.storage, self.name, self.settings, self.spaces = storage, name, settings, spaces
         lower = settings["mode"] == "min"
         self._direction = StudyDirection.MINIMIZE if lower else StudyDirection.MAXIMIZE
-        try:
+        with answering(storage):
             self._study = optuna.create_study(
                 storage=storage,
                 study_name=name,
@@ -70,12 +72,6 @@ class SweepStudy:
                 pruner=PRUNERS[settings["pruner"]](),
                 load_if_exists=True,
             )
-        except Exception as error:  # of Optuna, SQLAlchemy or a database's driver
-            reason = redact_text(str(error).partition("\n")[0])
-            raise SetupError(
-                f"the storage {redact_text(storage)} cannot be used: {type(error).__name__}: "
-                f"{reason}"
-            ) from None
         self._check_settings()
 
     def _check_settings(self) -> None:
@@ -164,6 +160,24 @@ class SweepStudy:
     def forget(self) -> None:
         """Delete the study."""
         optuna.delete_study(study_name=self.name, storage=self.storage)
+
+
+@contextmanager
+def answering(storage: str | None, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Explain the errors of a storage; None: a file in the sweep's folder.
+
+    Raises:
+        SetupError: it does not answer.
+    """
+    try:
+        yield
+    except kind as error:  # of Optuna, SQLAlchemy or a database's driver
+        reason = redact_text(str(error).partition("\n")[0])
+        where = f"storage {redact_text(storage)}" if storage else "storage in the sweep's folder"
+        raise SetupError(
+            f"the {where} cannot be used: {type(error).__name__}: {reason}. The same command "
+            "continues the sweep once it can."
+        ) from error
 
 
 class TrialReports:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -16,9 +17,12 @@ from typing import Any
 import pytest
 
 from ktrainer.cli import main
+from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
 from ktrainer.tuning.sweep_study import storage_in
+from ktrainer.tuning.sweep_trial import PRUNED
 from tests.processes import Done, ktrainer
 from tests.runs.browser import browser, why_no_browser
 
@@ -135,6 +139,33 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert os.listdir(tmp_path) == ["train.py"]
 
 
+def record(folder: Path, *rows: dict[str, float], why: str = "") -> Path:
+    folder.mkdir()
+    start = {"step": 0, "epoch": 0, "ranks": 1, "epochs": 9, "settings": {}}
+    append(folder / NAME, "start", **start)
+    for step, row in enumerate(rows, 1):
+        append(folder / NAME, "epoch", step=step, epoch=step, elapsed=1.0, metrics=row)
+    append(folder / NAME, "end", reason="finished", **({"why": why} if why else {}))
+    return folder
+
+
+def test_what_came_of_a_run(tmp_path: Path) -> None:
+    rows = [{"loss": 3.0, "val_loss": 2.0}, {"loss": 2.0, "val_loss": 1.0}, {"loss": 1.0}]
+    one = record(tmp_path / "one", *rows, {"loss": 0.5, "val_loss": 1.5})
+    assert outcome(one, 0, None, "min") == Outcome("finished", 1.0, "val_loss", 4)
+    assert outcome(one, 0, "loss", "min") == Outcome("finished", 0.5, "loss", 4)
+    assert outcome(one, 0, "val_loss", "max").value == 2.0
+    assert outcome(one, 0, "val_f1", "max").why == "its record has no val_f1"
+    two = record(tmp_path / "two", {"loss": 2.0}, why=f"stopped because {PRUNED}")
+    assert outcome(two, 0, None, "min") == Outcome("pruned", 2.0, "loss", 1)
+    three = record(tmp_path / "three", {"loss": 2.0}, {"loss": math.nan})
+    assert outcome(three, 0, None, "min").why == "loss is nan"
+    (tmp_path / "four").mkdir()
+    (tmp_path / "four" / OUTPUT).write_text("text\nImportError: no module\n\n")
+    assert outcome(tmp_path / "four", 1, None, "min").why == "ImportError: no module"
+    assert "trained nothing" in outcome(tmp_path / "four", 0, None, "min").why
+
+
 @pytest.mark.exhaustive
 def test_a_first_trial_that_no_other_can_follow_ends_the_sweep(
     script: Path, tmp_path: Path
@@ -169,7 +200,7 @@ def test_a_failed_trial_does_not_end_the_sweep(script: Path, tmp_path: Path) -> 
         assert (state, "RuntimeError: planted" in known["why"]) == ("FAIL", True)
     state, known = states["false", "1e9"]
     assert state == "FAIL"
-    assert re.search(r"the loss or val_mae is (nan|inf)", known["why"])
+    assert re.search(r"(loss|val_mae) is (nan|inf)", known["why"])
     command = re.search(r"train with the best: ktrainer (.*)", done.stdout)
     assert command is not None
     run = ktrainer(*shlex.split(command[1]), "run.dir=again", cwd=tmp_path, OMP_NUM_THREADS="1")
