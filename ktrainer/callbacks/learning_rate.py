@@ -234,6 +234,17 @@ def plain_optimizers(model: Any) -> list[Any]:
     return found
 
 
+def rate_of_last_update(optimizer: Any) -> float:
+    """The learning rate of the update that was made last: a schedule of the optimizer's own gives
+    that of the next."""
+    schedule = optimizer._learning_rate
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    rate = _rates.get(optimizer)
+    factor = 1.0 if rate is None or rate.variable is None else float(rate.variable.numpy())
+    return factor * float(schedule(max(0, int(optimizer._iterations.numpy()) - 1)))
+
+
 def _float_rate(optimizer: Any) -> float | None:
     rate = optimizer._learning_rate
     return float(rate.numpy()) if isinstance(rate, keras.Variable) else None

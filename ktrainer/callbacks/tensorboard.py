@@ -50,18 +50,23 @@ class TensorBoardLog(Reporter):
         self._graph_written = False
         self._validated = -1  # the step of the last validation inside an epoch
         self._kept = False  # the files hold values of this run alone
+        self._early: list[tuple[str, Any, int]] = []  # images from before they do
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self.directory = self._given or self.run_path("tensorboard")
         if self.directory is None:
             raise ConfigError("give the folder of the scalars: TensorBoardLog('logs').")
-        self._kept = False
+        self._kept = self._graph_written = False
+        self._validated = -1
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         if not self._kept:  # it begins from scratch
             self._drop_from(dict.fromkeys(_PARTS, 0))
+        early, self._early = self._early, []
+        for name, images, step in early:
+            self.image(name, images, step)
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         self._write("train", step, logs)
@@ -110,13 +115,17 @@ class TensorBoardLog(Reporter):
         """
         if not self.reports:
             return
+        step = self.progress.step if step is None else step
+        if not self._kept and self._given is None:
+            self._early.append((name, images, step))
+            return
         import tensorflow as tf
 
         pixels = tf.image.convert_image_dtype(images, tf.uint8, saturate=True)
         _, height, width, _ = pixels.shape
         encoded = [tf.io.encode_png(each) for each in pixels]
         sizes = [tf.strings.as_string(width), tf.strings.as_string(height)]
-        with self._writer("train").as_default(self.progress.step if step is None else step):
+        with self._writer("train").as_default(step):
             write_summary(name, tf.stack([*sizes, *encoded]), "images", _BLOBS)
 
     def _write_graph(self) -> None:

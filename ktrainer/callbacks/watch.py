@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.partition.flops import count_flops
 from ktrainer.callbacks.base import Callback
+from ktrainer.callbacks.learning_rate import plain_optimizers, rate_of_last_update
 from ktrainer.errors import ConfigError
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
@@ -50,14 +51,17 @@ class Watch(Callback):
 
 
 class LearningRateWatch(Watch):
-    """Log `learning_rate`: that of the update, the first optimizer's."""
+    """Log `learning_rate`: that of the update, of the first optimizer that makes any."""
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._optimizers = plain_optimizers(model)  # once: it walks all layers
 
     def values(self) -> dict[str, float]:
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is None:
-            return {}
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-        return {"learning_rate": float(keras.ops.convert_to_numpy(optimizer.learning_rate))}
+        for optimizer in self._optimizers:
+            if optimizer._iterations.numpy():
+                return {"learning_rate": rate_of_last_update(optimizer)}
+        return {}
 
 
 class SpeedWatch(Watch):
@@ -83,7 +87,7 @@ class SpeedWatch(Watch):
     ) -> None:
         super().__init__()
         self.speed, self.tokens, self.utilization = speed, tokens, utilization
-        self._share_of_example = 0.0  # of a second in which all devices compute
+        self._example_seconds = 0.0  # of one process's devices, at their speed
         self._mark: tuple[float, int] | None = None  # time, and examples by then
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -92,8 +96,9 @@ class SpeedWatch(Watch):
         if self.utilization and not self.train_state.joining:
             spec = self.train_state.feed.spec
             peaks = self.world.allgather(_peak_of(self.model), "speed of all devices")
-            peak = sum(peaks) * max(1, self.world.replicas // self.world.size)
-            self._share_of_example = _PASSES * forward_flops(self.model, spec) / peak
+            devices = max(1, self.world.replicas // self.world.size)
+            peak = sum(peaks) / len(peaks) * devices
+            self._example_seconds = _PASSES * forward_flops(self.model, spec) / peak
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._mark is None:
@@ -107,14 +112,16 @@ class SpeedWatch(Watch):
         before, self._mark = self._mark or now, now
         seconds, examples = now[0] - before[0], now[1] - before[1]
         rate = examples / seconds if examples and seconds else None
-        rate = self.world.broadcast(rate, what="examples a second")
+        every = self.world.allgather((rate, self._example_seconds), "examples a second")
+        rate = every[0][0]
+        self._example_seconds = max(seconds for _, seconds in every)  # one that joined has none
         if rate is None:  # the first row, right after the first update
             return {}
         found = {"speed/examples_per_second": rate} if self.speed else {}
         if self.tokens is not None:
             found["speed/tokens_per_second"] = rate * self.tokens
-        if self._share_of_example:
-            found["speed/utilization"] = rate * self._share_of_example
+        if self._example_seconds:
+            found["speed/utilization"] = rate * self._example_seconds / self.world.size
         return found
 
 

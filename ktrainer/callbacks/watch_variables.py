@@ -178,7 +178,8 @@ def whole(gradient: Any) -> tf.Tensor:
     that it has, those of the same index added up."""
     if isinstance(gradient, tf.IndexedSlices):
         places, index = tf.unique(gradient.indices)
-        gradient = tf.math.unsorted_segment_sum(gradient.values, index, tf.size(places))
+        values = wide(gradient.values)
+        return tf.math.unsorted_segment_sum(values, index, tf.size(places))
     return wide(gradient)
 
 

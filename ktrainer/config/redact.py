@@ -34,6 +34,18 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     return _URL_QUERY.sub(lambda m: m[1] + REDACTED if is_secret_name(m[2]) else m[0], text)
 
 
+def secrets_in(value: Any, name: str = "") -> list[str]:
+    """The texts in a nested structure that `redact` replaces because of their keys' names."""
+    if isinstance(value, dict):
+        inside = is_secret_name(name)
+        found = ((inner, name if inside else str(key)) for key, inner in value.items())
+    elif isinstance(value, (list, tuple)):
+        found = ((inner, name) for inner in value)
+    else:
+        return [value] if isinstance(value, str) and is_secret_name(name) else []
+    return [secret for inner, key in found for secret in secrets_in(inner, key)]
+
+
 def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
     """A copy of a nested structure in which secrets are replaced by `***`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from ktrainer.config.backend_keys import DataParallelConfig, TfDistributeConfig
@@ -70,7 +71,8 @@ def check_trackers(config: Config) -> None:
     for tracker in TRACKERS:
         for name in getattr(config.logging, tracker) or {}:
             path = f"logging.{tracker}.{name}"
-            if is_secret_name(str(name)):
+            if (secret := _secret_in(name, getattr(config.logging, tracker)[name])) is not None:
+                path = f"logging.{tracker}.{secret}"
                 raise ConfigError(
                     "a configuration is kept in files and shown in logs, so it may have no "
                     f"credentials. Leave it out, and log in as {tracker} says: with its own "
@@ -85,6 +87,16 @@ def check_trackers(config: Config) -> None:
             if tracker == "mlflow" and name not in _MLFLOW:
                 known = f"unknown argument; there are {', '.join(_MLFLOW)}."
                 raise ConfigError(known, path=path, value=name, known=_MLFLOW)
+
+
+def _secret_in(name: object, value: object) -> str | None:
+    """The dotted name of the first credential in an argument; None: there is none."""
+    if is_secret_name(str(name)):
+        return str(name)
+    if not isinstance(value, Mapping):
+        return None
+    inner = (_secret_in(key, inner) for key, inner in value.items())
+    return next((f"{name}.{found}" for found in inner if found is not None), None)
 
 
 def require_trackers(config: Config) -> None:

@@ -247,7 +247,7 @@ keras.src.optimizers.base_optimizer
     BaseOptimizer()._learning_rate
         steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
     BaseOptimizer()._iterations, _variables
-        pipeline: read; the variables that are no slots
+        pipeline, callbacks: read; the variables that are no slots; updates made
     BaseOptimizer()._model_variables_moving_average
         tf_distribute, pipeline: read; averages of sharded variables, and of stages
 keras.src.optimizers.loss_scale_optimizer

@@ -42,6 +42,7 @@ from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
+from ktrainer.steps.step_options import through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
@@ -285,8 +286,7 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
             # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.
             if not applying.hooked and not isinstance(self, keras.optimizers.LossScaleOptimizer):
                 applying.hooked = True
-                for hook in applying.context.hooks:
-                    gradients = list(hook(gradients, variables))
+                gradients = through_hooks(self, applying.context.hooks, gradients, variables)
             with applying.updating():
                 return original(self, gradients, trainable_variables)
 

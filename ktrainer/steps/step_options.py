@@ -69,3 +69,22 @@ class StepOptions:
     def all_hooks(self) -> tuple[GradientHook, ...]:
         """The hooks, then the clipping."""
         return (*self.hooks, self.clip) if self.clip else self.hooks
+
+
+def through_hooks(
+    optimizer: Any, hooks: Sequence[GradientHook], gradients: list[Any], variables: list[Any]
+) -> list[Any]:
+    """Gradients as hooks and clipping leave them; they get those of the loss without the
+    optimizer's `loss_scale_factor`, by which the optimizer divides them afterwards."""
+    scale = optimizer.loss_scale_factor if hooks else None
+    if scale is not None:
+        gradients = [_times(gradient, 1 / scale) for gradient in gradients]
+    for hook in hooks:
+        gradients = list(hook(gradients, variables))
+    return gradients if scale is None else [_times(gradient, scale) for gradient in gradients]
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient * factor

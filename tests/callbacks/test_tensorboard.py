@@ -110,6 +110,32 @@ def test_images(tmp_path: Path) -> None:
     )
 
 
+class EarlyImage(Callback):
+    """Writes an image before each epoch, first of all callbacks."""
+
+    def __init__(self, board: TensorBoardLog) -> None:
+        super().__init__()
+        self.board = board
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self.board.image("early", np.zeros((1, 2, 2, 1)))
+
+
+def test_images_from_before_the_first_epoch(tmp_path: Path) -> None:
+    """They are not dropped with what an earlier start has left, nor is what follows."""
+    for _ in range(2):
+        board = TensorBoardLog()
+        quiet = ["logging.progress=none", "data.batch_size=4", f"run.dir={tmp_path}"]
+        words = ["logging.every=2ba", "trainer.epochs=2", "checkpoint.every=null"]
+        with Trainer(overrides=[*quiet, *words], callbacks=[EarlyImage(board), board]) as trainer:
+            trainer.fit(build, data())
+        values, _ = written(tmp_path / "tensorboard")
+        assert {step for tag, step in values if tag == "images early"} == {0, 6}
+        steps = [step for tag, step in values if tag == "scalars loss"]
+        assert steps == [2, 4, 6, 8, 10, 12]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

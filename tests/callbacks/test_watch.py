@@ -112,18 +112,75 @@ def test_norms_equal_those_of_one_process(
         close(ours, truth)
 
 
-def close(ours: dict[int, dict[str, float]], truth: dict[int, dict[str, float]]) -> None:
+def close(ours: Any, truth: Any, tolerance: float = 1e-9) -> None:
     assert ours.keys() == truth.keys()
     for step, values in truth.items():
         assert ours[step].keys() == values.keys()
         for key, value in values.items():
-            np.testing.assert_allclose(ours[step][key], value, rtol=1e-9, err_msg=f"{step} {key}")
+            np.testing.assert_allclose(ours[step][key], value, rtol=tolerance, err_msg=f"{step} {key}")
 
 
 def test_norms_of_accumulated_updates() -> None:
     """Those of a batch twice as large."""
     halves = {"data": {"batch_size": 8}, "trainer": {"accumulate": 2}}
     close(norms_of("mlp", **halves), norms_of("mlp"))
+
+
+def clipped(**more: Any) -> Callable[[], keras.Model]:
+    return lambda: build(keras.optimizers.SGD(RATE, **more), eager=False)
+
+
+def test_norms_do_not_hold_the_scale_of_the_loss() -> None:
+    """That of the optimizer's own, by which it divides gradients; nor does what clipping sees."""
+    found = []
+    for more in ({}, {"loss_scale_factor": 64.0}):
+        rows = Rows()
+        words = {"watch__norms": "1ba", "trainer__clip__global_norm": 0.5}
+        with trainer([rows], **words) as it:
+            it.fit(clipped(**more), data())
+        found.append(rows.rows)
+    close(found[1], found[0], 1e-6)
+
+
+def test_the_learning_rate_is_that_of_the_update() -> None:
+    """Of an optimizer's own schedule, which gives that of the next update after it."""
+    schedule, rows = keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.0), Rows()
+    words = {"watch__learning_rate": True, "logging__every": "1ba"}
+    words["lr__schedule"] = "[{start: 4ba, multiplier: 0.5}]"
+    with trainer([rows], **words) as it:
+        it.fit(lambda: build(keras.optimizers.SGD(schedule)), data())
+    rates = [row["learning_rate"] for row in rows.rows.values()]
+    assert rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.3, 0.25])
+
+
+class TwoOptimizers(keras.Model):
+    """Never makes an update with the optimizer that Keras gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(3)
+        self.optimizers = [keras.optimizers.SGD(0.2), keras.optimizers.SGD(0.3)]
+        self.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for layer, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            variables = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def test_of_two_optimizers_the_first_that_updates() -> None:
+    rows = Rows()
+    words = {"watch__learning_rate": True, "watch__norms": "3ba"}
+    with trainer([rows], **words) as it:
+        it.fit(TwoOptimizers, data())
+    assert [row["learning_rate"] for row in rows.rows.values()] == pytest.approx([0.2, 0.2])
 
 
 def test_several_updates_a_call_have_the_same_norms() -> None:

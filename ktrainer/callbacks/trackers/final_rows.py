@@ -21,8 +21,8 @@ class FinalRows:
         path: `history.jsonl`.
         fit: which call of `fit`: its number, and that of one inside it, else 0.
         live: the run has no checkpoints: a row is final when the next step is there.
-        sent: the last step that was sent; -1: none.
-        offset: bytes of the file that were read when it was sent.
+        sent: the last step that may have been sent; -1: none.
+        offset: bytes of the file that were read by then.
 
     Attributes:
         start: the last event `start`; None before it.
@@ -83,7 +83,9 @@ class FinalRows:
         times: dict[int, float] = {}
         for row in self._rows:
             step = row["step"]
-            if step > self.sent and (self._finished or step < limit):
+            if step >= limit and not self._finished:
+                break  # rows are in order, and many may wait for a checkpoint
+            if step > self.sent:
                 found.setdefault(step, {}).update(_named(row))
                 times[step] = row["time"]
         return [Point(step, times[step], values) for step, values in found.items()]

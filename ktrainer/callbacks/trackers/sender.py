@@ -1,8 +1,8 @@
 """A thread that sends the final rows of a run to a tracker.
 
-What it has done is kept in the run's folder: the token of the run in the tracker, the last step
-sent, and how much of the record was read by then. After a kill the tracker itself says what it
-holds, so no step is sent twice or left out.
+What it does is kept in the run's folder before it does it: the token of the run in the tracker, the
+last step that it sends, and how much of the record was read by then. After a kill the tracker itself
+says what it holds, so no step is sent twice or left out.
 
 Where training returns to before a step that was sent (it starts from scratch, or resumes from an
 older checkpoint), what the tracker holds is no longer what happened. It cannot take that back, so
@@ -83,7 +83,17 @@ class Sender:
         self._thread.join(seconds)
         if self._thread.is_alive():
             self.problem = self.problem or f"it did not answer within {seconds:.0f} s"
-        return self._rows.waiting if self._rows is not None else 0
+        return self._count_missing() if self.problem is not None else 0
+
+    def _count_missing(self) -> int:
+        """Steps with rows that were not sent; the thread may not have read them."""
+        sent = -1 if self._rows is None else self._rows.sent
+        rows = FinalRows(self._record, self._fit, self._live, sent)
+        try:
+            rows.read()
+        except OSError:
+            return 0
+        return rows.waiting
 
     # -- the thread
 
@@ -120,13 +130,13 @@ class Sender:
         if self._rows.returned:
             self._begin_again()
         if self._run is None:
-            self._save()  # so that a restart finds the run, should this process be killed now
+            self._save(self._rows.sent)
             self._run = self._opener(self._arguments, self._facts(self._rows))
             self._rows.mark_sent(self._run.held())
         if points := self._rows.points():
+            self._save(points[-1].step)
             self._run.send(points)
             self._rows.mark_sent(points[-1].step)
-            self._save()
 
     def _begin_again(self) -> None:
         """A new run in the tracker, with all rows that count."""
@@ -139,6 +149,7 @@ class Sender:
 
     def _facts(self, rows: FinalRows) -> RunFacts:
         start, folder = rows.start or {}, self._record.parent
+        words = "\n".join(sys.argv[1:])
         diff = uncommitted_changes(Path(sys.argv[0])) or b""
         fit, inside = self._fit
         name = (
@@ -152,6 +163,7 @@ class Sender:
             {name: value for name, value in start.items() if name not in _NOT_SHOWN},
             rows.sent,
             redact_text(diff[:_DIFF_BYTES].decode(errors="replace"), self._hidden),
+            redact_text(words, self._hidden) != words,
         )
 
     # -- the file
@@ -164,7 +176,8 @@ class Sender:
         except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
             return {"token": secrets.token_hex(6), "sent": -1, "offset": 0}
 
-    def _save(self) -> None:
+    def _save(self, sent: int) -> None:
+        """Keep what will be done next, as this process may be killed while it does it."""
         assert self._rows is not None
-        saved = {"token": self._token, "sent": self._rows.sent, "offset": self._rows.offset}
+        saved = {"token": self._token, "sent": sent, "offset": self._rows.offset}
         write_private(self._state, json.dumps(saved) + "\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.trackers.sender import Sender
+from ktrainer.config.redact import secrets_in
 from ktrainer.runtime import history_file
 
 CLOSE_SECONDS = 30.0  # the longest that the end of a run waits for a tracker
@@ -54,7 +55,7 @@ class Tracker(Reporter):
         folder, sent = self.run_dir, self.run_path(f"{self.name}.json")
         if not self.reports or folder is None or sent is None:
             return
-        state = self.train_state
+        state, config = self.train_state, self.trainer.config
         self._sender = Sender(
             self._run_class,
             self.arguments,
@@ -62,7 +63,7 @@ class Tracker(Reporter):
             sent,
             (max(1, state.fits), state.inside),
             self.live,
-            tuple(self.trainer.config._secrets),
+            (*config._secrets, *secrets_in(config.to_dict())),
         )
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
@@ -98,7 +99,8 @@ class Tracker(Reporter):
         if problem is None or self._said:
             return
         self._said = True
-        lacks = f" It lacks the values of {missing} steps." if missing else ""
+        steps = "1 step" if missing == 1 else f"{missing} steps"
+        lacks = f" It lacks the values of {steps}." if missing else ""
         warnings.warn(
             f"logging.{self.name}: the tracker failed ({problem}).{lacks} Training is not "
             "affected; what it lacks is sent when it answers, also by a later run with the same "

@@ -34,8 +34,9 @@ class RunFacts:
         folder: of the run.
         settings: the configuration, redacted.
         more: versions, commit, devices, ranks, digests of data and model.
-        sent: the last step that was sent, as far as we know; -1: none.
+        sent: the last step that may have been sent, as far as we know; -1: none.
         diff: what has changed in the working tree since the commit; empty if nothing has.
+        secret_words: the command line holds a secret.
     """
 
     token: str
@@ -45,6 +46,7 @@ class RunFacts:
     more: Mapping[str, Any]
     sent: int
     diff: str = ""
+    secret_words: bool = False
 
 
 class TrackerRun(ABC):

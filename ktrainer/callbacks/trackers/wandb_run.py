@@ -16,6 +16,8 @@ from ktrainer.callbacks.trackers.tracker_run import Point, RunFacts, TrackerRun
 from ktrainer.callbacks.trackers.wandb_file import rows_in
 from ktrainer.errors import ConfigError
 
+_FINISH_SECONDS = 25.0  # less than the wait for a tracker at the end of a run
+
 
 class WandbRun(TrackerRun):
     """Rows as the history of a run, settings and facts as its config, the diff as a file."""
@@ -24,10 +26,14 @@ class WandbRun(TrackerRun):
         import wandb
 
         # It reads the output of the process otherwise, and prints to it.
-        settings = {"silent": True, "console": "off", **arguments.get("settings", {})}
+        # Without an end to its wait, it keeps the process when its server is away.
+        settings = {"silent": True, "console": "off", "finish_timeout": _FINISH_SECONDS}
+        settings |= {"finish_timeout_raises": True, **arguments.get("settings", {})}
+        if facts.secret_words:
+            settings["x_disable_meta"] = True  # it keeps the command line, among others
         given = {"name": facts.name, "dir": str(facts.folder), **arguments}
         given["settings"] = wandb.Settings(**settings)
-        self._id = facts.token
+        self._id, self._sent = facts.token, facts.sent
         self._run = wandb.init(
             id=facts.token,
             resume="allow",
@@ -51,7 +57,10 @@ class WandbRun(TrackerRun):
         if not self._run.offline:
             return int(self._run.starting_step) - 1
         folder = Path(self._run.settings.wandb_dir)
-        files = folder.glob(f"*run-*-{self._id}/run-{self._id}.wandb")
+        files = set(folder.glob(f"*run-*-{self._id}/run-{self._id}.wandb"))
+        files.discard(Path(self._run.settings.sync_file))  # that of this start
+        if not files:  # perhaps they were uploaded, and removed
+            return self._sent
         return max((step for file in files for step, _ in rows_in(file)), default=-1)
 
     def send(self, points: Sequence[Point]) -> None:
