@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ktrainer.callbacks.trackers.final_rows import FinalRows
 from ktrainer.runtime import history_file
 
@@ -106,6 +108,33 @@ def test_a_return_that_was_seen_before_does_not_count_again(tmp_path: Path) -> N
     again = FinalRows(record.path, (1, 0), live=True, sent=2, offset=rows.offset)
     again.read()
     assert not again.returned
+
+
+@pytest.mark.parametrize(("more", "returned"), [(0.0, False), (0.5, True)])
+def test_an_extension_repeats_what_followed_the_last_checkpoint(
+    tmp_path: Path, more: float, returned: bool
+) -> None:
+    """The run is another one only if a row differs. It is killed once, and returns again."""
+    record = Record(tmp_path)
+    record.start()
+    record.rows(1, 2, 3, 4)
+    record.saved(2)
+    record.add("end", reason="finished")
+    rows = FinalRows(record.path, (1, 0), live=False)
+    assert sent(rows) == [1, 2, 3, 4]
+    known = rows.offset
+    for _ in range(2):
+        record.start(step=2)
+        record.rows(3, value=more)
+        rows = FinalRows(record.path, (1, 0), live=False, sent=4, offset=known)
+        assert sent(rows) == []
+        assert rows.returned is returned
+    record.rows(4, 5, 6)
+    record.saved(6)
+    assert sent(rows) == [5]
+    record.start(step=2)
+    rows.read()
+    assert rows.returned
 
 
 def test_each_fit_has_its_own_rows(tmp_path: Path) -> None:

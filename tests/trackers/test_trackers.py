@@ -151,6 +151,10 @@ def test_a_tracker_that_does_not_answer(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (["logging.wandb={api_key: x}"], r"logging\.wandb\.api_key: .*no credentials"),
+        (
+            ["logging.wandb={settings: {api_key: x}}"],
+            r"logging\.wandb\.settings\.api_key: .*no credentials",
+        ),
         (["logging.wandb={id: x}"], r"logging\.wandb\.id: ktrainer sets it"),
         (["logging.mlflow={experimnt: x}"], r"unknown argument.*experiment"),
         (["logging.trackio=true"], r"logging\.trackio: expected a group of NAME: VALUE or null"),
@@ -159,6 +163,24 @@ def test_a_tracker_that_does_not_answer(tmp_path: Path) -> None:
 def test_arguments_that_are_refused(words: list[str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_config(None, words)
+
+
+@pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed: make trackers")
+def test_a_secret_of_the_command_line_is_not_kept(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from ktrainer import Trainer\n"
+        "from tests.small import build, data\n"
+        "with Trainer.from_cli(defaults={'user': {'api_key': ''}}) as trainer:\n"
+        "    trainer.fit(build, data())\n"
+    )
+    secret, run = "s3cr3t-of-mine", tmp_path / "run"
+    words = (f"run.dir={run}", f"user.api_key={secret}", "logging.wandb={mode: offline}")
+    done = python(script, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file != script]
+    assert any(file.suffix == ".wandb" for file in files)
+    assert [file for file in files if secret.encode() in file.read_bytes()] == []
 
 
 @pytest.mark.skipif("trackio" in INSTALLED, reason="Trackio is installed")

@@ -3,6 +3,9 @@
 A row is final once a checkpoint of a later step is on the disk, or the run has finished: training
 resumes from there, and does not repeat the step. All rows of a step (of logs, of validation, of the
 epoch) are final together, so a step is complete when it is sent.
+
+A finished run that is extended trains again what followed its last checkpoint, and was sent: it
+gives the same rows, or what was sent is not what happened.
 """
 
 from __future__ import annotations
@@ -11,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.trackers.tracker_run import Point
-from ktrainer.runtime.history_file import RETURNS, ROWS, Event, counts_after, place, read_new
+from ktrainer.runtime.history_file import (
+    MEASURED,
+    RETURNS,
+    ROWS,
+    Event,
+    counts_after,
+    place,
+    read_new,
+)
 
 
 class FinalRows:
@@ -27,7 +38,8 @@ class FinalRows:
     Attributes:
         start: the last event `start`; None before it.
         sent: the last step that was sent.
-        returned: training has returned to before `sent`: what was sent is not what happened.
+        returned: training has returned to before `sent`, and is not known to repeat it: what was
+            sent is not what happened.
         offset: bytes read so far.
     """
 
@@ -42,6 +54,9 @@ class FinalRows:
         self._rows: list[Event] = []
         self._final = -1
         self._finished = False
+        # Rows that an extension of a finished run trains again, by kind and step; after which one.
+        self._ending: dict[tuple[str, int], Event] = {}
+        self._ending_after = 0
 
     def read(self) -> None:
         """Read what was appended. Raises OSError."""
@@ -54,6 +69,9 @@ class FinalRows:
     def _take(self, at: int, event: Event) -> None:
         kind, ours = event["event"], place(event) == self.fit
         if kind in ROWS and ours:
+            before = self._ending.get((kind, event["step"]))
+            if before is not None and at >= self._known and self.sent >= 0:
+                self.returned = self.returned or _values(event) != _values(before)
             self._rows.append(event)
         elif kind in RETURNS:
             self._return_to(event, known=at < self._known)
@@ -61,6 +79,10 @@ class FinalRows:
             self._final = max(self._final, event["step"])
         elif kind == "end" and ours:
             self._finished = event["reason"] == "finished"
+            self._ending, self._ending_after = {}, self._final
+            if self._finished and self._final > 0:
+                rows = [row for row in self._rows if row["step"] > self._final]
+                self._ending = {(row["event"], row["step"]): row for row in rows}
         if kind == "start" and ours:
             self.start, self._final, self._finished = event, event["step"], False
 
@@ -69,10 +91,17 @@ class FinalRows:
         fit, inside = self.fit
         last = {"event": "log", "step": self.sent, "epoch": 0, "fit": fit, "inside": inside}
         if not known and self.sent >= 0 and not counts_after(last, event):
-            self.returned = True
+            self.returned = self.returned or not self._repeats(event)
         self._rows = [row for row in self._rows if counts_after(row, event)]
         if place(event) == self.fit:
             self._final = min(self._final, event["step"])
+
+    def _repeats(self, event: Event) -> bool:
+        """Whether training repeats the ending of a finished run, after which nothing was sent."""
+        if not self._ending or place(event) != self.fit:
+            return False
+        last = max(step for _, step in self._ending)
+        return bool(event["step"] >= self._ending_after and self.sent <= last)
 
     def points(self) -> list[Point]:
         """The final rows after `sent`, those of a step together."""
@@ -99,6 +128,11 @@ class FinalRows:
     def waiting(self) -> int:
         """Steps with rows that were not sent."""
         return len({row["step"] for row in self._rows if row["step"] > self.sent})
+
+
+def _values(row: Event) -> dict[str, Any]:
+    """The values of a row that are the same when it is trained again."""
+    return {k: v for k, v in row["metrics"].items() if not k.startswith(MEASURED)}
 
 
 def _named(row: Event) -> dict[str, float]:
