@@ -117,7 +117,9 @@ def close(ours: Any, truth: Any, tolerance: float = 1e-9) -> None:
     for step, values in truth.items():
         assert ours[step].keys() == values.keys()
         for key, value in values.items():
-            np.testing.assert_allclose(ours[step][key], value, rtol=tolerance, err_msg=f"{step} {key}")
+            np.testing.assert_allclose(
+                ours[step][key], value, rtol=tolerance, err_msg=f"{step} {key}"
+            )
 
 
 def test_norms_of_accumulated_updates() -> None:

@@ -1,8 +1,8 @@
 """A thread that sends the final rows of a run to a tracker.
 
-What it does is kept in the run's folder before it does it: the token of the run in the tracker, the
-last step that it sends, and how much of the record was read by then. After a kill the tracker itself
-says what it holds, so no step is sent twice or left out.
+What it does is kept in the run's folder before it does it: the token of the run in the tracker,
+the last step that it sends, and how much of the record was read by then. After a kill the tracker
+itself says what it holds, so no step is sent twice or left out.
 
 Where training returns to before a step that was sent (it starts from scratch, or resumes from an
 older checkpoint), what the tracker holds is no longer what happened. It cannot take that back, so
