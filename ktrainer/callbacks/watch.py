@@ -100,6 +100,9 @@ class SpeedWatch(Watch):
             peak = sum(peaks) / len(peaks) * devices
             self._example_seconds = _PASSES * forward_flops(self.model, spec) / peak
 
+    def max_updates_per_call(self) -> int | None:
+        return None  # the clock starts after the first call
+
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if self._mark is None:
             self._mark = (time.perf_counter(), self.progress.examples)

@@ -39,6 +39,9 @@ class NormWatch(VariableWatch):
         super().on_train_begin(logs)
         self._values = {}
 
+    def max_updates_per_call(self) -> int | None:
+        return super().max_updates_per_call()
+
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         super().on_step_end(step, logs)
         # Alike on all ranks, also on one that has joined within this update.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,9 +14,13 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Callback, ConfigError, Trainer
-from ktrainer.callbacks.watch import forward_flops
+from ktrainer.callbacks import TensorBoardLog
+from ktrainer.callbacks.tensorboard_histograms import TensorBoardHistograms
+from ktrainer.callbacks.watch import LearningRateWatch, MemoryWatch, SpeedWatch, forward_flops
+from ktrainer.callbacks.watch_norms import NormWatch
 from ktrainer.config import load_config
 from ktrainer.runtime.history_file import read_events
+from ktrainer.training.updates_per_call import max_updates_per_call
 from tests.contracts.running import use_float64, with_ktrainer
 from tests.contracts.zoo import ZOO
 from tests.dist.harness import keras_state
@@ -144,45 +149,25 @@ def test_norms_do_not_hold_the_scale_of_the_loss() -> None:
     close(found[1], found[0], 1e-6)
 
 
-def test_the_learning_rate_is_that_of_the_update() -> None:
-    """Of an optimizer's own schedule, which gives that of the next update after it."""
-    schedule, rows = keras.optimizers.schedules.PolynomialDecay(1.0, 10, 0.0), Rows()
-    words = {"watch__learning_rate": True, "logging__every": "1ba"}
-    words["lr__schedule"] = "[{start: 4ba, multiplier: 0.5}]"
-    with trainer([rows], **words) as it:
-        it.fit(lambda: build(keras.optimizers.SGD(schedule)), data())
-    rates = [row["learning_rate"] for row in rows.rows.values()]
-    assert rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.3, 0.25])
+class Limits(Callback):
+    """Keeps the most updates in a call for which callbacks can wait, after the first update."""
 
-
-class TwoOptimizers(keras.Model):
-    """Never makes an update with the optimizer that Keras gives it."""
-
-    def __init__(self) -> None:
+    def __init__(self, callbacks: list[Any]) -> None:
         super().__init__()
-        self.first, self.second = keras.layers.Dense(4), keras.layers.Dense(3)
-        self.optimizers = [keras.optimizers.SGD(0.2), keras.optimizers.SGD(0.3)]
-        self.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        self.callbacks, self.found = callbacks, []
 
-    def call(self, x: Any) -> Any:
-        return self.second(self.first(x))
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        for layer, optimizer in zip((self.first, self.second), self.optimizers, strict=True):
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(x, y, self(x, training=True))
-            variables = layer.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if step == 1:
+            self.found = [max_updates_per_call(each) for each in self.callbacks]
 
 
-def test_of_two_optimizers_the_first_that_updates() -> None:
-    rows = Rows()
-    words = {"watch__learning_rate": True, "watch__norms": "3ba"}
-    with trainer([rows], **words) as it:
-        it.fit(TwoOptimizers, data())
-    assert [row["learning_rate"] for row in rows.rows.values()] == pytest.approx([0.2, 0.2])
+def test_calls_are_as_long_as_nothing_is_due(tmp_path: Path) -> None:
+    watches = [NormWatch("50ba"), SpeedWatch(), MemoryWatch(), LearningRateWatch()]
+    watches += [TensorBoardHistograms("20ba"), TensorBoardLog()]
+    limits = Limits(watches)
+    with trainer([limits, *watches], run__dir=tmp_path) as it:
+        it.fit(build, data())
+    assert limits.found == [48, None, None, None, 18, None]
 
 
 def test_several_updates_a_call_have_the_same_norms() -> None:
