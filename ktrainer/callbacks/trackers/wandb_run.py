@@ -57,10 +57,11 @@ class WandbRun(TrackerRun):
         if not self._run.offline:
             return int(self._run.starting_step) - 1
         folder = Path(self._run.settings.wandb_dir)
-        files = set(folder.glob(f"*run-*-{self._id}/run-{self._id}.wandb"))
-        files.discard(Path(self._run.settings.sync_file))  # that of this start
-        if not files:  # perhaps they were uploaded, and removed
+        starts = set(folder.glob(f"*run-*-{self._id}"))
+        starts.discard(Path(self._run.settings.sync_dir))  # this one
+        if not starts:  # it is the first, or the others were uploaded, and removed
             return self._sent
+        files = [file for start in starts for file in start.glob(f"run-{self._id}.wandb")]
         return max((step for file in files for step, _ in rows_in(file)), default=-1)
 
     def send(self, points: Sequence[Point]) -> None:
