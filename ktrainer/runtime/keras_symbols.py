@@ -246,8 +246,10 @@ keras.src.optimizers.base_optimizer
         steps: changed; variables move
     BaseOptimizer()._learning_rate
         steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
-    BaseOptimizer()._iterations, _variables
-        pipeline, callbacks: read; the variables that are no slots; updates made
+    BaseOptimizer()._iterations
+        steps, pipeline, callbacks: read; updates made
+    BaseOptimizer()._variables
+        pipeline: read; the variables that are no slots
     BaseOptimizer()._model_variables_moving_average
         tf_distribute, pipeline: read; averages of sharded variables, and of stages
 keras.src.optimizers.loss_scale_optimizer

@@ -135,12 +135,12 @@ def test_from_scratch_in_the_same_folder_is_another_run(tmp_path: Path) -> None:
 @pytest.mark.skipif("mlflow" not in INSTALLED, reason="MLflow is not installed: make trackers")
 @pytest.mark.exhaustive
 def test_a_tracker_that_does_not_answer(tmp_path: Path) -> None:
-    """Training ends as without it, with one warning; the next start sends what is missing."""
+    """Training ends as without it, with a warning; the next start sends what is missing."""
     folder, words = tmp_path / "run", ["logging.wandb=null", "logging.trackio=null"]
     away = "logging.mlflow={tracking_uri: 'http://127.0.0.1:9'}"
     done = tracked(folder, 0.0, *words, away, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("logging.mlflow: the tracker failed") == 1
+    assert 1 <= done.stderr.count("logging.mlflow: the tracker failed") <= 2  # soon, at the end
     assert "It lacks the values of 18 steps" in done.stderr
     assert tracked(folder, 0.0, *words).returncode == 0
     (rows,) = stores(tmp_path, ["mlflow"])["mlflow"]

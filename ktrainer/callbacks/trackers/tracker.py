@@ -29,7 +29,8 @@ _RUNS = {
 class Tracker(Reporter):
     """Send the rows of a run to a tracker, each once. Needs a trainer.
 
-    A tracker that fails is warned of, once, and tried again with the next rows.
+    A tracker that fails is warned of, once, and tried again with the next rows; at the end of a
+    finished run once more, if it lacks some.
 
     Args:
         name: wandb, mlflow or trackio.
@@ -95,8 +96,8 @@ class Tracker(Reporter):
             self._report(self._sender.problem)
 
     def _report(self, problem: str | None, missing: int = 0) -> None:
-        """Warn, once."""
-        if problem is None or self._said:
+        """Warn, once, and of rows that are `missing` at the end."""
+        if problem is None or (self._said and not missing):
             return
         self._said = True
         steps = "1 step" if missing == 1 else f"{missing} steps"
