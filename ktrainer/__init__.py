@@ -51,6 +51,8 @@ _WHERE = {
     "SetupError": "ktrainer.errors",
 }
 
+_WITH_KERAS = {"Callback", "rank_zero_only", "partition", "all_gather"}
+
 __all__ = [
     "Callback",
     "CheckpointError",
@@ -107,6 +109,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ktrainer' has no attribute {name!r}")
     imported = _WHERE[name] in sys.modules
     with nullcontext() if imported else paused_collection():
+        if name in _WITH_KERAS and not imported:
+            # First: `ktrainer run` acts when a script has imported Keras, and imports much of
+            # ktrainer then, which must not be half imported.
+            import_module("keras")
         return getattr(import_module(_WHERE[name]), name)
 
 

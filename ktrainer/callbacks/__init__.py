@@ -91,6 +91,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("keras")  # before a module that needs it: see `ktrainer.__getattr__`
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -91,7 +91,7 @@ def test_steps_of_a_replicated_pipeline(tmp_path):
         (["--world", "64", "--latency", "50us"], "describe the network together: give both"),
         (["--world", "2", "--latency", "50"], "'50' is no time: .* such as 50us"),
         (["--world", "2", "--bandwidth", "10Gbt"], "'10Gbt' is no rate: .* such as 10Gbit"),
-        (["--world", "2", "-n", "2"], "leave out -n and --picture"),
+        (["--world", "2", "-n", "2"], "leave out -n, --picture and --trace"),
         (["--cores", "2"], "--cores is for predicted step times: add --world"),
         (["--world", "2", "backend=local", "--per-host=2"], "local is one process"),
         (["--world", "3", "--per-host=3", *PIPELINE], "3 processes are no multiple of 2"),

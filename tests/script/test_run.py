@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.dist.small import more
 from tests.processes import Done, python
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -322,3 +323,17 @@ def test_saving_may_last_longer_than_other_waits(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     done = run(tmp_path, "-n", 2, "slow.py", *TWO, "world.deadline=15", "logging.progress=none")
     assert done.stdout == "saved\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ktrainer import Callback",
+        more("from ktrainer import partition"),
+        more("from ktrainer import all_gather"),
+        more("from ktrainer.callbacks import LossGuard"),
+    ],
+)
+def test_what_a_script_imports_before_keras(line: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"{line}\nimport keras\nprint('RESULT', '{{}}')\n")
+    assert result(run(tmp_path, "script.py", "trainer.epochs=1")) == {}
