@@ -130,7 +130,8 @@ def test_the_body_of_a_loop_of_ones_own_is_computing(tmp_path: Path) -> None:
     wall, rows = steps_rows(str(tmp_path))
     compute = sum(row[0].get("compute", 0.0) + row[0].get("start-up", 0.0) for row in rows)
     assert 2 * 20 * SECONDS <= compute < wall
-    assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.1)
+    # Imports, which were missing once, take 0.3 s and more; other tests run beside this one.
+    assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.2)
 
 
 # -- planted causes
