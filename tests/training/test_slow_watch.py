@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from ktrainer import Callback
+from ktrainer import Callback, Trainer
 from ktrainer.runtime.history_file import read_events
 from tests.dist.harness.hosts import Hosts
 from tests.processes import ROOT, ktrainer
@@ -118,7 +118,8 @@ def test_shares_sum_to_the_wall_time(
 
 def steps_rows(folder: str) -> tuple[float, list[list[dict[str, float]]]]:
     times, (x, y) = Times(), data(20)
-    with trainer("local", callbacks=[times], run__dir=folder, data__batch_size=8) as it:
+    keys = {"run": {"dir": folder}, "data": {"batch_size": 8}, "logging": {"progress": "none"}}
+    with Trainer(keys, callbacks=[times]) as it:  # in this process, whose devices are made
         model, begin = build(), time.perf_counter()
         for _ in it.steps((x, y), model=model, optimizer=model.optimizer, epochs=2):
             time.sleep(SECONDS)
