@@ -10,7 +10,6 @@ for each kind of span.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 import warnings
@@ -22,6 +21,7 @@ import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed.clock_offsets import ClockOffsets, clock_offsets
+from ktrainer.runtime.run_folder import write_private
 from ktrainer.state import trace_spans
 from ktrainer.state.progress import Progress
 from ktrainer.state.trace_spans import Span
@@ -140,10 +140,8 @@ def _named(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
 
 def _write(path: Path, trace: Mapping[str, Any]) -> None:
     """Write the file whole or not at all; a disk that refuses it ends no training."""
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(json.dumps(trace), encoding="utf-8")
-        os.replace(temporary, path)
+        write_private(path, json.dumps(trace))
     except OSError as error:
         warnings.warn(f"the trace {path} cannot be written: {error.strerror}", stacklevel=2)
 

@@ -131,8 +131,7 @@ def test_the_body_of_a_loop_of_ones_own_is_computing(tmp_path: Path) -> None:
     wall, rows = steps_rows(str(tmp_path))
     compute = sum(row[0].get("compute", 0.0) + row[0].get("start-up", 0.0) for row in rows)
     assert 2 * 20 * SECONDS <= compute < wall
-    # Imports, which were missing once, take 0.3 s and more; other tests run beside this one.
-    assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.2)
+    assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.1)
 
 
 # -- planted causes
@@ -258,7 +257,7 @@ import numpy as np
 class Plant(Callback):
     def on_step_end(self, step, logs=None):
         if step == 60 and self.world.is_root:
-            rate = "tbf rate 80mbit burst 32k latency 400ms".split()
+            rate = "tbf rate 20mbit burst 32k latency 400ms".split()
             subprocess.run(["tc", "qdisc", "add", "dev", "eth0", "root", *rate], check=True)
 
     def on_slow(self, slow):
@@ -286,6 +285,5 @@ def test_a_link_that_becomes_slow_is_named(hosts: Callable[[int], Hosts], tmp_pa
     found = said(done.stdout)
     links = [each for each in found if each[2] == "link"]
     assert links, (found, done.stdout, done.stderr)
-    # How soon depends on what else runs: benchmarks/slow_causes.py measures it.
-    assert links[0][0] > 60
+    assert 60 <= links[0][0] <= 80  # 70 where nothing else runs
     assert all(name in links[0][3] for name in made.names)
