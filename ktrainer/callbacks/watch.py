@@ -12,6 +12,7 @@ import math
 import resource
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,7 @@ _PASSES = 3  # forward, and backward with respect to the inputs and to the weigh
 _TRIAL_SECONDS = 0.02  # of one matrix product, long enough for the clock
 
 
-class Watch(Callback):
+class Watch(Callback, ABC):
     """Base class of callbacks that add values to a row of logs, for all callbacks after them."""
 
     def max_updates_per_call(self) -> int | None:
@@ -45,9 +46,9 @@ class Watch(Callback):
         if isinstance(logs, dict):
             logs.update(values)
 
+    @abstractmethod
     def values(self) -> dict[str, float]:
         """The values of now; called on all ranks together, and the same on each."""
-        raise NotImplementedError
 
 
 class LearningRateWatch(Watch):

@@ -9,6 +9,7 @@ Replicas hold equal values; under a pipeline each stage has its own, which all r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from ktrainer.steps.variable_placement import placement_of
 ABSENT = float(np.finfo(np.float64).min)
 
 
-class VariableWatch(Callback):
+class VariableWatch(Callback, ABC):
     """Measures the trainable variables, but for those of local layers, at updates that are due.
 
     Gradients are those of the whole batch, as summed over ranks, before clipping and before
@@ -55,19 +56,19 @@ class VariableWatch(Callback):
 
     # -- what a subclass measures
 
+    @abstractmethod
     def measure_gradient(self, gradient: Any) -> tf.Tensor:
         """The numbers of a gradient, float64, none of which is `ABSENT`; a dense tensor, or an
         IndexedSlices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure_weight(self, before: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
         """The numbers of a weight and its update, float64, none of which is `ABSENT`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def use(self, gradients: np.ndarray, weights: np.ndarray) -> None:
         """Take the numbers of an update: a row for each of `variables`, on all ranks; `ABSENT`
         where there is no gradient."""
-        raise NotImplementedError
 
     # -- the step
 
