@@ -90,7 +90,8 @@ class Profile(Callback):
         assert self._offsets is not None
         spans, offsets = trace_spans.stop(), self._offsets
         if self._operations is not None:
-            spans += self._operations.stop()
+            self._operations.stop()
+            spans += self._operations.spans()
         self._operations = self._offsets = None
         placement = placement_of(self.model)
         mine = {
@@ -170,13 +171,16 @@ class _Operations:
             )
             return None
 
-    def stop(self) -> list[Span]:
-        """End the session; its spans. Its own files stay, for TensorBoard."""
+    def stop(self) -> None:
+        """End the session. Its own files stay, for TensorBoard."""
         tf.profiler.experimental.stop()
-        paths = sorted(self._folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        return list(self._spans(paths[-1])) if paths else []
 
-    def _spans(self, path: Path) -> Iterable[Span]:
+    def spans(self) -> list[Span]:
+        """What it has seen, once it has ended."""
+        paths = sorted(self._folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+        return list(self._read(paths[-1])) if paths else []
+
+    def _read(self, path: Path) -> Iterable[Span]:
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
         space = xplane_pb2.XSpace.FromString(path.read_bytes())

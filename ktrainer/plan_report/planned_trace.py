@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.backends.pipeline.schedules.timeline import Timeline
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, SetupError
+from ktrainer.runtime.run_folder import write_private
 
 LANE = "pipeline, as planned"
 _MEASURED = "pipeline"  # ktrainer.state.trace_spans.STAGES
@@ -25,6 +26,7 @@ def add_plan(path: Path, timeline: Timeline) -> Path:
 
     Raises:
         ConfigError: the file is no trace, or not of this schedule.
+        SetupError: its folder cannot be written to.
     """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
@@ -35,7 +37,10 @@ def add_plan(path: Path, timeline: Timeline) -> Path:
         raise ConfigError(f"{path} is no trace of trainer.profile: {error!r}") from None
     trace["traceEvents"] += planned
     copy = path.with_name(f"{path.stem}-planned.json")
-    copy.write_text(json.dumps(trace), encoding="utf-8")
+    try:
+        write_private(copy, json.dumps(trace))
+    except OSError as error:
+        raise SetupError(f"{copy} cannot be written: {error.strerror}") from None
     return copy
 
 
