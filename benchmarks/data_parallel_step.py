@@ -26,7 +26,7 @@ from data_parallel_table import BATCH, arguments, in_turns, record_steps, sizes
 from results import OURS
 
 import ktrainer  # before TensorFlow, to keep its log quiet
-from ktrainer.distributed import open_world
+from ktrainer.distributed import World, open_world
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.steps import CompiledProgram, StepOptions
@@ -141,6 +141,10 @@ class LocalBatch:
 class OnlyWaits(MpiGradients):
     """Ranks wait for each other and exchange nothing: what is left if sums took no time."""
 
+    def __init__(self, world: World, ids: int) -> None:
+        super().__init__(world)
+        self._ids = ids  # how many there are
+
     def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         self.world.barrier()
         return list(arrays)
@@ -150,7 +154,7 @@ class OnlyWaits(MpiGradients):
     ) -> tuple[np.ndarray, np.ndarray]:
         """As many rows as all ranks have: each rank updates all of them, however they come."""
         self.world.barrier()
-        ids = [(indices + 1000 * rank) % MODELS["embedding"].ids for rank in range(self.size)]
+        ids = [(indices + 1000 * rank) % self._ids for rank in range(self.size)]
         return np.concatenate([values] * self.size), np.concatenate(ids)
 
 
@@ -212,7 +216,7 @@ def main() -> None:
     ranks = (world.rank, world.size)
     variants = {"none": ours(case, None, *ranks)}
     if args.engine == "mpi":
-        variants["only waits"] = ours(case, OnlyWaits(world), *ranks)
+        variants["only waits"] = ours(case, OnlyWaits(world, case.ids), *ranks)
         variants["mpi"] = ours(case, MpiGradients(world), *ranks)
     else:
         from ktrainer.distributed.horovod_gradients import HorovodGradients

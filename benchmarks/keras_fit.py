@@ -12,7 +12,6 @@ every first one, in milliseconds a step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,14 +26,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from results import OURS, add_option, record
+from keras_fit_table import BATCH, arguments, what_and_sizes
+from results import OURS, record
 
 from ktrainer.distributed import SingleWorld
 from ktrainer.runtime.devices import claim_device
 
-BATCH = 64
 PEER = "Model.fit"
-SIZES = {"MLP": "MLP 784-64-10", "CNN": "CNN, 8 and 16 filters"}
 
 
 def mlp() -> keras.Model:
@@ -123,14 +121,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=200, help="steps an epoch")
-    parser.add_argument("--epochs", type=int, default=4, help="epochs a round; the first compiles")
-    parser.add_argument("--rounds", type=int, default=3)
-    add_option(parser)
-    args = parser.parse_args()
+    args = arguments(__doc__).parse_args()
     claim_device(SingleWorld(), threads=1)  # before TensorFlow makes the data
     random = np.random.default_rng(0)
     x = random.random((BATCH * args.steps, 28, 28, 1), dtype=np.float32)
@@ -145,11 +136,7 @@ def main() -> None:
             mine = times[name, OURS, steps]
             a, b = statistics.median(mine), statistics.median(theirs)
             print(f"| {name} | {steps} | {b:.2f} ms | {a:.2f} ms | {a / b:.2f} |")
-            what, sizes = (
-                f"step of {name}, {steps} a call",
-                f"{SIZES[name]}, batch {BATCH}, 1 process",
-            )
-            record(args.results, what, sizes, {OURS: mine, PEER: theirs})
+            record(args.results, *what_and_sizes(name, steps), {OURS: mine, PEER: theirs})
 
 
 if __name__ == "__main__":

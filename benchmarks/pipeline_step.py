@@ -1,6 +1,6 @@
 """What a pipeline gains: two stages, two processes, against one process with one thread.
 
-    ktrainer run -n 2 benchmarks/pipeline_step.py
+    ktrainer run -n 2 benchmarks/pipeline_step.py --schedules 1f1b interleaved zero_bubble
     mpirun -n 2 python benchmarks/pipeline_step_torch.py    # the same with PyTorch's pipelines
 
 Two models: 8 dense layers of 1024 on 256 examples, and a transformer of 4 blocks (width 256,
@@ -8,9 +8,9 @@ sequences of 64) on 64. "single" is rank 0 alone, while the others wait: gradien
 microbatches added up, one compiled function a microbatch, one update. "pipeline" is a step as the
 Trainer runs it, metrics and update included. Both take turns in one run, one thread a process, so
 that the ratios hold on a noisy machine. The ideal of single / (P x pipeline), for stages of equal
-cost and transfers that take no time, is M / (M + P - 1). "at once" is "single" on all ranks at the
-same time: where cores are not alike or share a memory, that is what work on all of them takes, and
-"of possible" counts from it.
+cost and transfers that take no time, is M / (M + P - 1) with 1F1B. "no waits" are the same stages,
+actions and update on all ranks at the same time, with messages that are there already: what
+remains where cores share a memory and stages are not equal. "of possible" counts from it.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from pipeline_table import (
 )
 from results import OURS
 
+from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.data.local_batch import bounds
 from ktrainer.distributed import World, open_world
 from ktrainer.steps import StepOptions
@@ -127,21 +128,49 @@ def single(
     return step
 
 
+class KeptMessages:
+    """In the place of a transport: first passes messages on, and keeps them; then gives them again
+    without sending or waiting."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._kept: dict[Any, list[tf.Tensor]] = {}
+        self.again = False
+
+    def send(self, transfer: Any, tensors: Any) -> None:
+        if not self.again:
+            self._transport.send(transfer, tensors)
+
+    def post_receive(self, transfer: Any, specs: Any) -> None:
+        if not self.again:
+            self._transport.post_receive(transfer, specs)
+
+    def receive(self, transfer: Any, specs: Any) -> list[tf.Tensor]:
+        if not self.again:
+            self._kept[transfer] = self._transport.receive(transfer, specs)
+        return self._kept[transfer]
+
+    def finish(self) -> None:
+        self._transport.finish()
+
+
 def pipeline(
     build: Callable[[], keras.Model],
     batch: tuple[tf.Tensor, tf.Tensor],
     microbatches: int,
+    schedule: str,
     args: argparse.Namespace,
     world: World,
-) -> Callable[[], Any]:
-    """A step of the Trainer's pipeline."""
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A step of the Trainer's pipeline, and one whose messages are there already."""
+    keras.utils.set_random_seed(0)  # as the Trainer does: the same weights
     rows = int(batch[0].shape[0])
     backend = {
         "name": "pipeline",
         "partitions": world.size,
         "microbatches": microbatches,
-        "schedule": args.schedule,
-        "chunks": args.chunks,
+        "schedule": schedule,
+        "chunks": args.chunks if schedule == "interleaved" else 1,
         "costs": args.costs,
     }
     trainer = ktrainer.Trainer(
@@ -150,13 +179,24 @@ def pipeline(
     program = trainer.backend.prepare(trainer.backend.build_model(build), StepOptions())
     program.build(tuple(tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch))
     share = LocalBatch(batch, rows, rows)
-    return lambda: program.train([share])["loss"]
+    runner = program._runner
+    transport, kept = runner.transport, KeptMessages(runner.transport)
+
+    def step() -> float:
+        runner.transport = transport
+        return program.train([share])["loss"]
+
+    def step_without_waits() -> None:
+        runner.transport = kept
+        program.train([share])
+        kept.again = True  # what this call has sent comes again in all later ones
+
+    return step, step_without_waits
 
 
 def main() -> None:
     parser = arguments(__doc__, [*CASES])
-    parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--chunks", type=int, default=2, help="of the interleaved schedule")
     parser.add_argument("--costs", default="flops")
     args = parser.parse_args()
     world = open_world()
@@ -166,19 +206,23 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     size = world.size
     if world.is_root:
-        print(f"ktrainer {ktrainer.__version__}, {args.schedule}, {size} processes of one thread")
+        print(f"ktrainer {ktrainer.__version__}, {size} processes of one thread")
         print(HEADER)
     for name in args.models:
         build, make_batch = CASES[name]
         batch = tuple(map(tf.constant, make_batch()))
         for count in args.microbatches:
-            keras.utils.set_random_seed(0)  # as the Trainer does: the same weights
+            keras.utils.set_random_seed(0)
             steps = {"single": single(build, batch, count)}
-            steps["pipeline"] = pipeline(build, batch, count, args, world)
-            np.testing.assert_allclose(steps["single"](), steps["pipeline"](), rtol=1e-4)
+            for schedule in args.schedules:
+                both = pipeline(build, batch, count, schedule, args, world)
+                steps[schedule], steps[f"{schedule}, no waits"] = both
+            first = {schedule: steps[schedule]() for schedule in args.schedules}
+            np.testing.assert_allclose([*first.values()], steps["single"](), rtol=1e-4)
             times = measure(steps, args, world.rank, world.barrier)
             if world.is_root:
-                print(row(name, count, size, times), flush=True)
+                for schedule in args.schedules:
+                    print(row(name, schedule, count, size, times), flush=True)
                 record_case(args, name, count, size, OURS, times)
 
 

@@ -152,24 +152,30 @@ def join() -> tuple[int, int]:
 
 def main() -> None:
     parser = arguments(__doc__, [*CASES])
-    parser.add_argument("--schedule", default="1f1b", choices=[*SCHEDULES])
     args = parser.parse_args()
+    if unknown := set(args.schedules) - set(SCHEDULES):
+        parser.error(
+            f"--schedules: no {', '.join(sorted(unknown))}; there are {', '.join(SCHEDULES)}"
+        )
     rank, size = join()
     if args.pin:
         pin(rank)
     if rank == 0:
-        print(f"torch {torch.__version__}, {args.schedule}, {size} processes of one thread")
+        print(f"torch {torch.__version__}, {size} processes of one thread")
         print(HEADER)
     for name in args.models:
         build, make_batch = CASES[name]
         for count in args.microbatches:
             torch.manual_seed(0)
             batch = make_batch()
-            steps = {"pipeline": pipeline(build(), batch, count, args.schedule, rank, size)}
+            steps = {
+                kind: pipeline(build(), batch, count, kind, rank, size) for kind in args.schedules
+            }
             steps["single"] = single(build(), batch, count)
             times = measure(steps, args, rank, dist.barrier)
             if rank == 0:
-                print(row(name, count, size, times), flush=True)
+                for kind in args.schedules:
+                    print(row(name, kind, count, size, times), flush=True)
                 record_case(args, name, count, size, f"{NAME} pipelining", times)
     dist.destroy_process_group()
 

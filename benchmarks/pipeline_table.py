@@ -18,7 +18,8 @@ SIZES = {
 }
 BOUND = "stages that never wait"
 HEADER = (
-    "model         M  single ms  at once ms  pipeline ms  speed-up  ideal  of ideal  of possible"
+    "model        schedule     M  single ms  no waits ms  pipeline ms  speed-up  ideal  of ideal"
+    "  of possible"
 )
 
 
@@ -28,6 +29,7 @@ def arguments(description: str, models: Sequence[str]) -> argparse.ArgumentParse
     parser.add_argument("--steps", type=int, default=5, help="steps a round")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b"], help="the first is compared")
     parser.add_argument("--models", nargs="+", default=[*models], choices=[*models])
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True)
     add_option(parser)
@@ -46,12 +48,8 @@ def measure(
     rank: int,
     barrier: Callable[[], Any],
 ) -> dict[str, list[float]]:
-    """Milliseconds a step of each, by round; "single" runs on rank 0 alone.
-
-    "at once" is the same on all ranks: as fast as cores are that share a memory, the slowest
-    counting. No pipeline of equal stages can do its work faster than that.
-    """
-    steps = {"single": steps["single"], "at once": steps["single"], "pipeline": steps["pipeline"]}
+    """Milliseconds a step of each, by round, the slowest rank counting; "single" runs on rank 0
+    alone."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(args.rounds + 1):
         for name, step in steps.items():
@@ -67,15 +65,18 @@ def measure(
     return times
 
 
-def row(name: str, microbatches: int, size: int, times: dict[str, list[float]]) -> str:
+def row(
+    name: str, schedule: str, microbatches: int, size: int, times: dict[str, list[float]]
+) -> str:
     """A line of the table: medians of all rounds, and what follows from them."""
     ideal = microbatches / (microbatches + size - 1)
-    single, at_once, pipeline = (median(times[kind]) for kind in ("single", "at once", "pipeline"))
-    speedup, possible = single / pipeline, at_once / pipeline
-    return (
-        f"{name:12s} {microbatches:2d} {single:10.1f} {at_once:11.1f} {pipeline:12.1f} "
-        f"{speedup:9.2f} {ideal:6.3f} {speedup / size / ideal:9.3f} {possible / size / ideal:12.3f}"
-    )
+    single, pipeline = median(times["single"]), median(times[schedule])
+    text = f"{name:12s} {schedule:11s} {microbatches:2d} {single:10.1f} "
+    free = median(times.get(f"{schedule}, no waits", [0.0]))
+    text += f"{free:12.1f} " if free else f"{'-':>12s} "
+    speedup = single / pipeline
+    text += f"{pipeline:12.1f} {speedup:9.2f} {ideal:6.3f} {speedup / size / ideal:9.3f} "
+    return text + (f"{free / pipeline / ideal:12.3f}" if free else f"{'-':>12s}")
 
 
 def record_case(
@@ -86,16 +87,21 @@ def record_case(
     who: str,
     times: dict[str, list[float]],
 ) -> None:
-    """Record one library's step: as it is, and over its bound, which counts from "single".
+    """Record one library's step: as it is, over the ideal, and with other schedules.
 
-    The second row compares pipelines of two libraries whose kernels differ.
+    The ideal is "single", divided by the stages, with the bubble. It compares pipelines of two
+    libraries whose kernels differ; `BOUND` is what the machine makes of it.
     """
-    what, values = f"pipeline step, {name}", {who: times["pipeline"]}
-    sizes = f"{SIZES[name]}, {microbatches} microbatches, {size} stages, {args.schedule}"
-    least = [t / size * (microbatches + size - 1) / microbatches for t in times["single"]]
+    schedule, *others = args.schedules
+    what, values = f"pipeline step, {name}", {who: times[schedule]}
+    sizes = f"{SIZES[name]}, {microbatches} microbatches, {size} stages, {schedule}"
+    bubble = (microbatches + size - 1) / microbatches
     if who == OURS:
-        record(args.results, what, sizes, {**values, BOUND: least}, bound=BOUND)
-    else:
-        record(args.results, what, sizes, values)
-    over = [a / b for a, b in zip(times["pipeline"], least, strict=True)]
-    record(args.results, f"{what} / its bound", sizes, {who: over}, unit="x")
+        values[BOUND] = [t * bubble for t in times[f"{schedule}, no waits"]]
+    record(args.results, what, sizes, values, bound=BOUND if who == OURS else "")
+    ideal = [t / size * bubble for t in times["single"]]
+    over = [a / b for a, b in zip(times[schedule], ideal, strict=True)]
+    record(args.results, f"{what} / ideal", sizes, {who: over}, unit="x")
+    for other in others:
+        both = {who: times[other], f"the same with {schedule}": times[schedule]}
+        record(args.results, f"{what}, {other}", sizes.replace(schedule, other), both)

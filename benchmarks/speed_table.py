@@ -43,12 +43,12 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (TWO, "data_parallel_step", ["--rounds", "2"]),
         *(horovod if importlib.util.find_spec("horovod") else []),
         (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
-        (TWO, "pipeline_step", sizes),
+        (TWO, "pipeline_step", [*sizes, "--schedules", "1f1b", "interleaved", "zero_bubble"]),
         (MPIRUN, "pipeline_step_torch", sizes),
     ]
     with_peer = ["mirrored, 2 devices", "central storage, 2 devices", "multi-worker mirrored, 2"]
     return [
-        (ONE, "keras_fit", ["--rounds", "2"]),
+        *[(ONE, "keras_fit", ["--rounds", "1"]), (ONE, "keras_fit_torch", ["--rounds", "1"])] * 2,
         (ONE, "zoo_fit", ["--rounds", "2"]),
         (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6"]),
