@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,8 +60,9 @@ class UpdatesPerCall:
         self._updates = 0  # made so far
         self._seconds = MAX_SECONDS  # an update in the last call, with the wait for data
         self._began = 0.0
+        self._ended = 0.0  # the last call
         # The first calls of a kind compile and fill caches.
-        self._one, self._many = _MeanSeconds(calls_to_skip=10), _MeanSeconds(calls_to_skip=1)
+        self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
         self._compared = False
         self._error: BaseException | None = None  # of the data, for the next call
         self._unused_updates = 0  # of the last call
@@ -97,9 +99,11 @@ class UpdatesPerCall:
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
         """Note that a call is over; returns the updates that it made, the first ones."""
-        seconds = time.perf_counter() - self._began
-        (self._one if made == 1 else self._many).add(seconds, made)
-        self._seconds, self._unused_updates = seconds / made, len(updates) - made
+        now = time.perf_counter()
+        # With callbacks since the last call, which fewer calls save, too.
+        (self._one if made == 1 else self._many).add(now - (self._ended or self._began), made)
+        self._seconds, self._unused_updates = (now - self._began) / made, len(updates) - made
+        self._ended = now
         self._updates += made
         return updates[:made]
 
@@ -134,7 +138,7 @@ class UpdatesPerCall:
             self._auto, self._can_train_many = self._can_train_many(), None
         if not self._compared and self._many.updates >= FIRST_UPDATES:
             # Slower where a step takes less than its data, which is no longer made meanwhile.
-            self._compared, self._auto = True, self._many.mean < self._one.mean
+            self._compared, self._auto = True, self._many.median < self._one.median
         if not self._auto:
             return 1
         limit = max_updates()
@@ -154,23 +158,25 @@ class UpdatesPerCall:
             )
 
 
-@dataclass
-class _MeanSeconds:
-    """The mean seconds of an update, over several calls."""
+class _MedianSeconds:
+    """The median seconds of an update, over the last calls: some have a validation or a checkpoint
+    before them, or wait for another program."""
 
-    calls_to_skip: int
-    updates: int = 0
-    seconds: float = 0.0
+    def __init__(self, calls_to_skip: int) -> None:
+        self._calls_to_skip = calls_to_skip
+        self._seconds: deque[float] = deque(maxlen=FIRST_UPDATES)
+        self.updates = 0
 
     def add(self, seconds: float, updates: int) -> None:
-        if self.calls_to_skip:
-            self.calls_to_skip -= 1
-        else:
-            self.seconds, self.updates = self.seconds + seconds, self.updates + updates
+        if self._calls_to_skip:
+            self._calls_to_skip -= 1
+            return
+        self._seconds.append(seconds / updates)
+        self.updates += updates
 
     @property
-    def mean(self) -> float:
-        return self.seconds / self.updates if self.updates else math.inf
+    def median(self) -> float:
+        return statistics.median(self._seconds) if self._seconds else math.inf
 
 
 def _bytes_of(update: list[LocalBatch]) -> int:

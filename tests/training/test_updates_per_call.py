@@ -400,6 +400,25 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     assert (sizes[-2] > 9) == (seconds < 0.002)
 
 
+def test_callbacks_between_calls_count_and_one_long_call_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An update of 1 ms, and 1 ms between calls, one of which takes a second longer."""
+    now = 0.0
+    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
+    source, sizes = (LocalBatch(np.array([i]), 1, 1) for i in range(2000)), []
+    while updates := per_call.take(source, None, lambda: None):
+        now += 0.001 * len(updates) + (1.0 if len(sizes) == 102 else 0.0)
+        per_call.end_call(updates, len(updates))
+        sizes.append(len(updates))
+        now += 0.001
+    assert max(sizes[100:103]) > 9
+    assert sizes[-2] > 9
+
+
 def test_a_lambda_runs_at_every_batch(calls: list[int]) -> None:
     seen: list[int] = []
     watch = keras.callbacks.LambdaCallback(
