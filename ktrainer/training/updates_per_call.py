@@ -61,9 +61,7 @@ class UpdatesPerCall:
         self._seconds = MAX_SECONDS  # an update in the last call, with the wait for data
         self._began = 0.0
         self._ended = 0.0  # the last call
-        # The first calls of a kind compile and fill caches.
-        self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
-        self._compared = False
+        self._start_comparison()
         self._error: BaseException | None = None  # of the data, for the next call
         self._unused_updates = 0  # of the last call
 
@@ -136,13 +134,32 @@ class UpdatesPerCall:
             return 1
         if self._can_train_many is not None:
             self._auto, self._can_train_many = self._can_train_many(), None
-        if not self._compared and self._many.updates >= FIRST_UPDATES:
-            # Slower where a step takes less than its data, which is no longer made meanwhile.
-            self._compared, self._auto = True, self._many.median < self._one.median
-        if not self._auto:
+        if not self._auto or not self._many_is_faster():
             return 1
         limit = max_updates()
         return most if limit is None else max(1, min(most, limit))
+
+    def _start_comparison(self) -> None:
+        self._compared_since, self._compare_again = self._updates, math.inf
+        # The first calls of a kind compile and fill caches.
+        self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
+        self._compared: bool | None = None  # whether many are faster; None: not known yet
+
+    def _many_is_faster(self) -> bool:
+        """Whether calls of many updates are faster, or are still tried; slower are they where a
+        step takes less than its data, which is no longer made meanwhile.
+
+        Compared again whenever there are ten times as many updates: data is cached by then, or
+        another program has ended.
+        """
+        if self._updates >= self._compare_again:
+            self._start_comparison()
+        if self._updates < self._compared_since + FIRST_UPDATES:
+            return False
+        if self._compared is None and self._many.updates >= FIRST_UPDATES:
+            self._compared = self._many.median < self._one.median
+            self._compare_again = 10 * self._updates
+        return self._compared is not False
 
     def _is_late(self) -> bool:
         return time.perf_counter() - self._began > MAX_SECONDS

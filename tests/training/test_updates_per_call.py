@@ -419,6 +419,32 @@ def test_callbacks_between_calls_count_and_one_long_call_does_not(
     assert sizes[-2] > 9
 
 
+def test_what_is_faster_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data takes longer than steps until update 1000, as while it is read for the first time."""
+    now = 0.0
+    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    ready = 0.0
+
+    def batches() -> Iterator[LocalBatch]:
+        nonlocal now, ready
+        for i in range(6000):
+            now = max(now, ready)
+            ready = now + (0.003 if i < 1000 else 0.0)
+            yield LocalBatch(np.array([i]), 1, 1)
+
+    per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
+    source, sizes = batches(), []
+    while updates := per_call.take(source, None, lambda: None):
+        now += 0.001 + 0.001 * len(updates)
+        per_call.end_call(updates, len(updates))
+        sizes += [len(updates)] * len(updates)
+    assert max(sizes[100:200]) > 9
+    assert max(sizes[400:2000]) == 1
+    assert min(sizes[2800:-50]) > 9
+
+
 def test_a_lambda_runs_at_every_batch(calls: list[int]) -> None:
     seen: list[int] = []
     watch = keras.callbacks.LambdaCallback(
