@@ -51,8 +51,6 @@ _WHERE = {
     "SetupError": "ktrainer.errors",
 }
 
-_WITH_KERAS = {"Callback", "rank_zero_only", "partition", "all_gather"}
-
 __all__ = [
     "Callback",
     "CheckpointError",
@@ -107,12 +105,7 @@ quiet_tensorflow()
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ktrainer' has no attribute {name!r}")
-    imported = _WHERE[name] in sys.modules
-    with nullcontext() if imported else paused_collection():
-        if name in _WITH_KERAS and not imported:
-            # First: `ktrainer run` acts when a script has imported Keras, and imports much of
-            # ktrainer then, which must not be half imported.
-            import_module("keras")
+    with nullcontext() if _WHERE[name] in sys.modules else paused_collection():
         return getattr(import_module(_WHERE[name]), name)
 
 

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.abc import MetaPathFinder
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ktrainer.script.routing import Routing
 
 _BACKEND = "KERAS_BACKEND"
+_WITH_KERAS = ("backends", "callbacks", "checkpoint", "data", "elastic", "steps", "training")
 _routing: Routing | None = None
 _replaced = Replacements()
 _first = True
@@ -51,6 +53,7 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     start = partial(_start, seed, horovod)
     _AfterImport("tensorflow", partial(_unless_importing, "keras", start))
     _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
+    sys.meta_path.insert(0, _KerasFirst())
 
 
 def watch(rank: int, ranks: int) -> None:
@@ -103,7 +106,8 @@ def _watch_fit(ranks: int) -> None:
 def uninstall() -> None:
     """Undo `install`."""
     global _routing
-    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _AfterImport)]
+    ours = (_AfterImport, _KerasFirst)
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, ours)]
     if _routing is not None:
         _routing.close()
         _routing = None
@@ -219,6 +223,35 @@ class _AfterImport(MetaPathFinder):
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec
+
+
+class _KerasFirst(MetaPathFinder):
+    """Imports Keras before a script's first module of ktrainer that would: `_start`, which runs at
+    the end of that import, imports much of ktrainer and would find that module half imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package, _, rest = name.partition(".")
+        if package != "ktrainer" or rest.partition(".")[0] not in _WITH_KERAS:
+            return None
+        sys.meta_path.remove(self)
+        import_module("keras")
+        module = sys.modules.get(name)
+        return None if module is None else ModuleSpec(name, _Imported(module))
+
+
+class _Imported(Loader):
+    """Loads a module that was imported while it was being found."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _is_importing(name: str) -> bool:
