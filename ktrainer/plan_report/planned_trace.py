@@ -13,6 +13,7 @@ from ktrainer.runtime.run_folder import write_private
 
 LANE = "pipeline, as planned"
 _MEASURED = "pipeline"  # ktrainer.state.trace_spans.STAGES
+_SAME = "plan with the settings of the run."
 
 
 def add_plan(path: Path, timeline: Timeline) -> Path:
@@ -33,8 +34,10 @@ def add_plan(path: Path, timeline: Timeline) -> Path:
         partitions = trace["otherData"]["partitions"]
         spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
         planned = _planned(spans, partitions, timeline)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no trace of trainer.profile: {error!r}") from None
+    if not planned:
+        raise ConfigError(f"{path} has no steps of a pipeline: trace a run of backend=pipeline.")
     trace["traceEvents"] += planned
     copy = path.with_name(f"{path.stem}-planned.json")
     try:
@@ -47,33 +50,80 @@ def add_plan(path: Path, timeline: Timeline) -> Path:
 def _planned(
     spans: list[Mapping[str, Any]], partitions: list[int | None], timeline: Timeline
 ) -> list[dict[str, Any]]:
-    """The events to add to a trace."""
+    """The events to add to a trace; none if it has no steps, or is of no pipeline.
+
+    Raises:
+        ConfigError: its actions are not those of the plan.
+    """
+    _check_partitions(partitions, timeline)
     lane = max((event["tid"] for event in spans), default=0) + 1
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": LANE}}
-        for rank in range(len(partitions))
-    ]
+    cut = [rank for rank, partition in enumerate(partitions) if partition is not None]
+    if not cut:
+        return []
+    events: list[dict[str, Any]] = []
     for name in dict.fromkeys(event["name"] for event in spans if event["cat"] == "steps"):
         steps = {e["pid"]: e for e in spans if e["cat"] == "steps" and e["name"] == name}
         measured = [e for e in spans if e["cat"] == _MEASURED and _is_in(e, steps[e["pid"]])]
-        expected = sum(len(timeline.spans[p]) for p in partitions if p is not None)
-        if len(measured) != expected:
-            raise ConfigError(
-                f"{name} of the trace has {len(measured)} actions, and the plan {expected}: plan "
-                "with the settings of the run."
-            )
+        _check_actions(name, measured, partitions, timeline)
         begin = min(event["ts"] for event in measured)
         scale = (max(e["ts"] + e["dur"] for e in measured) - begin) / timeline.makespan
-        for rank, partition in enumerate(partitions):
-            for span in timeline.spans[partition] if partition is not None else ():
-                where = {"ph": "X", "pid": rank, "tid": lane, "cat": LANE}
-                times = {
-                    "ts": round(begin + span.start * scale, 3),
-                    "dur": round((span.end - span.start) * scale, 3),
-                }
-                label = timeline.schedule.label(span.action)
-                events.append({**where, "name": label, **times})
-    return events
+        for rank in cut:
+            events += _of_rank(rank, lane, timeline, partitions[rank], begin, scale)
+    heads = [
+        {"ph": "M", "pid": rank, "tid": lane, "name": "thread_name", "args": {"name": LANE}}
+        for rank in cut
+    ]
+    return [*heads, *events] if events else []
+
+
+def _of_rank(
+    rank: int, lane: int, timeline: Timeline, partition: Any, begin: float, scale: float
+) -> list[dict[str, Any]]:
+    """The planned actions of a rank in one step, from `begin` on."""
+    return [
+        {
+            "ph": "X",
+            "pid": rank,
+            "tid": lane,
+            "cat": LANE,
+            "name": timeline.schedule.label(span.action),
+            "ts": round(begin + span.start * scale, 3),
+            "dur": round((span.end - span.start) * scale, 3),
+        }
+        for span in timeline.spans[partition]
+    ]
+
+
+def _check_partitions(partitions: list[int | None], timeline: Timeline) -> None:
+    """Refuse the trace of a pipeline with another number of partitions."""
+    found = len({partition for partition in partitions if partition is not None})
+    if found and found != len(timeline.spans):
+        raise ConfigError(
+            f"the trace has {found} partitions, and the plan {len(timeline.spans)}: {_SAME}"
+        )
+
+
+def _check_actions(
+    name: str,
+    measured: list[Mapping[str, Any]],
+    partitions: list[int | None],
+    timeline: Timeline,
+) -> None:
+    """Refuse a step whose actions are others than those of the plan, or in another order."""
+    rows = [timeline.spans[p] if p is not None else () for p in partitions]
+    expected = sum(map(len, rows))
+    if len(measured) != expected:
+        raise ConfigError(
+            f"{name} of the trace has {len(measured)} actions, and the plan {expected}: {_SAME}"
+        )
+    for rank, row in enumerate(rows):
+        own = sorted((e["ts"], e["name"]) for e in measured if e["pid"] == rank)
+        found, planned = [n for _, n in own], [timeline.schedule.label(s.action) for s in row]
+        if found != planned:
+            raise ConfigError(
+                f"{name} of the trace has the actions {' '.join(found)} on rank {rank}, and the "
+                f"plan {' '.join(planned)}: {_SAME}"
+            )
 
 
 def _is_in(event: Mapping[str, Any], step: Mapping[str, Any]) -> bool:

@@ -9,10 +9,15 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from ktrainer import Trainer, load_config
+from ktrainer import Callback, Trainer, load_config
+from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
+from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
 from ktrainer.callbacks.profile import Profile
+from ktrainer.cli.main import main
 from ktrainer.errors import ConfigError
+from ktrainer.plan_report.planned_trace import add_plan
 from ktrainer.state import trace_spans
 from tests.processes import ktrainer
 
@@ -36,17 +41,27 @@ def spans(trace: dict[str, Any], lane: str, rank: int) -> list[tuple[str, float,
     )
 
 
-def train(folder: Path, epochs: int = 1, **profile: Any) -> Path:
+def train(
+    folder: Path,
+    epochs: int = 1,
+    more: dict[str, Any] | None = None,
+    callbacks: list[Any] | None = None,
+    fits: int = 1,
+    **profile: Any,
+) -> Path:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.ones((64, 4), np.float32)
+    more = more or {}
     keys = {
+        **more,
         "run": {"dir": str(folder / "run")},
-        "trainer": {"profile": profile},
+        "trainer": {**more.get("trainer", {}), "profile": profile},
         "logging": {"progress": "none"},
     }
-    with Trainer(keys) as trainer:
-        trainer.fit(model, x, x[:, :1], batch_size=8, epochs=epochs)
+    with Trainer(keys, callbacks or ()) as trainer:
+        for _ in range(fits):
+            trainer.fit(model, x, x[:, :1], batch_size=8, epochs=epochs)
     return folder / "run" / "trace.json"
 
 
@@ -95,9 +110,76 @@ def test_the_actions_of_a_pipeline_and_its_plan(tmp_path: Path) -> None:
         max(end for lane in each for _, _, end in lane[:8]) for each in (lanes, (first, second))
     ]
     assert ends[0] == pytest.approx(ends[1], abs=0.1)
-    done = ktrainer(*plan, "backend.microbatches=8", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "has 16 actions, and the plan 32: plan with the settings" in done.stderr
+    for schedule, microbatches, said in (
+        ("1f1b", 8, "has 16 actions, and the plan 32: plan with the settings"),
+        ("gpipe", 4, "has the actions F0 F1 B0 F2 B1 F3 B2 B3 on rank 0, and the plan F0 F1 F2 F3"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            add_plan(tmp_path / "run" / "trace.json", timeline(schedule, microbatches))
+
+
+@pytest.mark.exhaustive
+def test_a_replicated_pipeline_and_its_plan(tmp_path: Path) -> None:
+    words = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2",
+             "trainer.accumulate=2")  # fmt: skip
+    trace = traced(tmp_path, *words, "trainer.profile.steps=9-12", launch=("-n", "4"))
+    partitions = trace["otherData"]["partitions"]
+    assert sorted(partitions) == [0, 0, 1, 1]
+    done = ktrainer("plan", "-n", "4", "--trace", "run/trace.json", SCRIPT, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    planned = json.loads((tmp_path / "run" / "trace-planned.json").read_text())
+    for rank in range(4):
+        names = [[n for n, _, _ in spans(planned, lane, rank)] for lane in
+                 ("pipeline", "pipeline, as planned")]  # fmt: skip
+        assert names[0] == names[1]
+        assert len(names[0]) == 32
+
+
+def timeline(schedule: str, microbatches: int) -> Timeline:
+    return make_timeline(make_schedule(schedule, 2, microbatches), Costs.of(2))
+
+
+def test_a_trace_has_no_schedule_without_a_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, config = tmp_path / "trace.json", tmp_path / "config.yaml"
+    trace.write_text("{}")
+    config.write_text("backend: data_parallel")
+    assert main(["plan", "--trace", str(trace), str(config)]) == 2
+    assert "--trace shows the schedule of a pipeline, and" in capsys.readouterr().err
+
+
+def plan_of(folder: Path, trace: Any) -> None:
+    path = folder / "trace.json"
+    path.write_text(trace if isinstance(trace, str) else json.dumps(trace))
+    add_plan(path, timeline("1f1b", 2))
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        ("{", "is no trace of trainer.profile"),
+        ([1], "is no trace of trainer.profile"),
+        ({"traceEvents": [{"ph": "X"}], "otherData": {"partitions": [0, 1]}}, "is no trace of"),
+        ({"traceEvents": [], "otherData": {"partitions": [None, None]}}, "has no steps of a pipel"),
+        ({"traceEvents": [], "otherData": {"partitions": [0, 1]}}, "has no steps of a pipeline"),
+        ({"traceEvents": [], "otherData": {"partitions": [0, 1, 2]}}, "has 3 partitions, and the"),
+    ],
+)
+def test_a_plan_for_what_is_no_trace_of_it(tmp_path: Path, trace: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_of(tmp_path, trace)
+    assert not (tmp_path / "trace-planned.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_clocks_that_drift_apart(tmp_path: Path) -> None:
+    trace = traced(tmp_path, "backend=data_parallel", "trainer.profile.steps=5-40", FAST="1.2")
+    assert trace["otherData"]["clock_error_seconds"] < 1e-3
+    sums = [spans(trace, "gradients", rank) for rank in range(2)]
+    assert len(sums[0]) == 36
+    for (_, one_begin, one_end), (_, other_begin, other_end) in zip(*sums, strict=True):
+        assert max(one_begin, other_begin) < min(one_end, other_end)
 
 
 @pytest.mark.exhaustive
@@ -133,6 +215,25 @@ def test_tensorflows_operations(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "tensorflow-profile").rglob("*.xplane.pb"))
 
 
+def test_a_profiler_that_fails_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorflow-profile").write_text("no folder")
+    with pytest.warns(UserWarning, match="the trace lacks TensorFlow's operations"):
+        trace = json.loads(train(tmp_path, steps="3-4", tensorflow=True).read_text())
+    assert [name for name, _, _ in spans(trace, "steps", 0)] == ["step 3", "step 4"]
+
+
+def test_a_profiler_that_another_callback_has_ended(tmp_path: Path) -> None:
+    class Ends(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            if step == 3:
+                tf.profiler.experimental.stop()
+
+    with pytest.warns(UserWarning, match="the trace lacks TensorFlow's operations"):
+        trace = train(tmp_path, callbacks=[Ends()], steps="3-4", tensorflow=True)
+    assert trace.exists()
+
+
 def test_a_training_that_ends_early(tmp_path: Path) -> None:
     trace = json.loads(train(tmp_path, steps="7-99").read_text())
     assert [name for name, _, _ in spans(trace, "steps", 0)] == ["step 7", "step 8"]
@@ -140,8 +241,49 @@ def test_a_training_that_ends_early(tmp_path: Path) -> None:
 
 
 def test_one_that_ends_before_and_one_without(tmp_path: Path) -> None:
-    assert not train(tmp_path, steps="50").exists()
+    said = "no trace of trainer.profile.steps=50-60 is written: training has ended after 8 updates"
+    with pytest.warns(UserWarning, match=said):
+        assert not train(tmp_path, steps="50-60").exists()
     assert not train(tmp_path).exists()
+
+
+def test_one_that_has_resumed_beyond(tmp_path: Path) -> None:
+    words = {"checkpoint": {"every": "8ba", "resume": "auto"}}
+    trace = train(tmp_path, more=words, steps="3")
+    before = trace.read_bytes()
+    train(tmp_path, epochs=2, more=words, steps="3")  # an earlier start has traced it
+    assert trace.read_bytes() == before
+    with pytest.warns(UserWarning, match="steps=4-5 is written: training has resumed after them"):
+        train(tmp_path, epochs=3, more=words, steps="4-5")
+    assert trace.read_bytes() == before
+
+
+def test_a_range_across_epochs_and_fits(tmp_path: Path) -> None:
+    trace = json.loads(train(tmp_path, epochs=2, fits=2, steps="7-10").read_text())
+    second = json.loads((tmp_path / "run" / "trace-2.json").read_text())
+    for each in (trace, second):
+        names = [name for name, _, _ in spans(each, "steps", 0)]
+        assert names == ["step 7", "step 8", "step 9", "step 10"]
+
+
+def test_a_fit_of_a_callback_leaves_the_trace_alone(tmp_path: Path) -> None:
+    class Inner(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            if step == 4 and not self.train_state.inside:
+                x = np.ones((8, 4), np.float32)
+                self.trainer.fit(self.model, x, x[:, :1], batch_size=2, epochs=2)
+
+    trace = json.loads(train(tmp_path, callbacks=[Inner()], steps="3-5").read_text())
+    assert [n for n, _, _ in spans(trace, "steps", 0)] == ["step 3", "step 4", "step 5"]
+    assert sum(name == "compute" for name, _, _ in spans(trace, "loop", 0)) > 8
+    assert not list((tmp_path / "run").glob("trace-*"))
+
+
+def test_a_call_of_several_updates_is_one_span(tmp_path: Path) -> None:
+    words = {"trainer": {"steps_per_call": 3}}
+    trace = json.loads(train(tmp_path, epochs=2, more=words, steps="5-9").read_text())
+    names = [name for name, _, _ in spans(trace, "steps", 0)]
+    assert names == ["steps 4-6", "steps 7-8", "steps 9-11"]
 
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
