@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ktrainer.errors import ConfigError
 from ktrainer.runs.run_record import RunRecord, find_runs
+from ktrainer.runs.sweep_summary import read_best_trial
 from ktrainer.runtime.history_file import spelled
 
 _SHOWN = 2  # best values in the table
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer runs`."""
     parser.description = (
         "List the runs in a folder, the newest first: whether each is running, finished, "
-        "interrupted or failed and why, how far it is, its best values, and how to resume it."
+        "interrupted or failed and why, how far it is, its best values, and how to resume it; of a "
+        "sweep, its best trial and the command that trains with its values."
     )
     parser.add_argument(
         "path",
@@ -62,6 +64,9 @@ def _lines(records: Sequence[RunRecord], where: Path) -> list[str]:
         lines.append("  ".join(cells).rstrip())
         if record is not None:
             lines += [f"  {line}" for line in _notes(record)]
+    for folder in sorted({record.folder.parent for record in records if record.folder != where}):
+        if (best := read_best_trial(folder)) is not None:
+            lines += ["", f"sweep {folder}, {best.text()}"]
     return lines
 
 

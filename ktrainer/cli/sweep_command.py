@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.checkpoint.best_metric import is_loss
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.run_command import recorded_signals
-from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome, output_end, run_trial
-from ktrainer.cli.sweep_words import SweepWords
+from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome, output_end, run_trial, trial_folder
+from ktrainer.cli.sweep_words import SweepWords, file_digest
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
+from ktrainer.tuning.search_space import grid_size
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -36,19 +37,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a script again and again with other settings, which Optuna chooses, and show which "
         "are best. Spaces follow the script: key=a,b,c, key=log(low,high), key=uniform(low,high), "
-        "key=int(low,high); key=value is the same in all trials. The same command again continues "
-        "a sweep that was ended in whatever way."
+        "key=int(low,high), in quotes for the shell; key=value is the same in all trials. Trials "
+        "run one after the other, each on all the processes that -n says, with its run in "
+        "DIR/trial-0003. The same command again continues a sweep that was ended in whatever way, "
+        "with a larger --trials by more of them."
     )
+    _add_options(parser)
+    add_script(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser)
     _add_sweep_options(parser)
     _add_search_options(parser)
-    add_script(parser)
 
 
 def _add_sweep_options(parser: argparse.ArgumentParser) -> None:
     """Declare what is compared, and where it is kept."""
     parser.add_argument(
-        "--trials", type=positive(int), default=20, help="how many there are in all (default: 20)"
+        "--trials",
+        type=positive(int),
+        help="how many there are in all (default: 20; with --sampler grid all combinations)",
     )
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", default=Path("sweep"), help="folder (default: sweep)"
@@ -89,22 +98,23 @@ def run(args: argparse.Namespace) -> int:
     """Run the trials that are missing, and show all.
 
     Returns:
-        The exit status: 0; 2 where the first trial says that none can work; after a signal 75 if
-        the trial can resume from a checkpoint, else 128 plus the signal's number.
+        The exit status: 0; 1 where no trial has finished; 2 where the first trial says that none
+        can work; after a signal 75 if the trial can resume from a checkpoint, else 128 plus the
+        signal's number.
 
     Raises:
         ConfigError: the words cannot work, or the folder has another sweep.
         SetupError: Optuna is missing, or its storage does not answer.
     """
+    read_later_options(args)
     if not Path(args.script).is_file():
         raise ConfigError(
             f"there is no script {args.script!r}; give the path from the current folder"
         )
     mode = args.mode or _mode_of(args.metric)
     words = SweepWords.read(args)
-    if args.sampler == "grid":
-        for space in words.spaces:
-            space.grid()
+    most = grid_size(words.spaces) if args.sampler == "grid" else 20
+    args.trials = args.trials or most
     words.check()
     if find_spec("optuna") is None:
         raise SetupError("ktrainer sweep needs Optuna: pip install 'ktrainer[sweep]'.")
@@ -116,6 +126,15 @@ def run(args: argparse.Namespace) -> int:
         results = SweepResults(study, words, folder, args.metric, mode)
         with answering(args.storage, OptunaError):
             return _Sweep(args, words, folder, study, results, mode).run()
+
+
+def read_later_options(args: argparse.Namespace) -> None:
+    """Set the options that follow the script, up to `--`; the other words are kept."""
+    later = argparse.ArgumentParser(prog="ktrainer sweep", allow_abbrev=False, add_help=False)
+    _add_options(later)
+    end = args.args.index("--") if "--" in args.args else len(args.args)
+    _, words = later.parse_known_args(args.args[:end], args)
+    args.args = [*words, *args.args[end:]]
 
 
 def _mode_of(metric: str | None) -> str:
@@ -159,6 +178,8 @@ def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode:
         "pruner": args.pruner,
         "seed": args.seed,
     }
+    if words.config is not None:
+        settings["content of --config"] = file_digest(words.config)
     # Hyperband's choices depend on the name, so sweeps with files of their own share one.
     storage, name = args.storage, f"ktrainer {folder.absolute()}"
     if storage is None:
@@ -169,6 +190,11 @@ def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode:
         raise ConfigError(
             f"{folder} has trials that this storage does not know, which new ones would continue: "
             "give another folder, by --dir DIR."
+        )
+    if not study.is_as_begun("digest of the script", file_digest(args.script)):
+        _say(
+            f"{args.script} has changed since this sweep began. Trials before and after the change "
+            "may not compare; --dir DIR begins another sweep."
         )
     return study
 
@@ -201,12 +227,12 @@ class _Sweep:
             return self._interrupted(_SIGNAL + signals[0])
         self._results.write_page()
         print(self._results.table())
-        return 0
+        return 0 if self._results.best is not None else 1
 
     def _run(self, trial: FrozenTrial, signals: list[int]) -> int:
         """Run a trial and record what came of it; return the exit code that ends the sweep, 0 to
         go on."""
-        folder = self._folder / f"trial-{trial.number:04d}"
+        folder = self._folder / trial_folder(trial.number)
         _say(f"trial {trial.number}: {' '.join(self._words.of_trial(trial.params))}")
         for start in range(_STARTS):
             code = self._start(trial, folder, signals)
@@ -238,8 +264,8 @@ class _Sweep:
 
     def _record(self, trial: FrozenTrial, came: Outcome) -> None:
         facts: dict[str, Any] = {"metric": came.metric, "epochs": came.epochs, "why": came.why}
-        self._study.finish(trial.number, came.state, came.value, **facts)
-        value = "" if came.value is None else f", {came.metric} {came.value:.5g}"
+        found = self._study.finish(trial.number, came.state, came.value, **facts)
+        value = "" if found is None else f", {came.metric} {found:.5g}"
         why = f": {came.why}" if came.why else ""
         _say(f"trial {trial.number}: {came.state}{value}{why}")
         self._results.write_page()
@@ -247,16 +273,18 @@ class _Sweep:
     def _refused(self, folder: Path) -> int:
         """End the sweep as if it had not begun: what the first trial says is true of all."""
         sys.stderr.write(output_end(folder))
-        self._study.forget()
         kept = folder.with_name("refused")  # no later trial may resume from what is in it
         shutil.rmtree(kept, ignore_errors=True)
         folder.rename(kept)
+        self._study.forget()  # last: killed before, the same trial is tried, and refused, again
         _say(f"no trial can work like this, so the sweep ends; the output is in {kept / OUTPUT}")
         return _USAGE
 
     def _interrupted(self, code: int) -> int:
         self._results.write_page()
         _say("interrupted; the same command again continues, with the trial that was not finished")
+        if self._results.best is not None:
+            _say(self._results.best.text())
         return code
 
 

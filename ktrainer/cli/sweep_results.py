@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ktrainer import __version__
+from ktrainer.cli.sweep_runs import trial_folder
 from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.runs.sweep_page import TrialRow, row_head, sweep_page
+from ktrainer.runs.sweep_summary import BestTrial
 from ktrainer.runtime.run_folder import write_private
 from ktrainer.tuning.sweep_study import STATES, SweepStudy
 from ktrainer.tuning.sweep_trial import metric_of
@@ -41,14 +43,15 @@ class SweepResults:
             lines.append("  ".join(padded).rstrip())
             if row is not None and row.why:
                 lines.append(f"  {row.why}")
-        if command := self._command:
-            lines += ["", f"train with the best: {command}"]
-        return "\n".join([*lines, f"page: {self._folder / PAGE}"])
+        best = self.best
+        said = best.text() if best else "no trial has finished, so there is no best one"
+        return "\n".join([*lines, "", said, f"page: {self._folder / PAGE}"])
 
     def write_page(self) -> None:
-        """Write the page; say once if that fails."""
+        """Write the page, and what `ktrainer runs` says; say once if that fails."""
+        best = self.best
         facts = {
-            "command": self._command,
+            "command": best.command if best else "",
             "better": "low" if self._mode == "min" else "high",
             **{name: str(value) for name, value in self._study.settings.items()},
             "words": " ".join(self._words.redacted()),
@@ -59,6 +62,8 @@ class SweepResults:
         page = sweep_page(name, self._words.spaces, self._name, self._rows(), facts, __version__)
         try:
             write_private(self._folder / PAGE, page)
+            if best is not None:
+                best.write(self._folder)
         except OSError as error:
             if not self._failed:
                 self._failed = True
@@ -66,10 +71,15 @@ class SweepResults:
                 print(f"ktrainer sweep: {where} cannot be written: {reason}", file=sys.stderr)
 
     @property
-    def _command(self) -> str:
-        best = self._study.best[:1]
-        done = best and STATES[best[0].state] == "finished"
-        return self._words.command(best[0].params) if done else ""
+    def best(self) -> BestTrial | None:
+        """The best of the finished trials; None: there is none."""
+        ended = [trial for trial in self._study.best if trial.state.is_finished()]
+        if not ended or STATES[ended[0].state] != "finished":
+            return None
+        best = ended[0]
+        command = self._words.command(best.params)
+        value = float(best.value or 0.0)
+        return BestTrial(trial_folder(best.number), self._name, value, len(ended), command)
 
     @property
     def _name(self) -> str:

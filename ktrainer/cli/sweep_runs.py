@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, SetupError
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.runtime.folder_lock import NAME as LOCK
 from ktrainer.runtime.folder_lock import is_held
 from ktrainer.runtime.history_file import place
 from ktrainer.tuning.sweep_trial import PRUNED, metric_of
@@ -22,6 +23,7 @@ from ktrainer.tuning.sweep_trial import PRUNED, metric_of
 OUTPUT = "output.txt"
 _POLL_SECONDS = 0.05
 _FREE_SECONDS = 60.0  # for the ranks of a killed run to end
+_SIGNAL = 128  # plus a signal's number: a shell's exit code
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,9 @@ def run_trial(
         words: of `ktrainer run`.
         signals: to this process, which grows; they are forwarded.
     """
-    _wait_until_free(folder)
+    _wait_until_free(folder, signals)
+    if signals:
+        return _SIGNAL + signals[0]
     command = [sys.executable, "-m", "ktrainer.cli.main", "run", *words]
     folder.mkdir(mode=0o700, exist_ok=True)
     with open(folder / OUTPUT, "ab") as output:
@@ -78,14 +82,28 @@ def run_trial(
                 process.kill()
                 process.wait()
     code = process.returncode
-    return 128 - code if code < 0 else code
+    return _SIGNAL - code if code < 0 else code
 
 
-def _wait_until_free(folder: Path) -> None:
-    """Wait for the ranks of a killed sweep to end."""
+def _wait_until_free(folder: Path, signals: list[int]) -> None:
+    """Wait for the ranks of a killed sweep to end, or for a signal.
+
+    Raises:
+        SetupError: they do not.
+    """
     until = time.monotonic() + _FREE_SECONDS
-    while folder.exists() and is_held(folder) and time.monotonic() < until:
+    while folder.exists() and is_held(folder) and not signals:
+        if time.monotonic() > until:
+            raise SetupError(
+                f"{folder} is in use by an earlier start of this trial, which does not end. End "
+                f"its processes ({folder / LOCK} names one); the same command then continues."
+            )
         time.sleep(_POLL_SECONDS)
+
+
+def trial_folder(number: int) -> str:
+    """The name of the folder of a trial's run."""
+    return f"trial-{number:04d}"
 
 
 def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
@@ -93,6 +111,8 @@ def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
     try:
         record = RunRecord(folder, logs=False)
     except ConfigError:
+        record = None
+    if record is None or not record.starts:
         no_fit = "it has trained nothing by a Trainer or Model.fit, so there is no record of it"
         return Outcome("failed", why=_failure(folder, code) if code else no_fit)
     epochs = record.progress[0]
@@ -100,6 +120,8 @@ def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
     if code != 0:
         said = why if state == "failed" and why else _failure(folder, code)
         return Outcome("failed", epochs=epochs, why=said)
+    if state == "failed" or record.end is None:  # though the script has ended as if it had not
+        return Outcome("failed", epochs=epochs, why=why or f"its run is {state}")
     values = _values(record, metric)
     name = metric_of(metric, "val_loss" in _names(record))
     if not values:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ktrainer.cli.launch_config import checked_config, naming_the_separator
 from ktrainer.cli.script_trial import launch_options
@@ -88,7 +90,13 @@ class SweepWords:
         if self.config is not None:
             words.append(f"--config={self.config}")
         with naming_the_separator(words):
-            checked_config(words, self.ranks, self.workers, {})
+            config = checked_config(words, self.ranks, self.workers, {})
+        if config is not None and config.trainer.fast_dev_run:
+            raise ConfigError(
+                "keeps no record of a run, so trials could not be compared: leave it out, or try "
+                "one run of the script with it.",
+                path="trainer.fast_dev_run",
+            )
 
     def of_trial(self, values: Mapping[str, Value]) -> list[str]:
         """The words `key=value` of a trial."""
@@ -109,6 +117,11 @@ class SweepWords:
         config = [] if self.config is None else [f"--config={self.config}"]
         spaces = [f"{space.key}={space}" for space in self.spaces]
         return list(map(_redacted, [*sorted(self.fixed), *spaces, *config, *self.own]))
+
+
+def file_digest(path: str) -> str:
+    """A digest of a file's content, by which a change is noticed."""
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
 
 
 def _redacted(each: str) -> str:

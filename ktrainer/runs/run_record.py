@@ -95,8 +95,8 @@ class RunRecord:
         held = is_held(self.folder)
         if held:
             return "running", ""
-        if self._end is not None:
-            return self._end["reason"], _why(self._end)
+        if self.end is not None:
+            return self.end["reason"], _why(self.end)
         if not self.starts:
             return "interrupted", "training has not begun"
         if held is None or self.starts[-1].get("host") != socket.gethostname():
@@ -104,8 +104,8 @@ class RunRecord:
         return "interrupted", "killed: its process has ended without a word"
 
     @property
-    def _end(self) -> Event | None:
-        """How it has ended, since the last start."""
+    def end(self) -> Event | None:
+        """How it has ended, since the last start; None: it has not, or was killed."""
         for event in reversed(self.outer):
             if event["event"] == "end":
                 return event

@@ -21,6 +21,7 @@ from ktrainer.errors import ConfigError, nearest
 Value = str | int | float
 
 KINDS = ("log", "uniform", "int")
+MOST_COMBINATIONS = 10_000  # of a grid, which Optuna lists before each trial
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
@@ -46,16 +47,16 @@ class Space:
         """Values by which the space can be checked: all choices, or both ends."""
         return list(self.choices) if self.kind == "choice" else [self.low, self.high]
 
-    def grid(self) -> list[Value]:
+    def grid(self) -> Sequence[Value]:
         """All values.
 
         Raises:
             ConfigError: they cannot be counted.
         """
         if self.kind == "choice":
-            return list(self.choices)
+            return self.choices
         if self.kind == "int":
-            return list(range(int(self.low), int(self.high) + 1))
+            return range(int(self.low), int(self.high) + 1)
         raise ConfigError(
             f"--sampler grid tries every value, and {self.key}={self} has no end of them: name "
             f"some, as in {self.key}={self.low!r},{self.high!r}, or take another sampler."
@@ -65,6 +66,21 @@ class Space:
         if self.kind == "choice":
             return ",".join(self.choices)
         return f"{self.kind}({self.low!r},{self.high!r})"
+
+
+def grid_size(spaces: Sequence[Space]) -> int:
+    """The number of combinations of all values.
+
+    Raises:
+        ConfigError: they cannot be counted, or are too many to be listed.
+    """
+    size = math.prod(len(space.grid()) for space in spaces)
+    if size > MOST_COMBINATIONS:
+        raise ConfigError(
+            f"--sampler grid tries every combination, and there are {size:,}, more than "
+            f"{MOST_COMBINATIONS:,}: name fewer values, or take another sampler."
+        )
+    return size
 
 
 def word(key: str, value: Value) -> str:
@@ -101,7 +117,10 @@ def read_space(each: str) -> Space | None:
     """
     key, _, text = each.partition("=")
     key = key.strip()
-    parts = _split(text)
+    parts, unclosed = _split(text)
+    if unclosed and ("," in parts[-1] or re.match(rf"\s*({'|'.join(KINDS)})\s*\(", text)):
+        message = f"has a {unclosed} that does not end: a value with one stands in quotes."
+        raise ConfigError(message, path=key)
     if len(parts) > 1:
         return _choice(key, [part.strip() for part in parts])
     called = _CALL.fullmatch(text)
@@ -125,6 +144,14 @@ def _choice(key: str, parts: list[str]) -> Space:
     if len(set(parts)) < len(parts):
         twice = next(part for part in parts if parts.count(part) > 1)
         raise ConfigError(f"names {twice!r} twice.", path=key)
+    for part in parts:
+        called = _CALL.fullmatch(part)
+        if called is not None and called[1] in KINDS:
+            raise ConfigError(
+                f"has {part} among other values: a key has one range or several values, and a text "
+                "stands in quotes.",
+                path=key,
+            )
     return Space(key, "choice", tuple(parts))
 
 
@@ -146,8 +173,9 @@ def _range(key: str, kind: str, ends: list[str]) -> Space:
     return Space(key, kind, (), low, high)
 
 
-def _split(text: str) -> list[str]:
-    """The parts between commas that are in no brackets and no quotes."""
+def _split(text: str) -> tuple[list[str], str]:
+    """The parts between commas that are in no brackets and no quotes; and a bracket or quote that
+    begins and does not end, if there is one."""
     parts, closing, quote = [""], list[str](), ""
     for character in text:
         if quote:
@@ -162,4 +190,5 @@ def _split(text: str) -> list[str]:
             parts.append("")
             continue
         parts[-1] += character
-    return parts
+    opened = [begin for end in closing for begin, its in _PAIRS.items() if its == end]
+    return parts, quote or (opened[-1] if opened else "")

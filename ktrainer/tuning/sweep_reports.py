@@ -1,7 +1,7 @@
 """The callback of a trial of a sweep.
 
 Events used: `on_validation_end` and `on_epoch_end` (report the metric, ask whether to stop),
-`close` (end the script of a pruned trial).
+`on_restore` (stop again), `close` (end the script of a pruned trial).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.state.progress import Progress
 from ktrainer.tuning.sweep_trial import (
     PRUNED,
     SweepTrial,
@@ -121,18 +122,23 @@ class SweepReports(Callback):
             return False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "reported_at": self.reported_at}
+        return {"count": self.count, "reported_at": self.reported_at, "pruned": self._pruned}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.count, self.reported_at = state["count"], state["reported_at"]
+        self._pruned = state["pruned"]
+
+    def on_restore(self, progress: Progress) -> None:
+        if self._pruned:  # and killed before that was recorded in the study
+            self.request_stop(PRUNED)
 
     def close(self) -> None:
         """End the script of a pruned trial.
 
         Raises:
-            TrialPruned: on all ranks.
+            TrialPruned: on all ranks, unless an error has ended the fit.
         """
         self._study = None
-        if self._pruned:
-            self._pruned = False
+        pruned, self._pruned = self._pruned, False
+        if pruned and self.train_state.end.get("reason") == "finished":
             raise TrialPruned

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from ktrainer.config.redact import redact_text
 from ktrainer.errors import ConfigError, SetupError
-from ktrainer.tuning.search_space import Space
+from ktrainer.tuning.search_space import Space, grid_size
 from ktrainer.tuning.sweep_trial import SweepTrial
 
 PRUNERS: dict[str, type[optuna.pruners.BasePruner]] = {
@@ -87,6 +87,13 @@ class SweepStudy:
                     "the command that began it, or begin another sweep by --dir DIR."
                 )
 
+    def is_as_begun(self, name: str, value: str) -> bool:
+        """Whether `value` is what it was when the sweep began."""
+        known = self._study.user_attrs.get(name)
+        if known is None:
+            self._study.set_user_attr(name, value)
+        return known in (None, value)
+
     @property
     def trials(self) -> list[FrozenTrial]:
         """All trials, by number."""
@@ -111,10 +118,7 @@ class SweepStudy:
             if not trial.state.is_finished():
                 return trial
         if self.settings["sampler"] == "grid":
-            count = 1
-            for space in self.spaces:
-                count *= len(space.grid())
-            limit = min(limit, count)
+            limit = min(limit, grid_size(self.spaces))
         if len(trials) >= limit:
             return None
         self._study.add_trial(self._proposed(trials))  # in one transaction, with its parameters
@@ -142,20 +146,26 @@ class SweepStudy:
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         seed = int(self.settings["seed"])
         if self.settings["sampler"] == "grid":
-            return optuna.samplers.GridSampler({s.key: s.grid() for s in self.spaces}, seed=seed)
+            grid = {space.key: list(space.grid()) for space in self.spaces}
+            return optuna.samplers.GridSampler(grid, seed=seed)
         digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=4).digest()
         own = int.from_bytes(digest, "big")
         if self.settings["sampler"] == "random":
             return optuna.samplers.RandomSampler(seed=own)
         return optuna.samplers.TPESampler(seed=own)
 
-    def finish(self, number: int, state: str, value: float | None, **facts: Any) -> None:
-        """Record how a trial has ended: `finished`, `pruned` or `failed`."""
+    def finish(self, number: int, state: str, value: float | None, **facts: Any) -> float | None:
+        """Record how a trial has ended: `finished`, `pruned` or `failed`.
+
+        Returns:
+            The value that counts, if there is one: of a pruned trial the one reported last.
+        """
         trial = self.trials[number]
         for name, fact in facts.items():
             self._study._storage.set_trial_user_attr(trial._trial_id, name, fact)
         states = {name: kind for kind, name in STATES.items()}
-        self._study.tell(number, value if state == "finished" else None, states[state])
+        told = value if state == "finished" else None
+        return self._study.tell(number, told, states[state]).value
 
     def forget(self) -> None:
         """Delete the study."""

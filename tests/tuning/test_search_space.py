@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktrainer.errors import ConfigError
-from ktrainer.tuning.search_space import Space, read_space, split_spaces, word
+from ktrainer.tuning.search_space import Space, grid_size, read_space, split_spaces, word
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,11 @@ def test_one_value(given: str) -> None:
         ("user.k=1,,2", "a comma too many"),
         ("user.k=1,", "a comma too many"),
         ("user.k=1,2,1", "names '1' twice"),
+        ("user.lr=log(1e-4,1e-1", r"has a \( that does not end: a value with one stands in quotes"),
+        ("user.lr=int(3", r"has a \( that does not end"),
+        ("user.t=o'neil,b", "has a ' that does not end"),
+        ("user.t=[1,2", r"has a \[ that does not end"),
+        ("user.lr=log(1e-4,1e-1),0.5", r"has log\(1e-4,1e-1\) among other values"),
     ],
 )
 def test_a_space_that_cannot_be_read(given: str, said: str) -> None:
@@ -83,7 +88,10 @@ def test_a_word_keeps_every_digit() -> None:
 
 
 def test_a_grid_has_all_values() -> None:
-    assert Space("k", "int", (), 2, 4).grid() == [2, 3, 4]
-    assert Space("k", "choice", ("a", "b")).grid() == ["a", "b"]
+    two, three = Space("k", "choice", ("a", "b")), Space("k", "int", (), 2, 4)
+    assert (list(two.grid()), list(three.grid())) == (["a", "b"], [2, 3, 4])
+    assert grid_size([two, three]) == 6
+    with pytest.raises(ConfigError, match="there are 2,000,000,000, more than 10,000: name fewer"):
+        grid_size([two, Space("k", "int", (), 1, 10**9)])
     with pytest.raises(ConfigError, match=r"k=log\(0.1,1.0\) has no end of them: name some"):
         Space("k", "log", (), 0.1, 1.0).grid()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from ktrainer.cli import main
+from ktrainer.cli.sweep_command import add_arguments, read_later_options
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
@@ -31,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchem
 SCRIPT = """
 import os
 from pathlib import Path
-import keras, numpy as np
+import keras, numpy as np, psutil
 from ktrainer import Callback, Trainer
 
 
@@ -43,6 +46,12 @@ class Acts(Callback):
             __import__("time").sleep(user.sleep)
 
     def on_train_end(self, logs=None):
+        killed = Path(trainer.run_dir) / "killed"
+        if user.kills and self.train_state.stop_reason and not killed.exists():
+            killed.touch()
+            sweep = next(p for p in psutil.Process().parents() if "sweep" in p.cmdline())
+            sweep.kill()
+            __import__("time").sleep(60)
         note = Path(trainer.run_dir) / f"rank-{self.world.rank}.txt"
         note.write_text(f"{self.progress.step}")
 
@@ -50,7 +59,7 @@ class Acts(Callback):
         return 1
 
 
-user = {"lr": 0.01, "width": 4, "raises": False, "sleep": 0.0}
+user = {"lr": 0.01, "width": 4, "raises": False, "sleep": 0.0, "kills": False}
 trainer = Trainer.from_cli([Acts()], defaults={"user": user, "seed": 1})
 user = trainer.config.user
 keras.utils.set_random_seed(1)
@@ -104,6 +113,9 @@ def test_trials_of_a_script(
     command = f"train with the best: ktrainer run --ranks=1 {script} trainer.epochs=2 user.lr=0.05"
     assert command in said
     assert (folder / "sweep.html").exists()
+    assert main.main(["runs", str(tmp_path)]) == 0
+    assert "the best of 2 trials: trial-000" in (listed := capfd.readouterr().out)
+    assert command in listed
     # Nothing is left to do, and another sweep is not mixed in.
     before = facts(folder)
     assert main.main(words) == 0
@@ -111,6 +123,10 @@ def test_trials_of_a_script(
     assert main.main([*options, "user.lr=0.001,0.01"]) == 2
     assert "begun with another words" in capfd.readouterr().err
     assert facts(folder) == before
+    with script.open("a") as file:
+        file.write("pass\n")
+    assert main.main(words) == 0
+    assert "train.py has changed since this sweep began" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,29 +139,52 @@ def test_trials_of_a_script(
         (["train.py", "trainer.epochs=3,many"], "trainer.epochs: expected"),
         (["train.py", "trainer.epochs=uniform(1,2)"], "trainer.epochs: expected"),
         (["train.py", "user.lr=1,2", "trainer.epochs=no"], "trainer.epochs: expected"),
+        (["train.py", "user.lr=1,2", "trainer.fast_dev_run=true"], "keeps no record of a run"),
         (["train.py", "run.dir=a,b"], "run.dir: is the sweep's"),
         (["train.py", "user.lr=1,2", "checkpoint.dir=x"], "checkpoint.dir: is the sweep's"),
         (["--sampler", "grid", "train.py", "user.lr=log(1,2)"], "tries every value"),
         (["--metric", "val_f1", "train.py", "user.lr=1,2"], "add --mode min or --mode max"),
         (["-n", "2", "train.py", "user.lr=1,2", "backend=local"], "backend"),
+        (["train.py", "user.lr=1,2", "--sampler", "grit"], "invalid choice: 'grit'"),
+        (["train.py", "user.lr=log(1,2)", "--sampler=grid"], "tries every value"),
+        (["--sampler", "grid", "train.py", "user.k=int(1,20000)"], "there are 20,000, more than"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
     script: Path, tmp_path: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(script) if word == "train.py" else word for word in words]
-    assert main.main(["sweep", "--dir", str(tmp_path / "sweep"), *words]) == 2
+    try:
+        status = main.main(["sweep", "--dir", str(tmp_path / "sweep"), *words])
+    except SystemExit as error:  # of argparse
+        status = error.code
+    assert status == 2
     assert said in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["train.py"]
 
 
-def record(folder: Path, *rows: dict[str, float], why: str = "") -> Path:
+def test_options_may_follow_the_script() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--seed=1", "train.py", "user.lr=1,2", "--trials", "5", "x", "--data", "d", "-n", "2"]
+    args = parser.parse_args([*words, "--config=c.yaml", "--", "--trials", "7"])
+    read_later_options(args)
+    assert (args.seed, args.trials, args.ranks, args.sampler) == (1, 5, 2, "tpe")
+    rest = ["x", "--data", "d", "--config=c.yaml", "--", "--trials", "7"]
+    assert args.args == ["user.lr=1,2", *rest]
+
+
+def record(
+    folder: Path, *rows: dict[str, float], why: str = "", reason: str | None = "finished"
+) -> Path:
     folder.mkdir()
     start = {"step": 0, "epoch": 0, "ranks": 1, "epochs": 9, "settings": {}}
+    start["host"] = socket.gethostname()
     append(folder / NAME, "start", **start)
     for step, row in enumerate(rows, 1):
         append(folder / NAME, "epoch", step=step, epoch=step, elapsed=1.0, metrics=row)
-    append(folder / NAME, "end", reason="finished", **({"why": why} if why else {}))
+    if reason is not None:
+        append(folder / NAME, "end", reason=reason, **({"why": why} if why else {}))
     return folder
 
 
@@ -160,6 +199,13 @@ def test_what_came_of_a_run(tmp_path: Path) -> None:
     assert outcome(two, 0, None, "min") == Outcome("pruned", 2.0, "loss", 1)
     three = record(tmp_path / "three", {"loss": 2.0}, {"loss": math.nan})
     assert outcome(three, 0, None, "min").why == "loss is nan"
+    # Scripts that catch the error of their fit, or end in the middle of it.
+    five = record(tmp_path / "five", {"loss": 2.0}, why="OSError: full", reason="failed")
+    assert outcome(five, 0, None, "min") == Outcome("failed", epochs=1, why="OSError: full")
+    six = record(tmp_path / "six", {"loss": 2.0}, reason=None)
+    assert outcome(six, 0, None, "min").why == "killed: its process has ended without a word"
+    seven = record(tmp_path / "seven", {"loss": 2.0}, why="left", reason="interrupted")
+    assert outcome(seven, 0, None, "min") == Outcome("finished", 2.0, "loss", 1)  # by `break`
     (tmp_path / "four").mkdir()
     (tmp_path / "four" / OUTPUT).write_text("text\nImportError: no module\n\n")
     assert outcome(tmp_path / "four", 1, None, "min").why == "ImportError: no module"
@@ -225,6 +271,22 @@ def test_all_ranks_stop_a_pruned_trial_at_one_step(script: Path, tmp_path: Path)
         said = (folder / "output.txt").read_text()
         assert ("the script has ended" in said) == (number < 2)  # a pruned one ends after fit
     assert found[2].value == RunRecord(folder).best["val_loss"].value
+
+
+@pytest.mark.exhaustive
+def test_a_sweep_that_is_killed_when_it_has_pruned(script: Path, tmp_path: Path) -> None:
+    words = ("--sampler", "grid", "--pruner", "halving", "train.py", "user.kills=true",
+             "user.lr=0.0001,0.05,0.0002", "checkpoint.every=1ep",
+             "checkpoint.asynchronous=false")  # fmt: skip
+    assert sweep(tmp_path, *words).returncode == -signal.SIGKILL
+    done = sweep(tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = trials(tmp_path / "sweep")
+    assert [t.state.name for t in found] == ["COMPLETE", "COMPLETE", "PRUNED"]
+    folder = tmp_path / "sweep" / "trial-0002"
+    assert (folder / "killed").exists()
+    assert list(found[2].intermediate_values) == [1]
+    assert "the script has ended" not in (folder / OUTPUT).read_text()
 
 
 KILLED = ("--trials", "5", "train.py", "user.lr=log(1e-3,1e-1)",
