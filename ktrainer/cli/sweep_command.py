@@ -124,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     with _folder(args.dir) as folder:
         study = _open_study(args, words, folder, mode)
         results = SweepResults(study, words, folder, args.metric, mode)
+        if hint := words.hint(args.sampler, args.trials):
+            _say(hint)
         with answering(args.storage, OptunaError):
             return _Sweep(args, words, folder, study, results, mode).run()
 

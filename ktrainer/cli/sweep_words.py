@@ -14,7 +14,7 @@ from ktrainer.cli.script_trial import launch_options
 from ktrainer.config import parse_known_cli
 from ktrainer.config.redact import REDACTED, is_secret_name, redact_text
 from ktrainer.errors import ConfigError
-from ktrainer.tuning.search_space import Space, Value, split_spaces, word
+from ktrainer.tuning.search_space import Space, Value, grid_size, split_spaces, word
 
 _OWN = ("run", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
@@ -97,6 +97,21 @@ class SweepWords:
                 "one run of the script with it.",
                 path="trainer.fast_dev_run",
             )
+
+    def hint(self, sampler: str, trials: int) -> str:
+        """What a user may not expect of so many trials; empty where there is nothing."""
+        try:
+            count = grid_size(self.spaces)
+        except ConfigError:  # of real numbers
+            return ""
+        if sampler == "grid" and trials < count:
+            return f"{trials} of {count} combinations are tried: --trials {count} tries all"
+        if sampler != "grid" and trials > count:
+            return (
+                f"there are {count} combinations for {trials} trials, so some are tried again: "
+                "--sampler grid tries each once"
+            )
+        return ""
 
     def of_trial(self, values: Mapping[str, Value]) -> list[str]:
         """The words `key=value` of a trial."""

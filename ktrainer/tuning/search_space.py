@@ -21,6 +21,7 @@ from ktrainer.errors import ConfigError, nearest
 Value = str | int | float
 
 KINDS = ("log", "uniform", "int")
+_MOST_EXACT = 2**53  # Optuna's storages keep whole numbers as floats
 MOST_COMBINATIONS = 10_000  # of a grid, which Optuna lists before each trial
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*\((.*)\)\s*")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
@@ -166,6 +167,9 @@ def _range(key: str, kind: str, ends: list[str]) -> Space:
         ) from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         message = f"{kind}({','.join(ends)}) needs finite ends, the lower one first."
+        raise ConfigError(message, path=key)
+    if kind == "int" and max(-low, high) > _MOST_EXACT:
+        message = f"int({','.join(ends)}) has ends beyond 2**53, which no database keeps exactly."
         raise ConfigError(message, path=key)
     if kind == "log" and low <= 0:
         message = f"log({','.join(ends)}) needs ends above 0: only those have a logarithm."

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -215,7 +216,8 @@ class TrialReports:
 
 def storage_in(folder: Path) -> str:
     """The URL of a database in a file of the sweep's folder."""
-    return f"sqlite:///{folder.absolute() / 'study.db'}"
+    file = str(folder.absolute() / "study.db")
+    return sqlalchemy.URL.create("sqlite", database=file).render_as_string()  # quotes ? and %
 
 
 def _distribution(space: Space) -> BaseDistribution:

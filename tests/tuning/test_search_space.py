@@ -59,6 +59,8 @@ def test_one_value(given: str) -> None:
         ("user.lr=uniform(0,inf)", "needs finite ends"),
         ("user.lr=uniform(0,nan)", "needs finite ends"),
         ("user.k=int(1,2.5)", "needs two whole numbers"),
+        ("user.k=int(0,9007199254740993)", "has ends beyond 2\\*\\*53"),
+        ("user.k=int(-99999999999999999999,0)", "has ends beyond"),
         ("user.k=1,,2", "a comma too many"),
         ("user.k=1,", "a comma too many"),
         ("user.k=1,2,1", "names '1' twice"),

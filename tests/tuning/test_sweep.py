@@ -21,6 +21,7 @@ import pytest
 from ktrainer.cli import main
 from ktrainer.cli.sweep_command import add_arguments, read_later_options
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome
+from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
@@ -172,6 +173,24 @@ def test_options_may_follow_the_script() -> None:
     assert (args.seed, args.trials, args.ranks, args.sampler) == (1, 5, 2, "tpe")
     rest = ["x", "--data", "d", "--config=c.yaml", "--", "--trials", "7"]
     assert args.args == ["user.lr=1,2", *rest]
+
+
+@pytest.mark.parametrize(
+    ("words", "sampler", "trials", "said"),
+    [
+        (["user.a=1,2", "user.k=int(1,3)"], "grid", 4, "4 of 6 combinations are tried: --trials 6"),
+        (["user.a=1,2", "user.k=int(1,3)"], "grid", 6, ""),
+        (["user.a=1,2"], "tpe", 20, "there are 2 combinations for 20 trials, so some are tried a"),
+        (["user.a=1,2"], "tpe", 2, ""),
+        (["user.a=1,2", "user.k=log(1,3)"], "tpe", 20, ""),
+    ],
+)
+def test_what_so_many_trials_mean(words: list[str], sampler: str, trials: int, said: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    hint = SweepWords.read(parser.parse_args(["train.py", *words])).hint(sampler, trials)
+    assert hint.startswith(said)
+    assert bool(hint) == bool(said)
 
 
 def record(

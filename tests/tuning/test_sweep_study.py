@@ -98,6 +98,14 @@ def test_another_sweep_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, seed=4)
 
 
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a b ü?x=1#y %20z'"
+    folder.mkdir()
+    opened(folder)
+    assert [path.name for path in folder.iterdir()] == ["study.db"]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
 def test_a_storage_that_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"nodb://\*\*\*@host/x cannot be used") as caught:
         SweepStudy("nodb://me:hidden@host/x", "sweep", SETTINGS, REAL)
