@@ -10,6 +10,7 @@ from ktrainer import __version__
 from ktrainer.cli.sweep_runs import trial_folder
 from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.runs.sweep_page import TrialRow, row_head, sweep_page
+from ktrainer.runs.sweep_summary import NAME as SUMMARY
 from ktrainer.runs.sweep_summary import BestTrial
 from ktrainer.runtime.run_folder import write_private
 from ktrainer.tuning.sweep_study import STATES, SweepStudy
@@ -63,7 +64,7 @@ class SweepResults:
         try:
             write_private(self._folder / PAGE, page)
             if best is not None:
-                best.write(self._folder)
+                write_private(self._folder / SUMMARY, best.to_json())
         except OSError as error:
             if not self._failed:
                 self._failed = True

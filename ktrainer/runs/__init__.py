@@ -8,6 +8,7 @@ run_marks.py         what happened in a run by the clock, and what of it stood o
 report_page.py       the page of `ktrainer report`: report_data.py has what report.js and
                      report_charts.js draw, report_tables.py the rest; report_picture.py: a PNG
 sweep_page.py        the page of `ktrainer sweep`, with what sweep.js draws
+sweep_summary.py     the best trial of a sweep, which `ktrainer runs` names
 html_page.py         what is around the contents of a page
 live_record.py       a record that is read on as it grows; live_view.py: what `ktrainer watch` shows
 """

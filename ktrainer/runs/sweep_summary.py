@@ -1,6 +1,6 @@
 """What a sweep keeps in its folder for `ktrainer runs`: its best trial, and how to train with it.
 
-Imports only the standard library, and what writes the files of runs.
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from ktrainer.runtime.run_folder import write_private
 
 NAME = "sweep.json"
 
@@ -37,9 +35,9 @@ class BestTrial:
         best = f"the best of {trials}: {self.run}, {self.metric} {self.value:.5g}"
         return f"{best}\ntrain with the best: {self.command}"
 
-    def write(self, folder: Path) -> None:
-        """Keep it in the folder of the sweep. Raises OSError."""
-        write_private(folder / NAME, json.dumps(asdict(self), indent=2) + "\n")
+    def to_json(self) -> str:
+        """The content of its file, for `read_best_trial`."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def read_best_trial(folder: Path) -> BestTrial | None:

@@ -61,6 +61,12 @@ class SweepReports(Callback):
         self._study: TrialReports | None = None
         self._failed = self._pruned = False
 
+    def set_trainer(self, trainer: Any) -> None:
+        super().set_trainer(trainer)
+        state = self.train_state
+        if self.world.is_root and self.trial.pruner != "none" and not (state.fits or state.inside):
+            self._ask(None)  # importing Optuna takes a second, which is no part of the first epoch
+
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         self._report(logs)
 
@@ -103,14 +109,14 @@ class SweepReports(Callback):
             if self._pruned:
                 self.request_stop(PRUNED)
 
-    def _ask(self, value: float) -> bool:
-        """Report a value; return whether the trial is to be pruned."""
+    def _ask(self, value: float | None) -> bool:
+        """Report a value; return whether the trial is to be pruned. None: only open the study."""
         from ktrainer.tuning.sweep_study import TrialReports
 
         try:
             if self._study is None:
                 self._study = TrialReports(self.trial)
-            return self._study.report(self.count, value)
+            return value is not None and self._study.report(self.count, value)
         except Exception as error:  # of Optuna, or of its database's driver
             if not self._failed:
                 self._failed = True  # first, as a warning may be an error

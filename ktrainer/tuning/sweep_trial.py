@@ -16,6 +16,7 @@ from ktrainer.config import Config
 
 VARIABLE = "KTRAINER_SWEEP"
 PRUNED = "the sweep has pruned the trial"  # why its fit has stopped, in its record
+_configured = False  # whether a Trainer of this process belongs to the trial
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,18 @@ def configure_for_sweep(config: Config) -> Config:
 
     Raises:
         SystemExit: with status 2, after a message: the script does not read `key=value`, so that
-            all trials would be the same.
+            all trials would be the same; or it makes a second Trainer, which would continue from
+            the checkpoints of the first.
     """
+    global _configured
     trial = current_sweep_trial()
     if trial is None:
         return config
+    if _configured:
+        refuse(
+            "the script makes a second Trainer, and a trial has one: the two would share a folder, "
+            "checkpoints and the value of the trial. Call fit of the first one again instead."
+        )
     read = [key for key, origin in config._origins.items() if origin == "command line"]
     for key in trial.keys:
         if not any(each == key or each.startswith(f"{key}.") for each in read):
@@ -80,6 +88,7 @@ def configure_for_sweep(config: Config) -> Config:
                 f"{key} has no effect: the script makes its Trainer without the command line's "
                 "key=value. Make it by Trainer.from_cli()."
             )
+    _configured = True
     return config.with_changes(
         run=replace(config.run, dir=trial.folder),
         checkpoint=replace(config.checkpoint, dir=None, resume="auto"),

@@ -238,7 +238,11 @@ def test_a_first_trial_that_no_other_can_follow_ends_the_sweep(
     plain = tmp_path / "plain.py"
     plain.write_text(SCRIPT.replace("Trainer.from_cli([Acts()], defaults={", "Trainer({"))
     plain.write_text(plain.read_text().replace('"seed": 1})', '"seed": 1}, [Acts()])'))
+    (tmp_path / "two.py").write_text(
+        f"{SCRIPT}\nTrainer.from_cli(defaults={{'user': {{'lr': 1.0}}}})"
+    )
     for words, said in (
+        (["two.py", "user.lr=0.1,0.2"], "the script makes a second Trainer, and a trial has one"),
         (["train.py", "user.rate=1,2"], "user.rate: the script has no parameter of this name"),
         (["plain.py", "user.lr=1,2"], "user.lr has no effect: the script makes its Trainer"),
         (["--metric", "accuracy", "train.py", "user.lr=0.1,0.2"], "no metric 'accuracy', as"),

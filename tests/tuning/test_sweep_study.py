@@ -7,12 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
+from ktrainer import Callback, Trainer
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.tuning.search_space import Space, read_space
+from ktrainer.tuning.sweep_reports import TrialPruned
 from ktrainer.tuning.sweep_study import SweepStudy, TrialReports, storage_in
-from ktrainer.tuning.sweep_trial import SweepTrial
+from ktrainer.tuning.sweep_trial import PRUNED, VARIABLE, SweepTrial
 
 SETTINGS = {"mode": "min", "sampler": "tpe", "pruner": "median", "seed": 3, "words": ["a"]}
 
@@ -139,3 +143,34 @@ def test_values_of_a_killed_run_do_not_prune_it(tmp_path: Path) -> None:
     assert [again.report(*each) for each in asked] == [False, False, True]
     study.finish(trial.number, "pruned", None)
     assert study.trials[-1].value == 0.3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pruned_trial_ends_the_script_unless_it_fails(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def on_train_end(self, logs: Any = None) -> None:
+            if fails:
+                raise RuntimeError("planted")
+
+    study = opened(tmp_path)
+    for _ in range(5):
+        trial = study.next_trial(9)
+        assert trial is not None
+        assert not reports(tmp_path, trial.number, "median").report(1, 0.0)
+        study.finish(trial.number, "finished", 0.0)
+    trial = study.next_trial(9)
+    assert trial is not None
+    request = (str(tmp_path / "run"), trial.number, ("trainer.epochs",), None, "median")
+    sweep_trial = SweepTrial(*request, storage_in(tmp_path), "sweep")
+    monkeypatch.setenv(VARIABLE, sweep_trial.to_environment()[VARIABLE])
+    monkeypatch.setattr("ktrainer.tuning.sweep_trial._configured", False)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    words = ["trainer.epochs=3", "logging.progress=none"]
+    with Trainer.from_cli([Fails()], words) as trainer:
+        with pytest.raises(RuntimeError if fails else TrialPruned):
+            trainer.fit(model, np.ones((8, 2), np.float32), np.full((8, 1), 9.0))
+        assert trainer.state.stop_reason == PRUNED
+        assert trainer.state.progress.epoch == 1
