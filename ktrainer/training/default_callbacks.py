@@ -82,7 +82,7 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
 
 def _profile(cfg: Any) -> list[Any]:
     profile = cfg.trainer.profile
-    if profile.span is None:
+    if profile.span is None or cfg.trainer.fast_dev_run:  # which leaves no files
         return []
     first, last = profile.span
     return [Profile(first, last, profile.tensorflow)]

@@ -245,6 +245,8 @@ def test_one_that_ends_before_and_one_without(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=said):
         assert not train(tmp_path, steps="50-60").exists()
     assert not train(tmp_path).exists()
+    tried = train(tmp_path / "tried", more={"trainer": {"fast_dev_run": 2}}, steps="1")
+    assert not tried.parent.exists()
 
 
 def test_one_that_has_resumed_beyond(tmp_path: Path) -> None:
