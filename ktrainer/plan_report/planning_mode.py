@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from ktrainer.config import Config, PipelineConfig, TfDistributeConfig
+from ktrainer.errors import ConfigError
 from ktrainer.runtime.hardware import Hardware
 
 VARIABLE = "KTRAINER_PLAN"
@@ -87,6 +88,23 @@ def _request_of(given: str | None) -> PlanRequest | None:
     values = json.loads(given)
     scaling = ScalingRequest(**{**values, "worlds": tuple(values["worlds"])})
     return PlanRequest(scaling.worlds[-1], scaling=scaling)
+
+
+def check_request(config: Config) -> None:
+    """Refuse a picture or a trace of the schedule of what has none.
+
+    Raises:
+        ConfigError: the backend is no pipeline.
+    """
+    request = plan_request()
+    if request is None or isinstance(config.backend, PipelineConfig):
+        return
+    for option, wanted in (("--picture", request.picture), ("--trace", request.trace)):
+        if wanted is not None:
+            raise ConfigError(
+                f"{option} shows the schedule of a pipeline, and backend={config.backend.name} has "
+                "none: add backend=pipeline, or leave the option out."
+            )
 
 
 @contextmanager

@@ -13,10 +13,9 @@ from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
 from ktrainer.config import Config, DataParallelConfig, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
-from ktrainer.errors import ConfigError
 from ktrainer.plan.run_plan import Plan, make_plan
 from ktrainer.plan_report.planned_trace import add_plan
-from ktrainer.plan_report.planning_mode import PlanPrinted, plan_request, pretend
+from ktrainer.plan_report.planning_mode import PlanPrinted, check_request, plan_request, pretend
 from ktrainer.plan_report.rendering import bytes_text, draw, grid_text, table
 from ktrainer.runtime.hardware import Hardware
 
@@ -42,7 +41,7 @@ def show_config(config: Config) -> None:
     from ktrainer.distributed import SingleWorld
 
     plan = make_plan(config, pretend(config, Hardware.detect(SingleWorld())))
-    _check_request(config)
+    check_request(config)
     print(plan)
     if isinstance(config.backend, PipelineConfig):
         backend = effective_pipeline(config, config.backend)
@@ -74,7 +73,7 @@ def show_model(
         from ktrainer.plan_report.scaling_report import show_scaling
 
         show_scaling(context, model, data, request.scaling)
-    _check_request(config)
+    check_request(config)
     print(plan)
     if isinstance(config.backend, PipelineConfig):
         inputs, rows = _inputs(context, data)
@@ -87,19 +86,6 @@ def show_model(
         if isinstance(config.backend, DataParallelConfig) and plan.size > 1 and model.built:
             _show_sent(model, config.backend, plan.size)
     raise PlanPrinted
-
-
-def _check_request(config: Config) -> None:
-    """Refuse to show the schedule of what has none."""
-    request = plan_request()
-    if request is None or isinstance(config.backend, PipelineConfig):
-        return
-    for option, wanted in (("--picture", request.picture), ("--trace", request.trace)):
-        if wanted is not None:
-            raise ConfigError(
-                f"{option} shows the schedule of a pipeline, and backend={config.backend.name} has "
-                "none: add backend=pipeline, or leave the option out."
-            )
 
 
 def _show_whole(model: Any, local_layers: Sequence[str]) -> None:
