@@ -8,7 +8,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -51,8 +51,11 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
         _AfterImport("numpy", partial(_seed_numpy, seed))
         _AfterImport("torch", partial(_seed_torch, seed))
     start = partial(_start, seed, horovod)
-    _AfterImport("tensorflow", partial(_unless_importing, "keras", start))
-    _AfterImport("keras", partial(_unless_importing, "tensorflow", start), before=_on_tensorflow)
+    # The import itself draws from `random` (rich does), which a fork of a restart has behind it.
+    around = nullcontext if seed is None else _kept_random_states
+    _AfterImport("tensorflow", partial(_unless_importing, "keras", start), around=around)
+    start = partial(_unless_importing, "tensorflow", start)
+    _AfterImport("keras", start, before=_on_tensorflow, around=around)
     sys.meta_path.insert(0, _KerasFirst())
 
 
@@ -66,13 +69,15 @@ def watch(rank: int, ranks: int) -> None:
 
 def before_import(report: Callable[[list[str]], None]) -> None:
     """Call `report` once when TensorFlow or Keras is about to be imported, with the names of the
-    environment variables that have changed since now; not if one of them is imported."""
-    given, modules = dict(os.environ), ("tensorflow", "keras")
+    environment variables that have changed since now, and "random's state" if that has, from which
+    the import draws; not if one of them is imported."""
+    given, state, modules = dict(os.environ), random.getstate(), ("tensorflow", "keras")
 
     @functools.cache
     def act() -> None:
         names = given.keys() | os.environ.keys()
-        report(sorted(name for name in names if given.get(name) != os.environ.get(name)))
+        changed = sorted(name for name in names if given.get(name) != os.environ.get(name))
+        report(changed + ["random's state"] * (random.getstate() != state))
 
     if not any(module in sys.modules for module in modules):
         for module in modules:
@@ -194,12 +199,18 @@ class _AfterImport(MetaPathFinder):
         module: the full name.
         action: called once.
         before: called once.
+        around: makes a context of the execution.
     """
 
     def __init__(
-        self, module: str, action: Callable[[], None], before: Callable[[], None] = lambda: None
+        self,
+        module: str,
+        action: Callable[[], None],
+        before: Callable[[], None] = lambda: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module, self._action, self._before = module, action, before
+        self._around = around
         if module in sys.modules:
             action()
         else:
@@ -217,7 +228,7 @@ class _AfterImport(MetaPathFinder):
             execute = spec.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
-                with paused_collection():
+                with paused_collection(), self._around():
                     execute(module)
                 self._action()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import random
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import psutil
 import pytest
 
 from tests.launch.conftest import launch, script
+from tests.processes import ROOT
 
 __all__ = ["launch", "script"]
 
@@ -96,14 +99,16 @@ def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: 
     [
         ("", (), "; TensorFlow is imported again, since they ended before there was a process"),
         ("os.environ['TF_A'] = os.environ['TF_B'] = '0'", (), "since the script sets TF_A, TF_B"),
+        ("import random; random.seed(3)", (), "since the script sets random's state before it"),
         ("os.environ['TF_A'] = '0'", ("--no-warm",), "restart 1 of 3\n"),
     ],
-    ids=["soon", "variables", "unwanted"],
+    ids=["soon", "variables", "random", "unwanted"],
 )
 def test_the_reason_why_there_are_no_forks_is_said(
     launch: Launch, script: Script, tmp_path: Path, before: str, options: Any, said: str
 ) -> None:
-    """A variable that the script sets for TensorFlow's import would not be read."""
+    """A variable that the script sets for TensorFlow's import would not be read, and the import
+    draws from `random`."""
     kill = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "tensorflow.py").write_text(kill)
     text = f"import os\n{before}\nimport tensorflow\n"
@@ -113,3 +118,20 @@ def test_the_reason_why_there_are_no_forks_is_said(
     assert "starting again in 0.1 s, restart 1 of 3" in done.stderr
     assert said in done.stderr
     assert os.fspath(tmp_path) not in done.stderr
+
+
+def test_the_import_takes_no_numbers_of_a_seed_of_the_launch() -> None:
+    """Else those of the script would be others after a restart, which has the import behind it."""
+    text = "from ktrainer.script import bootstrap; bootstrap.install(0, 7, False); import keras"
+    drawn = [
+        subprocess.run(
+            [sys.executable, "-c", f"{before}{text}; import random; print(random.random())"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for before in ("", "import tensorflow; ")
+    ]
+    assert drawn[0] == drawn[1] == f"{random.Random(7).random()}\n"
