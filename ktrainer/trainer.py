@@ -27,6 +27,7 @@ from ktrainer.runtime.hardware import Hardware
 from ktrainer.runtime.tensorflow_logging import loud_tensorflow, quiet_tensorflow
 from ktrainer.state.progress import Progress
 from ktrainer.state.train_state import TrainState
+from ktrainer.state.warning_log import warnings_noted
 from ktrainer.training.context import RunContext, RunFolder, check_nested, resolve_model
 from ktrainer.training.custom_loop import CustomLoop, leaves_strategy_scope
 from ktrainer.training.recovery_protocol import NoRecovery
@@ -393,10 +394,11 @@ class Trainer(CustomLoop):
         outer = self.state
         if outer.running:
             check_nested(self._context(), self.model, model)
-        self.state = outer.next_fit(began)
+        self.state = state = outer.next_fit(began)
         timed, self.world.times = self.world.times, self.state.times
         try:
-            yield
+            with warnings_noted(state.warnings, lambda: state.progress.step):
+                yield
         finally:
             self.state.running, self.world.times = False, timed
             if outer.running:

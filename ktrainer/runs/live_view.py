@@ -27,7 +27,7 @@ _STYLES = {
     "failed": "bold red",
 }
 _MARKED = {"ranks": "red", "failed": "red", "interrupted": "yellow", "rollback": "yellow"}
-_MARKED |= {"slow": "yellow", "finished": "green"}
+_MARKED |= {"slow": "yellow", "warning": "yellow", "finished": "green"}
 
 
 def live_view(record: LiveRecord, width: int, note: str = "") -> Any:
@@ -40,7 +40,7 @@ def live_view(record: LiveRecord, width: int, note: str = "") -> Any:
     parts = [_head(record), _progress(record, width)]
     if record.metrics:
         parts += [Text(), _metrics(record, width)]
-    if marks := run_marks(record)[-EVENTS:]:
+    if marks := _newest(run_marks(record)):
         parts += [Text(), _events(marks)]
     if record.state[0] in ("interrupted", "failed") and record.resume:
         parts += [Text(), Text(printable(f"resume: {record.resume}"))]
@@ -117,6 +117,12 @@ def _metrics(record: LiveRecord, width: int) -> Table:
     if len(record.metrics) > METRICS:
         table.add_row(Text(f"and {len(record.metrics) - METRICS} more", style="dim"))
     return table
+
+
+def _newest(marks: Sequence[Mark]) -> list[Mark]:
+    """The last things that happened; warnings are at most half of them."""
+    warned = [mark for mark in marks if mark.kind == "warning"][-EVENTS // 2 :]
+    return [mark for mark in marks if mark.kind != "warning" or mark in warned][-EVENTS:]
 
 
 def _events(marks: Sequence[Mark]) -> Table:

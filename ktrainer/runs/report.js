@@ -124,7 +124,7 @@ function drawMetric(figure, metric) {
   });
   drawCaption(figure, metric, lines);
   const options = { log: chosen.log, time: chosen.axis === "time", xName: AXES[chosen.axis], title: metric };
-  drawChart(figure, lines, RUNS.length > 1 ? marks.filter((mark) => mark.kind !== "checkpoint") : marks, options);
+  drawChart(figure, lines, RUNS.length > 1 ? marks.filter((mark) => !isSmall(mark)) : marks, options);
 }
 
 const labelled = (k, text) => (RUNS.length > 1 ? `${RUNS[k].name}: ${text}` : text);
@@ -183,7 +183,7 @@ function drawLane(root, run, k, top, x) {
     svg("title", {}, bar, `${kind}: ${secondsText(end - begin)}`);
   }
   for (const mark of run.marks) {
-    const small = mark.kind === "checkpoint";
+    const small = isSmall(mark);
     const node = svg("text", { class: `glyph of-${mark.kind}`, x: x(mark.time), y: top + (small ? 29 : 27), "text-anchor": "middle" }, root, GLYPHS[mark.kind] || "•");
     svg("title", {}, node, `${secondsText(mark.time)}: ${mark.text}`);
   }

@@ -4,7 +4,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "6 4", "2 3", "9 3 2 3"];
 const GLYPHS = {
-  start: "▸", resume: "↻", checkpoint: "▾", rollback: "↩", ranks: "✕", slow: "!",
+  start: "▸", resume: "↻", checkpoint: "▾", rollback: "↩", ranks: "✕", slow: "!", warning: "▵",
   interrupted: "■", failed: "✕", finished: "✓",
 };
 
@@ -93,6 +93,9 @@ function makeScale(low, high, from, to, log, ticks) {
   const scale = (value) => from + ((of(value) - of(low)) / (of(high) - of(low))) * (to - from);
   return Object.assign(scale, { low, high, ticks: log ? logTicks(low, high) : ticks(low, high) });
 }
+
+// Marks that come often have a sign below the others, and no line.
+const isSmall = (mark) => mark.kind === "checkpoint" || mark.kind === "warning";
 
 const isFinite_ = (value) => typeof value === "number" && Number.isFinite(value);
 
@@ -188,7 +191,7 @@ function drawSingles(root, line, x, y, log) {
 function drawMark(root, mark, x, height) {
   if (!isFinite_(mark.at) || mark.at < x.low || mark.at > x.high) return;
   const at = x(mark.at), group = svg("g", {}, root);
-  const small = mark.kind === "checkpoint";
+  const small = isSmall(mark);
   if (!small) svg("line", { class: `mark of-${mark.kind}`, x1: at, x2: at, y1: EDGE.top, y2: height - EDGE.bottom }, group);
   svg("text", { class: `glyph of-${mark.kind}`, x: at, y: small ? height - EDGE.bottom : EDGE.top - 3, "text-anchor": "middle" }, group, GLYPHS[mark.kind] || "•");
   svg("title", {}, group, mark.text);

@@ -1,5 +1,5 @@
-"""What happened in a run, by the clock: starts, ends, checkpoints, losses of ranks, and what was
-slow; and what of that is worth a look."""
+"""What happened in a run, by the clock: starts, ends, checkpoints, losses of ranks, warnings, and
+what was slow; and what of that is worth a look."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Mark:
     """One thing that happened.
 
     Attributes:
-        kind: start, resume, checkpoint, rollback, ranks, slow, interrupted, failed or finished.
+        kind: start, resume, checkpoint, rollback, ranks, slow, warning, interrupted, failed or
+            finished.
         text: what, for people.
         step: updates done then; None if unknown.
         time: seconds since 1970; None if unknown.
@@ -123,11 +124,22 @@ def _of_checkpoint(event: Event) -> str:
     return f"checkpoint of step {event['step']}{best}"
 
 
+def _of_warning(event: Event) -> str:
+    where = f", {event['where']}" if event.get("where") else ""
+    return f"warning on {_ranks_of(event)}{where}: {event['message']} ({event['kind']})"
+
+
+def _ranks_of(*events: Event) -> str:
+    """The ranks that had a warning."""
+    return name_ranks(sorted({r for event in events for r in event["ranks"] if is_number(r)}))
+
+
 _TEXTS: dict[str, Any] = {
     "checkpoint": _of_checkpoint,
     "rollback": lambda event: f"back to step {event['step']}",
     "ranks": _of_ranks,
     "slow": lambda event: str(event["message"]),
+    "warning": _of_warning,
     "end": _of_end,
 }
 
@@ -173,6 +185,7 @@ def stood_out(record: RunRecord) -> list[str]:
         *_not_finite(record),
         *_most(mark.text for mark in run_marks(record) if mark.kind == "slow"),
         *_most(mark.text for mark in run_marks(record)[:-1] if mark.kind in _DISTURBING),
+        *_warnings(record),
         *_most(
             f"resumed at step {each['step']} with another {each['name']}: "
             f"{each['before']}, then {each['after']}"
@@ -208,6 +221,18 @@ def _most(lines: Any) -> list[str]:
     found = [f"{line} ({count} times)" if count > 1 else line for line, count in counts.items()]
     more = [f"and {len(found) - _SHOWN} more of these"] if len(found) > _SHOWN else []
     return found[:_SHOWN] + more
+
+
+def _warnings(record: RunRecord) -> list[str]:
+    """Each warning once, with all ranks that had it and the step at which it first came."""
+    found: dict[tuple[str, str], list[Event]] = {}
+    for event in record.outer:
+        if event["event"] == "warning":
+            found.setdefault((event["kind"], event["message"]), []).append(event)
+    return _most(
+        f"warning after step {events[0]['step']} on {_ranks_of(*events)}: {message} ({kind})"
+        for (kind, message), events in found.items()
+    )
 
 
 def _of_code(record: RunRecord) -> list[str]:

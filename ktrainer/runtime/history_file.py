@@ -8,6 +8,7 @@
 | `log`, `validation`, `epoch` | rows: the metrics of a step, exact; `epoch` counts from 1 |
 | `times` | what each rank's time went to since the last one: `ranks`, a dict of seconds each |
 | `slow` | something that slows training: `rank`, `cause`, `message` |
+| `warning` | one of Python's, or a log record: `ranks` that had it, `kind`, `message`, `where` |
 | `checkpoint` | one is on the disk |
 | `rollback` | training has returned to `step` |
 | `ranks` | ranks were lost or have joined; the present ones continue after `step` |
@@ -46,6 +47,7 @@ _NEEDED: dict[str, dict[str, Any]] = {  # the fields of an event without which i
     **{row: {**_POSITION, "metrics": dict} for row in ROWS},
     "times": {**_POSITION, "ranks": list},
     "slow": {"step": int, "cause": str, "message": str},
+    "warning": {"step": int, "ranks": list, "kind": str, "message": str},
     "rollback": _POSITION,
     "ranks": _POSITION,
     "checkpoint": {"step": int, "path": str},

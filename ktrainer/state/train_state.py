@@ -10,6 +10,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.state.slowness import Slow
 from ktrainer.state.time_shares import TimeShares
+from ktrainer.state.warning_log import WarningLog
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class TrainState:
         counted: this rank's weight in the logs of the epoch so far.
         times: this rank's time so far, by what it was spent on.
         slow: what has been named as slow.
+        warnings: this rank's, until they are recorded; on rank 0 those of others, too.
         steps_per_epoch: updates an epoch; None when unknown.
         differences: lines that say what cannot equal one process, or `Model.fit`.
         differences_said: those that were printed where there is no display, in all fits.
@@ -83,6 +85,7 @@ class TrainState:
     counted: MetricCounts = field(default_factory=MetricCounts)
     times: TimeShares = field(default_factory=TimeShares)
     slow: list[Slow] = field(default_factory=list)
+    warnings: WarningLog = field(default_factory=WarningLog)
     steps_per_epoch: int | None = None
     differences: tuple[str, ...] = ()
     differences_said: set[str] = field(default_factory=set)

@@ -23,7 +23,7 @@ from typing import Any
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.checkpoint.best_metric import metric_direction
-from ktrainer.config.redact import redact_text
+from ktrainer.config.redact import redact_text, secrets_in
 from ktrainer.distributed import launcher_events, restart_records
 from ktrainer.errors import ConfigError
 from ktrainer.runtime import history_file
@@ -148,6 +148,8 @@ class HistoryLog(Reporter):
         self._give_sign()
 
     def _give_sign(self) -> None:
+        if self.train_state.warnings.has_new:
+            self._tell_warnings()
         if time.monotonic() - self._sign < SIGN_SECONDS and self._healed is None:
             return
         self._sign = time.monotonic()
@@ -181,6 +183,20 @@ class HistoryLog(Reporter):
             lost=list(last.lost) if last else [],
             seconds=round(last.seconds, 3) if last else None,
         )
+
+    def _tell_warnings(self) -> None:
+        """Record the warnings that have come."""
+        config, rank = self.trainer.config, self.world.rank
+        secrets = (*config._secrets, *secrets_in(config.to_dict()))
+        for each in self.train_state.warnings.take():
+            self._append(
+                "warning",
+                step=each.step,
+                ranks=each.ranks or [rank],
+                kind=each.kind,
+                message=redact_text(each.message, secrets),
+                where=each.where,
+            )
 
     # -- the end
 
@@ -222,6 +238,8 @@ class HistoryLog(Reporter):
             self.path = self.run_dir / history_file.NAME
         self._tell_ranks()
         state = self.train_state
+        if state.warnings.has_new and event not in ("start", "warning"):
+            self._tell_warnings()
         where = {"fit": max(1, state.fits)} | ({"inside": state.inside} if state.inside else {})
         self._sign = time.monotonic()
         history_file.append(self.path, event, **where, **fields)

@@ -4,7 +4,7 @@ A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, or later where ma
 comparison expensive, by any rank's clock: the ranks agree on that with the vote on whether to stop.
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
 suspect, the next window has what would explain it: the slow stage of the input, the processor time
-of the rank, the speed of links.
+of the rank, the speed of links. Rank 0 gets the warnings of the others by the way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ktrainer.runtime.process_usage import disk_faults, processor_share, process
 from ktrainer.state.rank_times import waits_for_last
 from ktrainer.state.slowness import LEAST_EPOCH_SECONDS, Slow, SlowRules, Window
 from ktrainer.state.time_shares import COMMUNICATION, WAITING, communication_of
+from ktrainer.state.warning_log import NotedWarning
 
 if TYPE_CHECKING:
     from ktrainer.distributed import World
@@ -107,9 +108,11 @@ class SlowWatch:
         slow."""
         assert self._rules is not None
         rules, world, began = self._rules, self._world, time.perf_counter()
-        mine = (self._communication(), ("link", None) in rules.suspects, self._window())
+        asks_for_link = ("link", None) in rules.suspects
+        mine = (self._communication(), asks_for_link, self._window(), self._warnings())
         every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
-        communication, asks, windows = zip(*every, strict=True)
+        communication, asks, windows, warned = zip(*every, strict=True)
+        self._hear(warned)
         self._apportion(communication)
         link = _slowest_link(world) if any(asks) else None
         found = rules.judge(self._state.progress.step, windows, link)
@@ -139,8 +142,11 @@ class SlowWatch:
         row = {share: seconds - before.get(share, 0.0) for share, seconds in now.items()}
         row = {"seconds": sum(row.values())} | {s: value for s, value in row.items() if value > 0}
         self._row = now
-        every = world.allgather((row, self._stage_of_epoch(row)), "times of an epoch")
-        rows, stages = (list(part) for part in zip(*every, strict=True))
+        mine = (row, self._stage_of_epoch(row), self._warnings())
+        rows, stages, warned = map(
+            list, zip(*world.allgather(mine, "times of an epoch"), strict=True)
+        )
+        self._hear(warned)
         emit(callbacks, "on_times", epoch, rows)
         return rows, stages
 
@@ -165,6 +171,17 @@ class SlowWatch:
         if rules is None or wait < max(LEAST_EPOCH_SECONDS, rules.share * row["seconds"]):
             return ""
         return self._state.feed.slow_stage() or ""
+
+    # -- warnings
+
+    def _warnings(self) -> list[NotedWarning]:
+        """Those of this rank that rank 0 does not know."""
+        warnings = self._state.warnings
+        return [] if self._world.is_root or not warnings.has_new else warnings.take()
+
+    def _hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
+        if self._world.is_root and any(every):
+            self._state.warnings.hear(every)
 
     # -- waits for other ranks
 

@@ -1,0 +1,176 @@
+"""Warnings of a run: Python's, and log records of level WARNING and above.
+
+They are noted on their way to the screen, which shows them as before. What a script catches or
+filters is not noted; nor is what C++ libraries print.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+MOST = 100  # different ones that are kept
+LONGEST = 500  # characters of a text
+_CAPTURED = "py.warnings"  # the logger of `logging.captureWarnings`
+
+
+@dataclass(frozen=True)
+class NotedWarning:
+    """One warning.
+
+    Attributes:
+        step: updates done when it came first.
+        kind: the class of the warning, or the name of the logger.
+        message: its text, on one line, cut where it is long.
+        where: file and line that it is about, or from which it was logged.
+        ranks: that had it; empty: this one.
+    """
+
+    step: int
+    kind: str
+    message: str
+    where: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """By which two are the same."""
+        return self.kind, self.message
+
+
+class WarningLog:
+    """The warnings of one `fit`, each once, at most `MOST`.
+
+    Any thread may note one, also in a signal handler or a finalizer: there is no lock.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+        self._new: deque[NotedWarning] = deque()
+
+    @property
+    def has_new(self) -> bool:
+        """Whether there are some that `take` has not returned."""
+        return bool(self._new)
+
+    def note(self, step: int, kind: str, text: object, where: str = "") -> None:
+        """Keep a warning of this rank, unless it is known."""
+        message = " ".join(str(text).split())
+        if len(message) > LONGEST:
+            message = f"{message[:LONGEST]} ..."
+        self._keep(NotedWarning(step, kind, message, where))
+
+    def hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
+        """Keep those of other ranks.
+
+        Args:
+            every: what each rank has taken.
+        """
+        found: dict[tuple[str, str], NotedWarning] = {}
+        for rank, noted in enumerate(every):
+            for each in noted:
+                before = found.get(each.key, each)
+                ranks = (*before.ranks, rank)
+                found[each.key] = replace(before, step=min(before.step, each.step), ranks=ranks)
+        for each in found.values():
+            self._keep(each)
+
+    def take(self) -> list[NotedWarning]:
+        """Those since this was last called."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._new.popleft())
+        return taken
+
+    def _keep(self, noted: NotedWarning) -> None:
+        known = self._known
+        if noted.key in known and not noted.ranks:
+            return
+        if noted.key not in known and len(known) >= MOST:
+            if len(known) > MOST:
+                return
+            text = f"more than {MOST} different warnings: later ones are not recorded"
+            noted = replace(noted, kind="ktrainer", message=text, where="")
+        known.add(noted.key)
+        self._new.append(noted)
+
+
+# -- where warnings pass
+
+_noting: list[tuple[WarningLog, Callable[[], int]]] = []  # the last one gets them
+_hooks: _Hooks | None = None  # while there are any
+
+
+@contextmanager
+def warnings_noted(log: WarningLog, step: Callable[[], int]) -> Iterator[None]:
+    """Have the warnings of this process noted in `log` inside the block.
+
+    Args:
+        step: gives the updates done.
+    """
+    global _hooks
+    own = (log, step)
+    _noting.append(own)
+    _hooks = _hooks or _Hooks()
+    try:
+        yield
+    finally:
+        _noting.remove(own)
+        if not _noting:  # a loop that was left may end after the next has begun
+            _hooks.remove()
+            _hooks = None
+
+
+class _Hooks:
+    """What shows warnings, and what makes log records, with a look at them.
+
+    A handler of the root logger would keep logging's own handler from printing.
+    """
+
+    def __init__(self) -> None:
+        self._show: Any = warnings.showwarning
+        self._make: Any = logging.getLogRecordFactory()
+        warnings.showwarning = self.show
+        logging.setLogRecordFactory(self.make)
+
+    def remove(self) -> None:
+        """Undo it; what others have put around them stays, and passes through."""
+        if warnings.showwarning == self.show:
+            warnings.showwarning = self._show
+        if logging.getLogRecordFactory() == self.make:
+            logging.setLogRecordFactory(self._make)
+
+    def show(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        _note(category.__name__, lambda: message, filename, lineno)
+        self._show(message, category, filename, lineno, file, line)
+
+    def make(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        record: logging.LogRecord = self._make(*args, **kwargs)
+        if record.levelno >= logging.WARNING and not self._is_noted(record):
+            _note(record.name, record.getMessage, record.pathname, record.lineno)
+        return record
+
+    def _is_noted(self, record: logging.LogRecord) -> bool:
+        """Whether it is a warning of Python's that `show` has seen."""
+        return record.name == _CAPTURED and warnings.showwarning == self.show
+
+
+def _note(kind: str, text: Callable[[], object], path: str, line: int) -> None:
+    with suppress(Exception):  # a text that fails: it must reach the screen, or fail there
+        log, step = _noting[-1]
+        log.note(step(), kind, text(), f"{Path(path).name}:{line}")
