@@ -250,6 +250,7 @@ function redraw() {
   drawAll();
   drawTimeline();
   drawTimes();
+  drawSchedules();
 }
 
 makeThemeButton();
@@ -257,6 +258,7 @@ makeToolbar();
 makeCharts();
 drawTimeline();
 drawTimes();
+drawSchedules();
 let waiting;
 let drawnWidth = window.innerWidth;
 window.addEventListener("resize", () => {

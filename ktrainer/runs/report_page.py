@@ -1,23 +1,25 @@
 """The page of `ktrainer report`: one HTML file that loads nothing and sends nothing.
 
-Texts and tables are HTML, as `report_tables` writes them; `report.js` and `report_charts.js` draw
-the pictures, from the JSON in the page. `html_page` has what is around them.
+Texts and tables are HTML, as `report_tables` writes them; `report.js`, `report_charts.js` and
+`report_schedule.js` draw the pictures, from the JSON in the page. `html_page` has what is around
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from ktrainer.runs.html_page import html_page
 from ktrainer.runs.report_data import MOST_MARKS, has_many_marks, is_thinned, page_data, run_names
+from ktrainer.runs.report_schedule import MeasuredSchedule, measured_schedule
 from ktrainer.runs.report_tables import (
     Cell,
     differences,
     marks_table,
     run_card,
+    schedule_table,
     table,
     times_table,
     values_table,
@@ -42,6 +44,9 @@ _THINNED = (
 def report_page(records: Sequence[RunRecord], version: str) -> str:
     """The page about some runs, the first of which the others are compared with."""
     names, data = run_names(records), page_data(records)
+    schedules = [measured_schedule(record) for record in records]
+    for run, schedule in zip(data["runs"], schedules, strict=True):
+        run["schedule"] = schedule.steps if schedule is not None else []
     cards = [run_card(record, name, k) for k, (record, name) in enumerate(_named(records, names))]
     notes = _RUNNING_MEANS + (_THINNED.format(parts=PARTS) if is_thinned(data) else "")
     if any(has_many_marks(record) for record in records):
@@ -49,10 +54,10 @@ def report_page(records: Sequence[RunRecord], version: str) -> str:
     return html_page(
         f"ktrainer report: {_title(names)}",
         _CARDS_AND_CURVES.format(
-            cards="".join(cards), notes=notes, sections=_sections(records, names, data)
+            cards="".join(cards), notes=notes, sections=_sections(records, names, schedules)
         ),
         data,
-        ("report_charts.js", "report.js"),
+        ("report_charts.js", "report_schedule.js", "report.js"),
         version,
     )
 
@@ -65,7 +70,11 @@ def _named(records: Sequence[RunRecord], names: Sequence[str]) -> list[tuple[Run
     return list(zip(records, names, strict=True))
 
 
-def _sections(records: Sequence[RunRecord], names: Sequence[str], data: Mapping[str, Any]) -> str:
+def _sections(
+    records: Sequence[RunRecord],
+    names: Sequence[str],
+    schedules: Sequence[MeasuredSchedule | None],
+) -> str:
     """All sections below the curves; those without content are left out."""
     named = _named(records, names)
     times = "".join(times_table(record, name) for record, name in named)
@@ -75,6 +84,7 @@ def _sections(records: Sequence[RunRecord], names: Sequence[str], data: Mapping[
         ("Values", values_table(records, names)),
         ("Differences", differences(records, names) if several else ""),
         ("Where the time went", _drawn("times") + _folded("As a table", times) if times else ""),
+        ("The pipeline's schedule", _schedules(schedules, names)),
         ("Environment", _environment(records, names)),
         ("Settings", "".join(_settings(record, name, several) for record, name in named)),
     ]
@@ -89,6 +99,19 @@ def _drawn(name: str) -> str:
 
 def _folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def _schedules(schedules: Sequence[MeasuredSchedule | None], names: Sequence[str]) -> str:
+    """Actions of stages as a picture and as sums, and what there is not."""
+    found = [(each, name) for each, name in zip(schedules, names, strict=True) if each is not None]
+    notes = [
+        f'<p class="quiet">{escape(f"{name}: " if len(names) > 1 else "")}{escape(each.note)}</p>'
+        for each, name in found
+        if each.note
+    ]
+    tables = "".join(schedule_table(each, name) for each, name in found if each.steps)
+    picture = _drawn("schedule") + _folded("As a table", tables) if tables else ""
+    return picture + "".join(notes)
 
 
 def _all_marks(named: Sequence[tuple[RunRecord, str]]) -> str:

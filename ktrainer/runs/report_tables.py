@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from ktrainer.runs.report_data import time_shares, total_shares
+from ktrainer.runs.report_schedule import MeasuredSchedule, seconds_by_kind
 from ktrainer.runs.run_curves import is_number, metric_order
 from ktrainer.runs.run_differences import Difference, compare, facts_of_all
 from ktrainer.runs.run_marks import Mark, duration_text, run_marks, stood_out
@@ -196,6 +197,19 @@ def times_table(record: RunRecord, name: str) -> str:
         rows.append([kind, *cells])
     head = ["spent on", *(f"rank {rank}" for rank in range(len(ranks)))]
     return table(head, rows, f"{name}: seconds by rank") if rows else ""
+
+
+def schedule_table(schedule: MeasuredSchedule, name: str) -> str:
+    """Milliseconds of each stage in the last measured step, by kind of action."""
+    step = schedule.steps[-1]
+    sums = [(lane["name"], seconds_by_kind(lane)) for lane in step["lanes"]]
+    kinds = list(dict.fromkeys(kind for _, by_kind in sums for kind in by_kind))
+    rows: list[list[Cell]] = [
+        [lane, *((f"{by_kind.get(kind, 0.0) * 1e3:.4g}", "number") for kind in kinds)]
+        for lane, by_kind in sums
+    ]
+    caption = f"{name}: milliseconds in {step['label']}; waits are also in the actions around them"
+    return table(["", *kinds], rows, caption)
 
 
 def _share(seconds: float | None, shares: Mapping[str, float]) -> str:
