@@ -218,7 +218,8 @@ function drawTimes(chosenRow = 0) {
 }
 
 function drawRanks(figure, run, row, kinds, small) {
-  const width = Math.max(figure.clientWidth, 240), bar = 20, left = 58;
+  const width = Math.max(figure.clientWidth, 240), bar = 20;
+  const left = Math.min(12 + 6.6 * Math.max(...row.names.map((name) => name.length)), width / 2);
   const sums = row.ranks.map((rank) => Object.values(rank).reduce((a, b) => a + b, 0));
   const longest = Math.max(...sums, 1e-9);
   if (RUNS.length > 1) html("h3", "", figure, run.name);
@@ -229,7 +230,7 @@ function drawRanks(figure, run, row, kinds, small) {
     const top = number * (bar + 5) + 4;
     const seconds = { ...rank, others: small.reduce((sum, kind) => sum + (rank[kind] || 0), 0) };
     let at = left;
-    svg("text", { class: "name", x: 0, y: top + 14 }, root, `rank ${number}`);
+    svg("text", { class: "name", x: 0, y: top + 14 }, root, row.names[number]);
     kinds.forEach((kind, k) => {
       const size = ((seconds[kind] || 0) / longest) * (width - left - 4);
       if (!size) return;

@@ -10,6 +10,7 @@ from ktrainer.runs.run_curves import Curve, Point, RowAxes, is_number, row_axes,
 from ktrainer.runs.run_marks import Mark, run_marks, run_spans
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import Event, place, spelled
+from ktrainer.state.time_shares import WAITING
 
 MOST_MARKS = 100  # of a kind that are drawn
 MOST_RANKS = 64  # whose time is drawn
@@ -18,7 +19,7 @@ _WALL = "seconds"
 _LEFT = "not attributed"
 
 Epoch = tuple[int, int]  # the call of `fit`, and its epoch
-Shares = list[dict[str, float]]  # seconds by rank, by what they were spent on
+Shares = dict[str, dict[str, float]]  # seconds by rank, by what they were spent on
 
 
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
@@ -140,31 +141,67 @@ def _short(value: float | None) -> float | None:
 
 
 def time_shares(record: RunRecord) -> list[tuple[Epoch, Shares]]:
-    """Seconds by rank and by what they were spent on, by epoch."""
+    """Seconds by rank and by what they were spent on, by epoch.
+
+    Ranks are named by their numbers at the last start: after a loss the others have new ones.
+    """
     found = []
+    names: list[str] = []
     for event in record.outer:
-        if event["event"] == "times":
-            ranks = [_of_rank(rank) for rank in event["ranks"]]
+        if event["event"] == "start":
+            names = [f"rank {rank}" for rank in range(_count(event))]
+        elif event["event"] == "ranks":
+            names = _names_after(names, event)
+        elif event["event"] == "times":
+            names += [f"rank {rank}" for rank in range(len(names), len(event["ranks"]))]
+            rows = zip(names, event["ranks"], strict=False)
+            ranks = {name: _of_rank(row, names) for name, row in rows}
             found.append(((place(event)[0], event["epoch"]), ranks))
-    return [(epoch, ranks) for epoch, ranks in found if any(ranks)]
+    return [(epoch, ranks) for epoch, ranks in found if any(ranks.values())]
 
 
-def _of_rank(rank: Any) -> dict[str, float]:
+def _names_after(names: Sequence[str], event: Event) -> list[str]:
+    """The names of the present ranks after ranks were lost, or have joined: the others keep their
+    order, and those that join come last."""
+    lost, count, step = event.get("lost"), _count(event), event["step"]
+    gone = {rank for rank in lost if is_number(rank)} if isinstance(lost, list) else set()
+    kept = [name for rank, name in enumerate(names) if rank not in gone]
+    if count < len(kept):  # of changes in quick succession the last one is recorded
+        return [f"rank {rank}, after step {step}" for rank in range(count)]
+    new = range(len(kept), count)
+    return [*kept, *(f"rank {rank}, joined after step {step}" for rank in new)]
+
+
+def _count(event: Event) -> int:
+    """The number of ranks that an event names; 0 for what is none."""
+    count = event.get("ranks")
+    return count if isinstance(count, int) and 0 < count < 10**6 else 0
+
+
+def _of_rank(rank: Any, names: Sequence[str]) -> dict[str, float]:
     """The shares of a rank's time, which sum up to all of it."""
     if not isinstance(rank, dict):
         return {}
-    shares = {str(k): float(v) for k, v in rank.items() if is_number(v) and v >= 0}
+    shares = {_share(str(k), names): float(v) for k, v in rank.items() if is_number(v) and v >= 0}
     wall = shares.pop(_WALL, None)
     left = 0.0 if wall is None else wall - sum(shares.values())
     return shares | ({_LEFT: left} if wall and left > 1e-3 * wall else {})
 
 
+def _share(share: str, names: Sequence[str]) -> str:
+    """The name of a share, with that of the rank that was waited for."""
+    number = share.removeprefix(WAITING)
+    if number == share or not number.isdecimal() or int(number) >= len(names):
+        return share
+    return f"{WAITING.removesuffix('rank ')}{names[int(number)]}"
+
+
 def total_shares(epochs: Iterable[tuple[Epoch, Shares]]) -> Shares:
     """The shares of all epochs, added up by rank."""
-    total: Shares = []
+    total: Shares = {}
     for _, ranks in epochs:
-        total += [{} for _ in range(len(ranks) - len(total))]
-        for sums, shares in zip(total, ranks, strict=False):
+        for rank, shares in ranks.items():
+            sums = total.setdefault(rank, {})
             for name, seconds in shares.items():
                 sums[name] = sums.get(name, 0.0) + seconds
     return total
@@ -196,7 +233,11 @@ def _drawn_times(
         own = (each for epoch in group for each in by_epoch.get(epoch, ()))
         rows.append((label, total_shares(own)))
     return [
-        {"label": label, "ranks": [_rounded(rank) for rank in ranks[:MOST_RANKS]]}
+        {
+            "label": label,
+            "names": list(ranks)[:MOST_RANKS],
+            "ranks": [_rounded(rank) for rank in list(ranks.values())[:MOST_RANKS]],
+        }
         for label, ranks in rows
     ]
 

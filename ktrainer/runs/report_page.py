@@ -54,7 +54,9 @@ def report_page(records: Sequence[RunRecord], version: str) -> str:
     return html_page(
         f"ktrainer report: {_title(names)}",
         _CARDS_AND_CURVES.format(
-            cards="".join(cards), notes=notes, sections=_sections(records, names, schedules)
+            cards="".join(cards),
+            notes=notes,
+            sections=_sections(records, names, data["fit"], schedules),
         ),
         data,
         ("report_charts.js", "report_schedule.js", "report.js"),
@@ -73,6 +75,7 @@ def _named(records: Sequence[RunRecord], names: Sequence[str]) -> list[tuple[Run
 def _sections(
     records: Sequence[RunRecord],
     names: Sequence[str],
+    fit: str,
     schedules: Sequence[MeasuredSchedule | None],
 ) -> str:
     """All sections below the curves; those without content are left out."""
@@ -81,7 +84,7 @@ def _sections(
     several = len(records) > 1
     parts = [
         ("What happened", _drawn("timeline") + _folded("As a list", _all_marks(named))),
-        ("Values", values_table(records, names)),
+        ("Values", values_table(records, names, fit)),
         ("Differences", differences(records, names) if several else ""),
         ("Where the time went", _drawn("times") + _folded("As a table", times) if times else ""),
         ("The pipeline's schedule", _schedules(schedules, names)),

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ktrainer.runs.report_data import time_shares, total_shares
+from ktrainer.runs.report_data import fit_name, time_shares, total_shares
 from ktrainer.runs.report_schedule import MeasuredSchedule, seconds_by_kind
 from ktrainer.runs.run_curves import is_number, metric_order
 from ktrainer.runs.run_differences import Difference, compare, facts_of_all
@@ -128,9 +128,18 @@ def _date(seconds: float) -> str:
 # -- values
 
 
-def values_table(records: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """The last and the best value of each metric in the last `fit`, of all runs."""
-    last = [_last_values(record) for record in records]
+def values_table(records: Sequence[RunRecord], names: Sequence[str], fit: str) -> str:
+    """The last and the best value of each metric in one `fit`, of all runs.
+
+    Args:
+        fit: its name, as `fit_name` has it.
+    """
+    places = [next((p for p in record.fits if fit_name(p) == fit), None) for record in records]
+    last = [_last_values(*each) for each in zip(records, places, strict=True)]
+    best = [
+        {} if where is None else record.best_of(where)
+        for record, where in zip(records, places, strict=True)
+    ]
     metrics = sorted({name for each in last for name in each}, key=metric_order)
     if not metrics:
         return "<p>No values are recorded yet.</p>"
@@ -141,18 +150,19 @@ def values_table(records: Sequence[RunRecord], names: Sequence[str]) -> str:
     rows = []
     for metric in metrics:
         cells: list[Cell] = [metric]
-        for record, values in zip(records, last, strict=True):
+        for values, bests in zip(last, best, strict=True):
             cells.append((number_text(values[metric]) if metric in values else "", "number"))
-            best = record.best.get(metric)
-            cells.append(f"{number_text(best.value)} (epoch {best.epoch})" if best else "")
+            found = bests.get(metric)
+            cells.append(f"{number_text(found.value)} (epoch {found.epoch})" if found else "")
         rows.append(cells)
-    return table(head, rows, "Values at the end")
+    of = f" of fit {fit}" if any(len(record.fits) > 1 for record in records) else ""
+    return table(head, rows, f"Values at the end{of}")
 
 
-def _last_values(record: RunRecord) -> dict[str, Any]:
+def _last_values(record: RunRecord, fit: tuple[int, int] | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for row in record.rows:
-        if place(row) == record.last_fit:
+        if place(row) == fit:
             values |= row["metrics"]
     return values
 
@@ -188,15 +198,16 @@ def times_table(record: RunRecord, name: str) -> str:
     """Shares of each rank's time; empty where they are not recorded."""
     ranks = total_shares(time_shares(record))
     kinds: dict[str, float] = {}
-    for shares in ranks:
+    for shares in ranks.values():
         for kind, seconds in shares.items():
             kinds[kind] = kinds.get(kind, 0.0) + seconds
     rows: list[list[Cell]] = []
     for kind in sorted(kinds, key=lambda kind: -kinds[kind]):
-        cells = [(_share(shares.get(kind), shares), "number") for shares in ranks]
+        cells = [(_share(shares.get(kind), shares), "number") for shares in ranks.values()]
         rows.append([kind, *cells])
-    head = ["spent on", *(f"rank {rank}" for rank in range(len(ranks)))]
-    return table(head, rows, f"{name}: seconds by rank") if rows else ""
+    changed = any(event["event"] == "ranks" for event in record.outer)
+    caption = f"{name}: seconds by rank" + ", numbered as at the last start" * changed
+    return table(["spent on", *ranks], rows, caption) if rows else ""
 
 
 def schedule_table(schedule: MeasuredSchedule, name: str) -> str:

@@ -158,10 +158,14 @@ class RunRecord:
 
     @cached_property
     def best(self) -> dict[str, Best]:
-        """The best value of each metric over the epochs of the last call of `fit`."""
+        """`best_of` the last call of `fit`."""
+        return self.best_of(self.last_fit)
+
+    def best_of(self, fit: tuple[int, int]) -> dict[str, Best]:
+        """The best value of each metric over the epochs of a call of `fit`."""
         found: dict[str, Best] = {}
         for row in self.rows:
-            if row["event"] != "epoch" or place(row) != self.last_fit:
+            if row["event"] != "epoch" or place(row) != fit:
                 continue
             for name, text in row["metrics"].items():
                 value, known = float(text), found.get(name)

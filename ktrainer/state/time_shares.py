@@ -7,6 +7,7 @@
 | `compute` | the step, or the body of a loop of the user's own, without communication |
 | `communication` | collectives of the step, and of decisions that ranks make together |
 | `waiting for rank 1` | the part of these in which all other ranks waited for this one |
+| `waiting before ranks changed` | the same, for a rank that has had another number since |
 | `callback NAME` | the events of a callback, by its class |
 | `validation`, `checkpoint` | these, without their communication |
 | `healing` | recovery from lost ranks and what it prepares, communication included |
@@ -26,6 +27,7 @@ from ktrainer.state.trace_spans import LOOP, add_span
 START = "start-up"
 COMMUNICATION = "communication"
 WAITING = "waiting for rank "
+WAITED = "waiting before ranks changed"
 CALLBACK = "callback "
 HEALING = "healing"
 

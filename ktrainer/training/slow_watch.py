@@ -21,7 +21,7 @@ from ktrainer.callbacks.base import emit
 from ktrainer.runtime.process_usage import disk_faults, processor_share, processor_time
 from ktrainer.state.rank_times import waits_for_last
 from ktrainer.state.slowness import LEAST_EPOCH_SECONDS, Slow, SlowRules, Window
-from ktrainer.state.time_shares import COMMUNICATION, WAITING, communication_of
+from ktrainer.state.time_shares import COMMUNICATION, WAITED, WAITING, communication_of
 from ktrainer.state.warning_log import NotedWarning
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class SlowWatch:
 
     def ranks_changed(self) -> None:
         """Begin anew with the present ranks, on all of them: they have other numbers now."""
+        for share in [share for share in self._times.seconds if share.startswith(WAITING)]:
+            seconds = self._times.seconds[share] - self._row.get(share, 0.0)
+            self._times.move(share, WAITED, seconds)
         self._begin()
 
     def mark(self, updates: int) -> None:

@@ -320,13 +320,92 @@ def test_shares_of_time_are_added_up(tmp_path: Path) -> None:
     one = {"seconds": 10.0, "data": 2.0, "compute": 7.0}
     two = {"seconds": 4.0, "compute": 3.0, "waiting for rank 0": 1.0}
     run = record(tmp_path / "run", START, log(1), times(1, one, two), times(2, one))
-    assert total_shares(time_shares(run)) == [
-        {"data": 4.0, "compute": 14.0, "not attributed": 2.0},
-        {"compute": 3.0, "waiting for rank 0": 1.0},
-    ]
+    assert total_shares(time_shares(run)) == {
+        "rank 0": {"data": 4.0, "compute": 14.0, "not attributed": 2.0},
+        "rank 1": {"compute": 3.0, "waiting for rank 0": 1.0},
+    }
     rows = page_data([run])["runs"][0]["times"]
     assert [row["label"] for row in rows] == ["all epochs", "epoch 1", "epoch 2"]
     assert "14 s (70.0%)" in Texts(report_page([run], "1")).cells
+
+
+def test_shares_of_time_are_those_of_a_process_when_ranks_change(tmp_path: Path) -> None:
+    """Of four, rank 1 is lost; then two changes of which the last is recorded; then one joins."""
+
+    def times(step: int, *compute: float) -> dict[str, Any]:
+        ranks = [{"seconds": 2 * s, "compute": s, "waiting for rank 1": s} for s in compute]
+        return {"event": "times", "epoch": 1, "step": step, "ranks": ranks}
+
+    def change(step: int, ranks: int, *lost: int) -> dict[str, Any]:
+        return {"event": "ranks", "step": step, "epoch": 0, "lost": list(lost), "ranks": ranks}
+
+    events = [{**START, "ranks": 4}, times(1, 1.0, 2.0, 3.0, 4.0), change(2, 3, 1)]
+    run = record(tmp_path / "run", *events, times(3, 10.0, 20.0, 30.0))
+    first, second = "waiting for rank 1", "waiting for rank 2"  # which is rank 1 by then
+    assert total_shares(time_shares(run)) == {
+        "rank 0": {"compute": 11.0, first: 1.0, second: 10.0},
+        "rank 1": {"compute": 2.0, first: 2.0},
+        "rank 2": {"compute": 23.0, first: 3.0, second: 20.0},
+        "rank 3": {"compute": 34.0, first: 4.0, second: 30.0},
+    }
+    page = Texts(report_page([run], "1"))
+    assert {"rank 3", second} <= set(page.cells)
+    assert page_data([run])["runs"][0]["times"][0]["names"] == [f"rank {n}" for n in range(4)]
+    again = record(tmp_path / "again", *events, change(4, 1, 0), times(5, 7.0))
+    assert list(total_shares(time_shares(again)))[4:] == ["rank 0, after step 4"]
+    more = record(tmp_path / "more", *events, change(6, 4), times(7, 1.0, 1.0, 1.0, 1.0))
+    assert list(total_shares(time_shares(more)))[4:] == ["rank 3, joined after step 6"]
+
+
+def test_values_are_those_of_the_fit_that_all_runs_have(tmp_path: Path) -> None:
+    """As the curves are: else those of different fits would stand side by side."""
+    better = {"event": "metrics", "better": {"loss": "min"}}
+    rows = [START, better, log(1, event="epoch", loss=0.5), log(2, 2, event="epoch", loss=0.75)]
+    later = [{**START, "fit": 2}, {**log(1, event="epoch", loss=0.125), "fit": 2}]
+    one = record(tmp_path / "one", *rows, *later)
+    two = record(tmp_path / "two", *rows)
+    cells = Texts(report_page([one, two], "1")).cells
+    at = cells.index("one: last")
+    assert cells[at - 1 : at + 9] == [
+        "metric", "one: last", "one: best", "two: last", "two: best",
+        "loss", "0.75", "0.5 (epoch 1)", "0.75", "0.5 (epoch 1)",
+    ]  # fmt: skip
+    cells = Texts(report_page([one], "1")).cells
+    assert cells[cells.index("loss") + 1 :][:2] == ["0.125", "0.125 (epoch 1)"]
+
+
+HEALS = """
+import os, signal, time
+from ktrainer import Callback, Trainer
+from tests.small import build, data
+
+class Acts(Callback):
+    def on_step_begin(self, step):
+        if self.world.stable_rank == 2:
+            time.sleep(0.02)
+        if self.world.stable_rank == 1 and step == 30:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+with Trainer.from_cli([Acts()]) as trainer:
+    trainer.fit(build, data(240))
+"""
+
+
+@pytest.mark.exhaustive
+def test_waits_before_a_loss_are_not_waits_for_the_rank_of_that_number(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEALS)
+    words = ("backend=data_parallel", "data.batch_size=4", "trainer.epochs=2", "run.dir=run")
+    done = ktrainer("run", "-n", 3, "--heal", "train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunRecord(tmp_path / "run")
+    first = next(event for event in run.events if event["event"] == "times")
+    waits = {share for share in first["ranks"][0] if share.startswith("waiting")}
+    assert {"waiting before ranks changed", "waiting for rank 1"} <= waits
+    assert "waiting for rank 2" not in waits
+    assert first["ranks"][0]["waiting before ranks changed"] > 0.2
+    shares = total_shares(time_shares(run))
+    assert list(shares) == ["rank 0", "rank 2"]
+    assert shares["rank 0"]["waiting for rank 2"] > 0.2
 
 
 def test_times_of_several_runs_and_fits_are_of_the_same_epochs(
