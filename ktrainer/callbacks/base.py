@@ -145,8 +145,8 @@ class Callback(keras.callbacks.Callback):
         alike on all ranks: those after it see them, the loggers too."""
 
     def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
-        """After an epoch, and once more at the end of training: what each rank's time since the
-        last time went to.
+        """After an epoch, and once more at the end of training, also by a signal: what each rank's
+        time since the last time went to.
 
         Args:
             epoch: that has ended, from 0; at the end of training, the last one.

@@ -42,10 +42,12 @@ class TimeShares:
 
     Attributes:
         seconds: by share, up to the last change; `read` has those of now.
+        taken: those of them that `take` has returned.
     """
 
     def __init__(self, began: float | None = None) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.taken: dict[str, float] = {}
         self._open = [START]
         self._begins: list[float] = []  # of all shares that are open but the first
         self._spans: dict[str, _Span] = {}
@@ -75,6 +77,12 @@ class TimeShares:
         self.seconds[self._open[-1]] += now - self._since
         self._since = now
         return dict(self.seconds)
+
+    def take(self) -> dict[str, float]:
+        """`seconds` since this was last called, and how many of them each share took."""
+        before, self.taken = self.taken, self.read()
+        row = {share: value - before.get(share, 0.0) for share, value in self.taken.items()}
+        return {"seconds": sum(row.values())} | {s: value for s, value in row.items() if value > 0}
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Count some of a share's seconds, at most those that it has, as another's."""

@@ -34,6 +34,7 @@ from ktrainer.state.slowness import Slow
 from ktrainer.training.run_facts import device_facts, recorded_model_facts
 
 SIGN_SECONDS = 10.0  # the file's time says when the run was last alive
+_LEAST_SECONDS = 0.1  # that a run's end adds to the recorded times
 
 
 class HistoryLog(Reporter):
@@ -114,6 +115,12 @@ class HistoryLog(Reporter):
             return
         rows = [{share: round(value, 6) for share, value in rank.items()} for rank in ranks]
         self._append("times", epoch=epoch + 1, step=self.progress.step, ranks=rows)
+
+    def _tell_rest(self) -> None:
+        """Record the time since the last row of a run that ends by an error, when other ranks
+        cannot be asked for theirs."""
+        if (row := self.train_state.times.take())["seconds"] >= _LEAST_SECONDS:
+            self.on_times(self.progress.epoch, [row])
 
     def on_slow(self, slow: Slow) -> None:
         self._append("slow", **asdict(slow))
@@ -208,6 +215,8 @@ class HistoryLog(Reporter):
         if self._ended or not state.end:  # else it was not opened
             return
         self._ended = True
+        if state.end["reason"] != "finished":
+            self._tell_rest()
         secrets = self.trainer.config._secrets
         end = {key: redact_text(str(text), secrets) for key, text in state.end.items()}
         where = {"step": state.progress.step, "epoch": state.progress.epoch}
@@ -219,7 +228,7 @@ class HistoryLog(Reporter):
         try:
             self._write(event, **fields)
         except OSError as error:
-            if not self._failing:
+            if not (self._failing or self._ended):  # it must not hide the error that has ended it
                 self._failing = True  # first, as a warning may be an error
                 warnings.warn(
                     f"the record of the run, {self.path}, cannot be written: "

@@ -46,7 +46,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
 import numpy as np
@@ -167,7 +167,7 @@ class Loop:
         try:  # time counts over restarts, so it may have been used up
             self._vote_to_stop()
         except PreemptionRequested as request:
-            checkpoint_and_exit(self.context, state, self.callbacks, request)
+            self._exit(request)
         if state.out_of_time and self.world.is_root:
             warnings.warn(
                 f"training had taken {progress.elapsed:.0f} s when the checkpoint was made, which "
@@ -224,13 +224,20 @@ class Loop:
                 self._end_due = False
                 logs = yield from self._epoch()
         except PreemptionRequested as request:
-            checkpoint_and_exit(self.context, self.state, self.callbacks, request)
+            self._exit(request)
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
+        self._gather_times()
+        return self.model.history
+
+    def _exit(self, request: PreemptionRequested) -> NoReturn:
+        checkpoint_and_exit(self.context, self.state, self.callbacks, request, self._gather_times)
+
+    def _gather_times(self) -> None:
+        """Tell callbacks what the time since the last complete epoch went to."""
         progress = self.state.progress
         last = progress.epoch - (progress.batch == 0)
         self._watch.gather(max(0, last), self.callbacks.callbacks)
-        return self.model.history
 
     def _epoch(self) -> Generator[Updates, Any, dict[str, Any]]:
         """Train the rest of an epoch, and end it; returns its logs."""

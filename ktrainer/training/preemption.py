@@ -2,7 +2,7 @@
 
     a signal, on any rank       a handler in the main thread notes it, and does nothing else
     the end of the step         the ranks vote on it, with what they vote on anyway
-    all ranks                   save, if enough of the grace period remains; on_train_end
+    all ranks                   save, if enough of the grace period remains; on_train_end, on_times
     `Interrupted`               ends the program with exit code 75, and says how to resume
 
 A second signal does what the first would have done without ktrainer.
@@ -163,8 +163,12 @@ def checkpoint_and_exit(
     state: TrainState,
     callbacks: keras.callbacks.CallbackList,
     request: PreemptionRequested,
+    gather_times: Callable[[], object],
 ) -> NoReturn:
     """Save, end training, and end the program. All ranks call it at the same step.
+
+    Args:
+        gather_times: tells callbacks what each rank's time went to.
 
     Raises:
         Interrupted: on every rank.
@@ -178,6 +182,7 @@ def checkpoint_and_exit(
         saver.save_in_time(left)
     state.end = {"reason": "interrupted", "why": signal.Signals(request.number).name}
     callbacks.on_train_end(logs={})
+    gather_times()
     saved = None
     if world.is_root:
         found = [latest for saver in savers if (latest := saver.latest()) is not None]

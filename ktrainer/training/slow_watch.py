@@ -61,7 +61,6 @@ class SlowWatch:
     def __init__(self, context: RunContext, state: TrainState) -> None:
         self._context, self._world = context, context.world
         self._state, self._times = state, state.times
-        self._row: dict[str, float] = {}  # times at the end of the last epoch
         self._costs: deque[float] = deque([0.0], maxlen=20)  # seconds of the last comparisons
         self._begin()
 
@@ -88,7 +87,7 @@ class SlowWatch:
     def ranks_changed(self) -> None:
         """Begin anew with the present ranks, on all of them: they have other numbers now."""
         for share in [share for share in self._times.seconds if share.startswith(WAITING)]:
-            seconds = self._times.seconds[share] - self._row.get(share, 0.0)
+            seconds = self._times.seconds[share] - self._times.taken.get(share, 0.0)
             self._times.move(share, WAITED, seconds)
         self._begin()
 
@@ -141,10 +140,7 @@ class SlowWatch:
         callbacks the times. All ranks call this together."""
         world = self._world
         self._apportion(world.allgather(self._communication(), "communication of an epoch"))
-        now, before = self._times.read(), self._row
-        row = {share: seconds - before.get(share, 0.0) for share, seconds in now.items()}
-        row = {"seconds": sum(row.values())} | {s: value for s, value in row.items() if value > 0}
-        self._row = now
+        row = self._times.take()
         mine = (row, self._stage_of_epoch(row), self._warnings())
         rows, stages, warned = map(
             list, zip(*world.allgather(mine, "times of an epoch"), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Callback, Trainer
+from ktrainer.errors import Interrupted
 from ktrainer.runtime.history_file import read_events
 from tests.dist.harness.hosts import Hosts
 from tests.processes import ROOT, ktrainer
@@ -132,6 +134,59 @@ def test_the_body_of_a_loop_of_ones_own_is_computing(tmp_path: Path) -> None:
     compute = sum(row[0].get("compute", 0.0) + row[0].get("start-up", 0.0) for row in rows)
     assert 2 * 20 * SECONDS <= compute < wall
     assert sum(row[0]["seconds"] for row in rows) == pytest.approx(wall, abs=0.1)
+
+
+class Ends(Sleep):
+    """Sleeps at the end of each step, and ends after the twentieth."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(0, 0)
+        self.act = act
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        super().on_step_end(step, logs)
+        if step == 20 and self.world.rank == 0:
+            self.act()
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise KeyError("it ends")
+
+
+def until_the_end(folder: str, backend: str, act: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of a `fit` that is ended in its first epoch, and of sleep."""
+    ends, x_y = Ends(act), data(60)
+    words = {"run__dir": folder, "data__batch_size": 8}
+    with trainer(backend, callbacks=[ends], **words) as it:
+        began = time.perf_counter()
+        with pytest.raises((Interrupted, KeyError)):
+            it.fit(build(), x_y)
+        return time.perf_counter() - began, ends.slept
+
+
+def test_the_time_before_a_signal_is_recorded(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    found = ranks(2).run(until_the_end, str(tmp_path), "data_parallel", terminate)
+    (row,) = times_in(tmp_path)
+    for seconds, (wall, slept) in zip(row["ranks"], found, strict=True):
+        assert wall >= seconds["seconds"] > 20 * SECONDS
+        assert seconds.get("callback Ends", 0.0) >= slept
+    assert found[0][1] > 20 * SECONDS
+
+
+def test_the_time_before_an_error_is_recorded(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    ((wall, slept),) = ranks(1).run(until_the_end, str(tmp_path), "local", fail)
+    (row,) = times_in(tmp_path)
+    (seconds,) = row["ranks"]
+    assert wall >= seconds["seconds"] > seconds["callback Ends"] >= slept > 20 * SECONDS
+
+
+def times_in(folder: Path) -> list[Any]:
+    events = read_events(folder / "history.jsonl")
+    return [event for event in events if event["event"] == "times"]
 
 
 # -- planted causes
