@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, is_dataclass
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, get_origin
 
 from omegaconf.errors import (
     GrammarParseError,
@@ -22,6 +22,7 @@ from ktrainer.config.backend_keys import BACKENDS, VALUE_ALIASES, BackendConfig
 from ktrainer.config.redact import REDACTED, is_secret_name, redact_text
 from ktrainer.config.schema import Config
 from ktrainer.config.schema_fields import (
+    alternatives,
     choices,
     expected,
     group_of,
@@ -62,6 +63,10 @@ def _check_group(tree: dict[str, Any], group: type, prefix: str, backend: str) -
             # OmegaConf would take any number for a bool.
             message = f"expected true or false, got {show(path, value)}."
             raise ConfigError(message, path=path, value=value)
+        elif isinstance(value, list) and any(get_origin(t) is dict for t in alternatives(hint)):
+            # OmegaConf's error for it names no key.
+            words = expected(schema_fields(group)[key], hint)
+            raise ConfigError(f"expected {words}, got {show(path, value)}.", path=path, value=value)
         elif (item := item_group(hint)) and isinstance(value, list):
             for i, entry in enumerate(value):
                 if isinstance(entry, dict):

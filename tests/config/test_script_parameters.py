@@ -65,11 +65,23 @@ def test_they_are_copied_and_changed_like_the_rest() -> None:
         ("user.free.items=3", "user.free.items: every dict has a method 'items'"),
         ("user.optimizer=sgd", "user.optimizer: expected a group"),
         ("user=3", "user: expected a group"),
+        ("user=[1]", "user: expected a group of NAME: VALUE, got [1]."),
     ],
 )
 def test_what_the_script_does_not_know_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         user(word)
+
+
+@pytest.mark.parametrize("layer", ["defaults", "source"])
+@pytest.mark.parametrize("key", ["user", "callbacks", "logging.wandb", "backend.stages"])
+def test_a_list_in_place_of_a_group_is_refused_by_its_key(layer: str, key: str) -> None:
+    group, _, name = key.rpartition(".")
+    tree: dict[str, Any] = {group: {name: [1]}} if group else {name: [1]}
+    if group == "backend":
+        tree["backend"]["name"] = "pipeline"
+    with pytest.raises(ConfigError, match=rf"^{key}: expected a group of NAME: VALUE.*, got \[1\]"):
+        load_config(**{layer: tree})
 
 
 def test_secrets_are_not_shown() -> None:
