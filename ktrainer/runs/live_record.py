@@ -34,6 +34,7 @@ class LiveRecord(RunRecord):
 
     def __init__(self, folder: Path) -> None:
         self._offset, self._fit = 0, (1, 0)
+        self._first = b""  # its first line, by which a record is known
         self._timed: list[tuple[int, float]] = []  # step and seconds of the newest rows
         self.curves: dict[str, list[Point]] = {}
         super().__init__(folder)
@@ -51,9 +52,10 @@ class LiveRecord(RunRecord):
         if not self.file.exists():
             return False
         with self.file.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < self._offset:  # another file
+            first, size = file.readline(), file.seek(0, 2)
+            if size < self._offset or (self._offset and first != self._first):  # another record
                 self._offset, self.events, self.curves, self._timed = 0, [], {}, []
+            self._first = first
             file.seek(self._offset)
             every = 1 + (size - self._offset) // _AT_ONCE
             for number, line in enumerate(file):

@@ -96,6 +96,8 @@ def test_a_record_that_grows_by_any_bytes(lines: bytes, tmp_path: Path) -> None:
     path.touch()
     live = LiveRecord(tmp_path)
     cuts = sorted({*range(0, len(lines), 997), len(lines)})
+    # A line without its end may yet be written on: `watch` waits for that.
+    cuts = [cut + (lines[cut : cut + 1] == b"\n") for cut in cuts]
     for low, high in itertools.pairwise(cuts):
         with path.open("ab") as file:
             file.write(lines[low:high])
@@ -110,6 +112,29 @@ def test_a_record_that_grows_by_any_bytes(lines: bytes, tmp_path: Path) -> None:
     path.write_bytes(lines[: len(lines) // 2])  # another file
     live.update()
     assert {name: values for name, values in live.curves.items() if values} == expected(tmp_path)
+
+
+@pytest.mark.parametrize("longer", [0, 10])
+def test_a_record_that_is_replaced(lines: bytes, tmp_path: Path, longer: int) -> None:
+    """By one of the same size or a larger one, in place or by a rename."""
+    path = tmp_path / NAME
+    other = lines.replace(b'"pid": ', b'"pid": 1', 1).replace(b'"loss": 1', b'"loss": 7')
+    other = other[: len(lines)] if not longer else other + other[: len(other) // longer]
+    for replace in (path.write_bytes, lambda data: move(data, path)):
+        path.write_bytes(lines)
+        live = LiveRecord(tmp_path)
+        before = dict(live.curves)
+        replace(other)
+        live.update()
+        assert {name: values for name, values in live.curves.items() if values} == expected(
+            tmp_path
+        )
+        assert live.curves != before
+
+
+def move(data: bytes, path: Path) -> None:
+    path.with_name("new").write_bytes(data)
+    path.with_name("new").replace(path)
 
 
 def test_rates_and_what_is_left(tmp_path: Path) -> None:
