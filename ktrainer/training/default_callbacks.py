@@ -135,11 +135,14 @@ def _trackers(cfg: Any, live: bool) -> list[Any]:
         return []
     from ktrainer.callbacks.trackers.tracker import Tracker
 
-    return [
+    trackers = [
         Tracker(name, arguments, live)
         for name, arguments in wanted.items()
         if arguments is not None
     ]
+    for tracker in trackers:
+        tracker.others = [other for other in trackers if other is not tracker]
+    return trackers
 
 
 def _watches(cfg: Any) -> list[Any]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ktrainer.callbacks.trackers import tracker
 from ktrainer.callbacks.trackers.sender import Sender
 from ktrainer.callbacks.trackers.tracker_run import Point, RunFacts, TrackerRun
 from tests.trackers.test_final_rows import Record
@@ -84,3 +88,28 @@ def test_a_tracker_that_hangs_lacks_all_rows(tmp_path: Path) -> None:
     assert sender.close("finished", 0.1) == 5
     assert sender.problem == "it did not answer within 0 s"
     answers.set()
+
+
+def test_trackers_that_hang_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is given the same half minute, here half a second, and has rows that are sent in it."""
+    monkeypatch.setattr(tracker, "CLOSE_SECONDS", 0.5)
+    record, hangs, stores = Record(tmp_path), threading.Event(), dict[str, Stores]()
+    record.start()
+    record.rows(1, 2)
+    trackers = [tracker.Tracker(name, {}, live=True) for name in ("wandb", "mlflow", "trackio")]
+    acts = {"wandb": hangs.wait, "mlflow": hangs.wait, "trackio": lambda: None}
+    for each in trackers:
+        each.others = [other for other in trackers if other is not each]
+        arguments = {"stores": stores.setdefault(each.name, {}), "acts": acts[each.name]}
+        state = tmp_path / f"{each.name}.json"
+        each._sender = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
+    began = time.monotonic()
+    for each in trackers:
+        hung = pytest.warns(UserWarning, match="it did not answer")
+        with hung if each.name != "trackio" else nullcontext():
+            each.close()
+    assert 0.5 <= time.monotonic() - began < 0.9
+    assert list(stores["trackio"].values()) == [{1: 1.0}]
+    hangs.set()

@@ -19,6 +19,7 @@ from ktrainer.runs.run_record import RunRecord
 from tests.processes import ktrainer, python
 from tests.runs.recorded import train
 from tests.trackers.tracked import TRACKERS
+from tests.trackers.tracked import words as words_of
 
 INSTALLED = [name for name in TRACKERS if find_spec(name) is not None]
 SCRIPT = Path(__file__).with_name("tracked.py")
@@ -181,6 +182,46 @@ def test_a_secret_of_the_command_line_is_not_kept(tmp_path: Path) -> None:
     files = [file for file in tmp_path.rglob("*") if file.is_file() and file != script]
     assert any(file.suffix == ".wandb" for file in files)
     assert [file for file in files if secret.encode() in file.read_bytes()] == []
+
+
+IMPORTS = """
+import sys
+from ktrainer import Trainer
+from tests.small import build, data
+
+with Trainer.from_cli() as trainer:
+    trainer.fit(build, data())
+    found = [name for name in ("wandb", "mlflow", "trackio") if name in sys.modules]
+    print(f"rank {trainer.world.rank} has imported {found}", file=sys.stderr, flush=True)
+"""
+
+
+@needs_one
+def test_rank_0_alone_imports_the_libraries(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(IMPORTS)
+    folder = tmp_path / "run"
+    words = (
+        "backend=data_parallel",
+        "logging.progress=none",
+        f"run.dir={folder}",
+        *words_of(folder),
+    )
+    done = ktrainer("run", "-n", 2, "train.py", *words, cwd=tmp_path, **_env(folder))
+    assert done.returncode == 0, done.stderr
+    assert f"rank 0 has imported {INSTALLED}" in done.stderr
+    assert "rank 1 has imported []" in done.stderr
+
+
+@pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed: make trackers")
+def test_an_argument_that_a_library_does_not_know(tmp_path: Path) -> None:
+    """Is refused on all ranks, though rank 0 alone looks."""
+    (tmp_path / "train.py").write_text(IMPORTS)
+    words = ("backend=data_parallel", "world.deadline=60", "logging.wandb={projct: x}")
+    done = ktrainer("run", "-n", 2, "train.py", *words, cwd=tmp_path)
+    assert done.returncode != 0
+    said = "ConfigError: logging.wandb.projct: wandb.init of the installed version has no such"
+    assert said in done.stderr
+    assert "DeadlineExceeded" not in done.stderr
 
 
 @pytest.mark.skipif("trackio" in INSTALLED, reason="Trackio is installed")

@@ -15,6 +15,7 @@ import json
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,8 +62,9 @@ class Sender:
         self._token = ""
         self._run: TrackerRun | None = None
         self._rows: FinalRows | None = None
-        self._awake, self._reason = threading.Event(), None
-        self._closing = False
+        self._awake = threading.Event()
+        self._reason: str | None = None
+        self._closing: float | None = None  # since when
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._work, name="ktrainer-tracker", daemon=True)
         self._thread.start()
@@ -71,16 +73,26 @@ class Sender:
         """Look for new rows."""
         self._awake.set()
 
-    def close(self, reason: str | None, seconds: float) -> int:
-        """Send what is final, and end the thread; return the number of steps that were not sent.
+    def finish(self, reason: str | None) -> None:
+        """Have what is final sent, and the thread end.
 
         Args:
             reason: how the run has ended.
-            seconds: the longest time to wait.
         """
-        self._reason, self._closing = reason, True  # type: ignore[assignment]
-        self._awake.set()
-        self._thread.join(seconds)
+        if self._closing is None:
+            self._reason, self._closing = reason, time.monotonic()
+            self._awake.set()
+
+    def close(self, reason: str | None, seconds: float) -> int:
+        """`finish`, and wait for that; return the number of steps that were not sent.
+
+        Args:
+            reason: how the run has ended.
+            seconds: the longest time since the first `finish`.
+        """
+        self.finish(reason)
+        assert self._closing is not None
+        self._thread.join(max(0.0, self._closing + seconds - time.monotonic()))
         if self._thread.is_alive():
             self.problem = self.problem or f"it did not answer within {seconds:.0f} s"
         return self._count_missing() if self.problem is not None else 0
@@ -102,7 +114,7 @@ class Sender:
         while not closing:
             self._awake.wait()
             self._awake.clear()
-            closing = self._closing
+            closing = self._closing is not None
             self._attempt(self._send)
         if self._run is not None and self.problem is None:
             run = self._run

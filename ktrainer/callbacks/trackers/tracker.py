@@ -7,7 +7,7 @@ Events used: `on_train_begin`, `on_log`, `on_epoch_end` (wake the thread, and re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.trackers.sender import Sender
 from ktrainer.config.redact import secrets_in
+from ktrainer.distributed import World
+from ktrainer.errors import ConfigError
 from ktrainer.runtime import history_file
 
-CLOSE_SECONDS = 30.0  # the longest that the end of a run waits for a tracker
+CLOSE_SECONDS = 30.0  # the longest that the end of a run waits for its trackers
 
 _RUNS = {
     "wandb": "ktrainer.callbacks.trackers.wandb_run:WandbRun",
@@ -37,22 +39,40 @@ class Tracker(Reporter):
         arguments: those of the tracker's own `init`.
         live: the run has no checkpoints.
 
-    Raises:
-        ConfigError: the library does not know an argument.
+    Attributes:
+        others: trackers of the same run, which end at the same time.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any], live: bool) -> None:
         super().__init__()
-        module, _, kind = _RUNS[name].partition(":")
-        self._run_class = getattr(import_module(module), kind)
-        self._run_class.check(arguments)
         self.name, self.arguments, self.live = name, arguments, live
+        self.others: list[Tracker] = []
         self._sender: Sender | None = None
         self._said = False
 
+    @property
+    def _run_class(self) -> Any:
+        module, _, kind = _RUNS[self.name].partition(":")
+        return getattr(import_module(module), kind)
+
+    def check(self) -> None:
+        """Refuse arguments that the library does not know. Imports it.
+
+        Raises:
+            ConfigError: for the first one found, or if it cannot be imported.
+        """
+        try:
+            self._run_class.check(self.arguments)
+        except ImportError as error:
+            raise ConfigError(
+                f"the package {self.name} cannot be imported: {error}. Mend its installation, or "
+                f"set logging.{self.name}=null.",
+                path=f"logging.{self.name}",
+            ) from None
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self.close()
+        self._end()
         folder, sent = self.run_dir, self.run_path(f"{self.name}.json")
         if not self.reports or folder is None or sent is None:
             return
@@ -83,6 +103,13 @@ class Tracker(Reporter):
         """Nothing: `close` knows how the run has ended."""
 
     def close(self) -> None:
+        for tracker in (self, *self.others):  # they send what remains at the same time
+            if tracker._sender is not None:
+                tracker._sender.finish(self.train_state.end.get("reason"))
+        self._end()
+
+    def _end(self) -> None:
+        """Wait until the thread has sent what remains."""
         sender, self._sender = self._sender, None
         if sender is None:
             return
@@ -108,3 +135,24 @@ class Tracker(Reporter):
             "run.dir, and is in history.jsonl there.",
             stacklevel=2,
         )
+
+
+def check_trackers(callbacks: Iterable[Any], world: World) -> None:
+    """Check the arguments of trackers on rank 0, which alone uses them: their libraries take long
+    to import, and much memory. All ranks call this together.
+
+    Raises:
+        ConfigError: on all ranks, for the first argument found that a library does not know.
+    """
+    trackers = [callback for callback in callbacks if isinstance(callback, Tracker)]
+    problem = None
+    if trackers and world.is_root:
+        try:
+            for tracker in trackers:
+                tracker.check()
+        except ConfigError as error:
+            problem = error
+    if trackers:
+        problem = world.broadcast(problem, what="arguments of trackers")
+    if problem is not None:
+        raise problem
