@@ -7,6 +7,7 @@ what will be written again), `on_train_end`, `close`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.distributed import World
-from ktrainer.errors import ConfigError
+from ktrainer.errors import ConfigError, SetupError
+from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.state.durations import Duration
 from ktrainer.state.nested_logs import flat
 from ktrainer.state.progress import Progress
@@ -50,6 +52,7 @@ class TensorBoardLog(Reporter):
         self._graph_written = False
         self._validated = -1  # the step of the last validation inside an epoch
         self._kept = False  # the files hold values of this run alone
+        self._lock: FolderLock | None = None  # of a given folder
         self._early: list[tuple[str, Any, int]] = []  # images from before they do
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -159,6 +162,9 @@ class TensorBoardLog(Reporter):
         for writer in self._writers.values():
             writer.close()
         self._writers = {}
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def _write(self, part: str, step: int, values: Mapping[str, float]) -> None:
         if not self.reports or not values:
@@ -174,10 +180,29 @@ class TensorBoardLog(Reporter):
 
         if part not in self._writers:
             assert self.directory is not None
+            if not self._writers and self._given is not None:
+                self._lock = _hold(self._given)
             self._writers[part] = tf.summary.create_file_writer(str(self.directory / part))
             if part == "train":
                 self._write_settings()
         return self._writers[part]
+
+
+def _hold(folder: Path) -> FolderLock | None:
+    """Hold a folder that the user has given, while it is written to; warn, where another process
+    writes to it. The folder of a run is that of one job anyway."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FolderLock(folder, "TensorBoard folder")
+    except SetupError:
+        warnings.warn(
+            f"another process writes to the TensorBoard folder {folder}, too: TensorBoard draws "
+            "the values of both as one run. Give each one a folder of its own.",
+            stacklevel=4,
+        )
+    except OSError:  # TensorFlow's writer says why
+        pass
+    return None
 
 
 def write_summary(name: str, tensor: Any, plugin: str, kind: int) -> None:
