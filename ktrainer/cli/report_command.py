@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
 import webbrowser
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from ktrainer.errors import ConfigError, SetupError
 from ktrainer.runs.report_page import report_page
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.garbage_collection import paused_collection
+from ktrainer.runtime.private_file import write_private
 
 _DEFAULT = "report.html"
 
@@ -54,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
         records = [RunRecord(Path(path)) for path in args.runs]
         page = report_page(records, __version__)
     output = args.output or records[0].folder / _DEFAULT
-    _write(output, page)
+    try:
+        write_private(output, page)
+    except OSError as error:
+        raise _cannot_write(output, error) from None
     print(f"report: {output}")
     if args.png is not None:
         from ktrainer.runs.report_picture import draw_picture
@@ -67,24 +68,6 @@ def run(args: argparse.Namespace) -> int:
     if args.open and not webbrowser.open(output.absolute().as_uri()):
         raise SetupError(f"there is no browser to open {output} with. Open it by hand.")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file for its owner alone, as the record is; an older one stays until it is complete.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(file, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise _cannot_write(path, error) from None
 
 
 def _cannot_write(path: Path, error: OSError, option: str = "--output") -> ConfigError:

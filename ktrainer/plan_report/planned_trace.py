@@ -9,7 +9,7 @@ from typing import Any
 
 from ktrainer.backends.pipeline.schedules.timeline import Timeline
 from ktrainer.errors import ConfigError, SetupError
-from ktrainer.runtime.run_folder import write_private
+from ktrainer.runtime.private_file import write_private
 
 LANE = "pipeline, as planned"
 _MEASURED = "pipeline"  # ktrainer.state.trace_spans.STAGES

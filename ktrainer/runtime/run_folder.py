@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import platform
-import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +21,7 @@ from ktrainer.config.redact import redact_text
 from ktrainer.distributed.restart_records import run_folder
 from ktrainer.errors import SetupError
 from ktrainer.runtime.folder_lock import FolderLock
+from ktrainer.runtime.private_file import write_private as write_private
 
 if TYPE_CHECKING:
     from ktrainer.distributed.world import World
@@ -157,18 +156,6 @@ def _make_private(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file for its owner alone, whole or not at all."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _explain(config: Config, error: OSError) -> str:

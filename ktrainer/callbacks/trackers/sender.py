@@ -24,7 +24,7 @@ from ktrainer.callbacks.trackers.final_rows import FinalRows
 from ktrainer.callbacks.trackers.tracker_run import RunFacts, TrackerRun
 from ktrainer.config.redact import redact_text
 from ktrainer.runtime.code_version import uncommitted_changes
-from ktrainer.runtime.run_folder import write_private
+from ktrainer.runtime.private_file import write_private
 
 _NOT_SHOWN = ("event", "fit", "inside", "time", "step", "epoch", "settings", "pid", "resume")
 _DIFF_BYTES = 10 * 2**20
