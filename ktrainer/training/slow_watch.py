@@ -2,6 +2,7 @@
 
 A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, or later where many ranks make a
 comparison expensive, by any rank's clock: the ranks agree on that with the vote on whether to stop.
+Where nothing is suspect, and steps are as long as in the last window, it is twice as long.
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
 suspect, the next window has what would explain it: the slow stage of the input, the processor time
 of the rank, the speed of links. Rank 0 gets the warnings of the others by the way.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 LEAST_STEPS, LEAST_SECONDS = 3, 0.04
 MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % of the time
 LEAST_SHARE = 1e-4  # seconds of a step
+_LONGER = 1.25  # times the usual step, after which a comparison is not put off
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
 
@@ -77,6 +79,7 @@ class SlowWatch:
             )
         self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
         self._usage: tuple[int, int] | None = None  # at the last window, of a suspect rank
+        self._usual = 0.0  # seconds of a step in the last window
         self._restart()
 
     def _restart(self) -> None:
@@ -102,8 +105,10 @@ class SlowWatch:
         """Whether this rank's window is long enough."""
         if self._rules is None or self._steps < LEAST_STEPS:
             return False
+        seconds = time.perf_counter() - self._marks[0].at
         least = max(LEAST_SECONDS, MOST_COSTS * min(self._costs))
-        return time.perf_counter() - self._marks[0].at >= least
+        is_usual = not self._rules.suspects and seconds <= _LONGER * self._usual * self._steps
+        return seconds >= (2 * least if is_usual else least)
 
     def compare(self, callbacks: Iterable[Any]) -> None:
         """Compare the windows of all ranks, which call this together; tell callbacks what is
@@ -118,6 +123,7 @@ class SlowWatch:
         self._apportion(communication)
         link = _slowest_link(world) if any(asks) else None
         found = rules.judge(self._state.progress.step, windows, link)
+        self._usual = (began - self._marks[0].at) / self._steps
         suspect = ("compute", world.rank) in rules.suspects
         self._usage = processor_time() if suspect else None
         self._say(found, callbacks)

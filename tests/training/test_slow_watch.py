@@ -242,6 +242,47 @@ def test_nothing_is_named_in_clean_runs_or_when_switched_off(ranks: Callable[...
     assert ranks(2).run(planted, "callback", share="null") == [[], []]
 
 
+class Paces(Callback):
+    """Has steps of 10 ms, and counts comparisons of times from the 20th on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.began = 0, 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        super().on_train_begin(logs)
+        allgather = self.world.allgather
+
+        def counted(value: Any, what: str = "") -> Any:
+            self.count += what == "times of the last steps"
+            return allgather(value, what)
+
+        self.world.allgather = counted
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        time.sleep(0.01)
+        if step == 20:
+            self.count, self.began = 0, time.perf_counter()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.seconds = time.perf_counter() - self.began
+        del self.world.allgather
+
+
+def comparisons() -> tuple[int, float]:
+    """How often the ranks compare their times where nothing is slow, and in how many seconds."""
+    words, paces = {"data__batch_size": 8, "logging__slow": "0.999"}, Paces()
+    with trainer("data_parallel", callbacks=[paces], **words) as it:
+        it.fit(build(), data(200))
+        return paces.count, paces.seconds
+
+
+def test_ranks_compare_less_often_where_nothing_stands_out(ranks: Callable[..., Any]) -> None:
+    """Every 80 ms, but where other processes have made steps longer."""
+    for count, seconds in ranks(2).run(comparisons):
+        assert 10 < count < seconds / 0.065
+
+
 def said(output: str) -> list[Any]:
     """What a script printed of what is slow."""
     lines = [line for line in output.splitlines() if "SLOW" in line]
