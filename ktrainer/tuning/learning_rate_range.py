@@ -25,6 +25,7 @@ from ktrainer.tuning.range_test_mode import RangeTest, RangeTestDone
 _FIRST = 10  # updates in which nothing counts as divergence
 _DIVERGED = 4.0  # times the best loss
 _MEMORY = 0.9  # of the moving average that is compared
+_SKIPPED = 100  # updates in a row, after which no more are waited for
 
 
 def range_test_callbacks(callbacks: Iterable[Any], test: RangeTest) -> list[Any]:
@@ -60,6 +61,9 @@ class RisingRate(keras.optimizers.schedules.LearningRateSchedule):
 class LearningRateRange(Callback):
     """Raises the rate with every update, and keeps the loss of each over all ranks.
 
+    An update that a loss scale skips raises no rate, and changes no weights: the loss after it is
+    left out.
+
     Training ends early when the loss has diverged: its moving average is no number, or four times
     the best one.
     """
@@ -69,13 +73,14 @@ class LearningRateRange(Callback):
         self.test = test
         self.losses: list[float] = []
         self._average, self._best = 0.0, math.inf
+        self._start = self._made = self._skipped = 0  # updates, the last ones in a row
         self._end = ""  # why it is to end
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         test = self.test
         for optimizer in plain_optimizers(model):
-            start = int(optimizer.iterations.numpy())
+            self._start = start = int(optimizer.iterations.numpy())
             optimizer.learning_rate = RisingRate(test.lowest, test.highest, test.updates, start)
         model.train_function = None  # it may have been traced with the rate of before
 
@@ -87,18 +92,30 @@ class LearningRateRange(Callback):
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
         if "loss" not in logs:
             raise ModelError("the step reports no loss, by which rates could be compared")
-        self.losses.append(float(logs["loss"]))
-        count = len(self.losses)
-        self._average = _MEMORY * self._average + (1 - _MEMORY) * self.losses[-1]
-        average = self._average / (1 - _MEMORY**count)
-        if not math.isfinite(average) or (count > _FIRST and average > _DIVERGED * self._best):
-            self._end = "the loss has diverged"
-        elif count == self.test.updates:
-            self._end = "all rates are tested"
+        made, loss = self._made, float(logs["loss"])  # the loss is of before the update
+        self._made = int(plain_optimizers(self.model)[0].iterations.numpy()) - self._start
+        self._skipped = 0 if self._made > made else self._skipped + 1
+        self._end = self._keep(loss) if made == len(self.losses) else self._why_no_more(loss)
         if self._end:
             self.trainer.request_stop(self._end)
-        elif average > 0:
+
+    def _keep(self, loss: float) -> str:
+        """Keep a loss; return why it is the last one, or nothing."""
+        self.losses.append(loss)
+        count = len(self.losses)
+        self._average = _MEMORY * self._average + (1 - _MEMORY) * loss
+        average = self._average / (1 - _MEMORY**count)
+        if not math.isfinite(average) or (count > _FIRST and average > _DIVERGED * self._best):
+            return "the loss has diverged"
+        if average > 0:
             self._best = min(self._best, average)
+        return "all rates are tested" if count == self.test.updates else ""
+
+    def _why_no_more(self, loss: float) -> str:
+        """Why a loss after a skipped update is the last one, or nothing."""
+        if not math.isfinite(loss):
+            return "the loss has diverged"
+        return "the loss scale skips all updates" if self._skipped >= _SKIPPED else ""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.world.is_root:

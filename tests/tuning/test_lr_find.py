@@ -73,6 +73,38 @@ def test_losses_are_those_of_a_loop_by_hand(
     np.testing.assert_allclose(found["rates"], test.rates()[: len(expected)], rtol=1e-12)
 
 
+def test_updates_that_a_loss_scale_skips_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones: a scale this high is halved until the gradients are finite."""
+
+    def scaled(rate: float) -> keras.Model:
+        model = build(rate)
+        scale = keras.optimizers.LossScaleOptimizer(model.optimizer, initial_scale=2.0**127)
+        model.compile(scale, "mse")
+        return model
+
+    test = RangeTest(str(tmp_path), 1e-4, 1e-2, 20)
+    monkeypatch.setenv(VARIABLE, test.to_environment()[VARIABLE])
+    y = 100.0 * Y
+    words = {"data": {"batch_size": ROWS, "shuffle": False}}
+    with pytest.raises(RangeTestDone), Trainer(words) as trainer:
+        trainer.fit(scaled(1.0), X, y)
+    found = json.loads(test.result.read_text())
+    model, losses, rows = scaled(1.0), list[float](), 0
+    while len(losses) < 20:
+        made = int(model.optimizer.inner_optimizer.iterations.numpy())
+        model.optimizer.inner_optimizer.learning_rate = test.rates()[made]
+        batch = slice(rows % 8 * ROWS, (rows % 8 + 1) * ROWS)
+        loss = float(np.ravel(model.train_on_batch(X[batch], y[batch]))[0])
+        model.reset_metrics()
+        losses += [loss] if made == len(losses) else []
+        rows += 1
+    assert rows > 21  # some were skipped
+    np.testing.assert_allclose(found["losses"], losses, rtol=2e-4)
+    np.testing.assert_allclose(found["rates"], test.rates(), rtol=1e-12)
+
+
 def lr_find(tmp_path: Path, name: str, *words: str) -> tuple[int, Path]:
     script, picture = tmp_path / "train.py", tmp_path / f"{name}.svg"
     script.write_text(SCRIPT)
