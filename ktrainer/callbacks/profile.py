@@ -24,7 +24,7 @@ import tensorflow as tf
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed.clock_offsets import clock_offsets
 from ktrainer.distributed.world import World
-from ktrainer.runtime.run_folder import write_private
+from ktrainer.runtime.private_file import write_private
 from ktrainer.state import trace_spans
 from ktrainer.state.progress import Progress
 from ktrainer.state.trace_spans import Span

@@ -12,7 +12,7 @@ from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.runs.sweep_page import TrialRow, row_head, sweep_page
 from ktrainer.runs.sweep_summary import NAME as SUMMARY
 from ktrainer.runs.sweep_summary import BestTrial
-from ktrainer.runtime.run_folder import write_private
+from ktrainer.runtime.private_file import write_private
 from ktrainer.tuning.sweep_study import STATES, SweepStudy
 from ktrainer.tuning.sweep_trial import metric_of
 

@@ -21,7 +21,7 @@ from ktrainer.config.redact import redact_text
 from ktrainer.distributed.restart_records import run_folder
 from ktrainer.errors import SetupError
 from ktrainer.runtime.folder_lock import FolderLock
-from ktrainer.runtime.private_file import write_private as write_private
+from ktrainer.runtime.private_file import write_private
 
 if TYPE_CHECKING:
     from ktrainer.distributed.world import World
