@@ -19,6 +19,7 @@ from ktrainer.launch.orphan_prevention import adopt_orphans
 from tests.dist.harness import Pool, Ranks, keras_state, leaks
 from tests.dist.harness.group import ROOT, one_thread
 from tests.dist.harness.hosts import Hosts, why_no_hosts
+from tests.processes import end_warm_python
 
 os.environ.update(one_thread())
 adopt_orphans()
@@ -56,6 +57,13 @@ def pool() -> Iterator[Pool]:
     yield pool
     left = pool.close()
     assert not left, f"ranks still run after the pool was closed: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_python() -> Iterator[None]:
+    """The process that ranks of launches are forks of ends with the session."""
+    yield
+    end_warm_python()
 
 
 @pytest.fixture(scope="module")

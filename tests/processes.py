@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.dist.harness.group import ROOT
+from tests.dist.harness.warm_python import WarmPython
 
 Done = subprocess.CompletedProcess[str]
 
@@ -33,6 +35,32 @@ def python(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str)
     return run([sys.executable, *words], cwd, seconds, **env)
 
 
+def script(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
+    """`run` a Python script, which need not import TensorFlow."""
+    return run([warm_python(**env), *words], cwd, seconds, **env)
+
+
 def ktrainer(*words: object, cwd: Path = ROOT, seconds: float = 240.0, **env: str) -> Done:
-    """`run` `ktrainer`."""
-    return python("-m", "ktrainer.cli.main", *words, cwd=cwd, seconds=seconds, **env)
+    """`run` `ktrainer`, whose ranks need not import TensorFlow."""
+    command = [warm_python(**env), "-m", "ktrainer.cli.main", *words]
+    return run(command, cwd, seconds, **env)
+
+
+def warm_python(**env: str) -> str:
+    """A Python for commands: scripts, and ranks under `ktrainer run`, need not import TensorFlow.
+
+    It is the usual one, which imports, where `env` has other values of what imports read.
+    """
+    return _warm_python().executable({**os.environ, **env})
+
+
+def end_warm_python() -> None:
+    """End the process that commands of `warm_python` are forks of."""
+    if _warm_python.cache_info().currsize:
+        _warm_python().close()
+        _warm_python.cache_clear()
+
+
+@functools.cache
+def _warm_python() -> WarmPython:
+    return WarmPython()

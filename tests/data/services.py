@@ -67,10 +67,10 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(folder: Path, *words: str) -> Iterator[Service]:
+def service(folder: Path, *words: str, python: str = sys.executable) -> Iterator[Service]:
     """`ktrainer data-service --config folder/service.json words...`, once it is ready."""
     path = folder / "service.json"
-    command = [sys.executable, "-m", "ktrainer.cli.main", "data-service", "--config", str(path)]
+    command = [python, "-m", "ktrainer.cli.main", "data-service", "--config", str(path)]
     with Service.submitted(path, [*command, *words]) as started:
         started.wait()
         yield started

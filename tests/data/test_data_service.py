@@ -49,6 +49,7 @@ from ktrainer.errors import (
 )
 from tests.data.services import Service, service
 from tests.dist.harness import Ranks
+from tests.processes import script, warm_python
 
 Group = Callable[..., Ranks]
 ROWS = 53
@@ -343,20 +344,15 @@ import sys
 from tests.data.test_data_service import *
 list(source(sys.argv[1], shuffled(), deadline=2.0).open(0, 0))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", ending, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    (tmp_path / "ending.py").write_text(ending)
+    ended = script(tmp_path / "ending.py", path, seconds=60)
     assert "WorldError: the dispatcher of the tf.data service at 127.0.0.1:9" in ended.stderr
 
 
 @pytest.mark.exhaustive
 def test_a_dispatcher_for_each_rank(tmp_path, ranks: Group):
-    with service(tmp_path, "-n", "2", "--dispatchers", "2", "--threads", "1") as started:
+    words = ("-n", "2", "--dispatchers", "2", "--threads", "1")
+    with service(tmp_path, *words, python=warm_python()) as started:
         config = DataConfig(service=DataServiceConfig(str(started.path)))
         assert joined(ranks(2).run(feed_of, config)) == batches_without()
         own = DataConfig(shard="element", service=DataServiceConfig(str(started.path)))
@@ -368,7 +364,7 @@ def test_a_dispatcher_for_each_rank(tmp_path, ranks: Group):
 
 @pytest.mark.exhaustive
 def test_first_come_first_served_reads_each_example_once(tmp_path, ranks: Group):
-    with service(tmp_path, "-n", "2", "--threads", "1") as started:
+    with service(tmp_path, "-n", "2", "--threads", "1", python=warm_python()) as started:
         config = DataConfig(service=DataServiceConfig(str(started.path), round_robin=False))
         parts = ranks(2).run(feed_of, config)
         for epoch in range(2):
@@ -384,8 +380,9 @@ def test_first_come_first_served_reads_each_example_once(tmp_path, ranks: Group)
 @pytest.mark.exhaustive
 def test_the_dispatchers_end_is_an_error_and_with_a_journal_none(tmp_path):
     journal = tmp_path / "journal"
+    words = ("--work-dir", str(journal), "--threads", "1")
     with (
-        service(tmp_path, "--work-dir", str(journal), "--threads", "1") as started,
+        service(tmp_path, *words, python=warm_python()) as started,
         closing(source(started.path, wide(300), deadline=60.0)) as remote,
     ):
         pieces = remote.open(0, 0)
@@ -403,16 +400,10 @@ import psutil
 psutil.Process(int(sys.argv[2])).kill()
 list(pieces)
 """
-    with service(tmp_path, "--threads", "1") as started:
+    (tmp_path / "ending.py").write_text(ending)
+    with service(tmp_path, "--threads", "1", python=warm_python()) as started:
         dispatcher = started.servers("dispatcher")[0].pid
-        ended = subprocess.run(
-            [sys.executable, "-c", ending, str(started.path), str(dispatcher)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )
+        ended = script(tmp_path / "ending.py", started.path, dispatcher, seconds=60)
         assert started.process.wait(20) == 128 + 9
     assert "WorldError: the dispatcher of the tf.data service at" in ended.stderr
     assert "dispatcher 0 was ended by signal 9" in started.output
@@ -439,10 +430,10 @@ def install_java() -> None:
 def test_workers_are_tasks_of_a_spark_job(tmp_path):
     pytest.importorskip("pyspark", reason="PySpark is not installed: pip install 'ktrainer[spark]'")
     install_java()
-    script = Path(spark_data_service.__file__)
+    program = Path(spark_data_service.__file__)
     words = ["--config", str(tmp_path / "service.json"), "--threads", "1"]
     submit = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]"]
-    with Service.submitted(tmp_path / "service.json", [*submit, str(script), *words]) as started:
+    with Service.submitted(tmp_path / "service.json", [*submit, str(program), *words]) as started:
         started.wait()
         found = TfDataServiceConfig.read(started.path)
         assert (found.dispatchers, found.workers_per_dispatcher) == (1, 2)
@@ -473,12 +464,7 @@ for times in (2, 3):  # the workers follow a second dispatcher too
         distribute = tf.data.experimental.service.distribute("distributed_epoch", address)
         print(sum(int(x) for x in data.apply(distribute)))
 """
-    with service(tmp_path, *words) as started:
-        ended = subprocess.run(
-            [sys.executable, "-c", training, str(started.path)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+    (tmp_path / "training.py").write_text(training)
+    with service(tmp_path, *words, python=warm_python()) as started:
+        ended = script(tmp_path / "training.py", started.path, seconds=120)
     assert ended.stdout.split() == ["2450", "3675"], ended.stderr

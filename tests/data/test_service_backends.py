@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from tests.data.services import service
+from tests.processes import warm_python
 from tests.tf_distribute.running import ONE_PROCESS, make_devices
 
 
@@ -38,7 +39,7 @@ def test_stages_and_replicas_train_on_the_batches_of_the_pipeline(
 ) -> None:
     pipeline = ["backend=pipeline", "backend.partitions=2"]
     mirrored = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2"]
-    with service(tmp_path, "-n", "1", "--threads", "1") as started:
+    with service(tmp_path, "-n", "1", "--threads", "1", python=warm_python()) as started:
         served = f"data.service.config={started.path}"
         for group, words in ((ranks(2), pipeline), (ranks(1, ONE_PROCESS), mirrored)):
             name = words[0].partition("=")[2]

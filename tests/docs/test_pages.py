@@ -23,6 +23,7 @@ import ktrainer
 from ktrainer.config import load_config
 from tests.docs.blocks import Block, difference, read_blocks
 from tests.docs.commands import check_command
+from tests.processes import warm_python
 
 if TYPE_CHECKING:
     from tests.dist.harness import Ranks
@@ -68,15 +69,19 @@ def runs(block: Block) -> bool:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where a page runs: the repository's scripts are there, and `ktrainer` and `python`."""
+def folder(page: Path, tmp_path: Path) -> Path:
+    """Where a page runs: the repository's scripts are there, and `ktrainer` and `python`.
+
+    But for those of the README, scripts and ranks need not import TensorFlow.
+    """
+    program = sys.executable if page.name == "README.md" else warm_python()
     for each in ("benchmarks", "configs", "examples"):
         (tmp_path / each).symlink_to(ROOT / each)
     commands = tmp_path / ".bin"
     commands.mkdir()
     for command, words in (("python", ""), ("ktrainer", "-m ktrainer.cli.main")):
         path = commands / command
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec "{program}" {words} "$@"\n')
         path.chmod(0o755)
     return tmp_path
 

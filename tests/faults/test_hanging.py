@@ -49,7 +49,7 @@ def test_row_10_a_rank_that_hangs_says_where(
     launch: Callable[..., subprocess.CompletedProcess[str]], script: Callable[[str], Path]
 ) -> None:
     words = ("backend=data_parallel", "data.batch_size=16", "logging.progress=none")
-    done = launch("-n", 2, script(HANGS), *words)
+    done = launch("-n", 2, script(HANGS), *words, warm=True)
     assert done.returncode == 1, done.stdout
     said = done.stderr
     assert "rank 0 waited 4 s at step 3 in 'all-reduce of gradients'" in said, said

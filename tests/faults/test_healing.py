@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +14,15 @@ import pytest
 from ktrainer.checkpoint import verify
 from ktrainer.runs.run_differences import compare
 from ktrainer.runs.run_record import RunRecord
-from tests.dist.harness.group import ROOT
 from tests.faults import agreements_script, healing_script
+from tests.processes import Done, ktrainer
 
 SCRIPT = Path(healing_script.__file__)
 
 
-def launch(
-    tmp_path: Path, *words: str, settings: str = "", **env: str
-) -> subprocess.CompletedProcess[str]:
-    head = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", "--timeout", "240"]
-    return subprocess.run(
-        [*head, *words],
-        cwd=ROOT,
-        env={**os.environ, "WORDS": settings, "KERAS_BACKEND": "tensorflow", **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=270,
-        check=False,
-    )
+def launch(tmp_path: Path, *words: str, settings: str = "", **env: str) -> Done:
+    head = ("launch", "--all-ranks", "--timeout", "240")
+    return ktrainer(*head, *words, seconds=270, WORDS=settings, KERAS_BACKEND="tensorflow", **env)
 
 
 @pytest.mark.exhaustive

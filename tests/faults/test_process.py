@@ -89,7 +89,7 @@ def launched(folder: Path, launch: Callable[..., Any]) -> str:
         "Trainer.from_cli().fit(build, data())\n"
     )
     words = configured(folder / "launched", "callbacks.posts.fails=true", "backend=data_parallel")
-    done = launch("-n", 2, script, *words)
+    done = launch("-n", 2, script, *words, warm=True)
     assert done.stderr.splitlines()[-1] == "RuntimeError: of the user", done.stderr
     return str(done.stdout + done.stderr)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.harness.group import ROOT
+from tests.processes import warm_python
 
 SECONDS = 60.0
 
@@ -27,18 +28,19 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def launch_command(*words: object) -> list[str]:
+def launch_command(*words: object, python: str = sys.executable) -> list[str]:
     """The command line of `ktrainer run`, all ranks shown."""
-    return [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", *map(str, words)]
+    return [python, "-m", "ktrainer.cli.main", "launch", "--all-ranks", *map(str, words)]
 
 
 @pytest.fixture
 def launch() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`launch("-n", 2, path)` runs to the end, its output captured as text."""
+    """`launch("-n", 2, path)` runs to the end, its output captured as text; with `warm`, ranks
+    need not import TensorFlow."""
 
-    def start(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    def start(*words: object, warm: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            launch_command(*words),
+            launch_command(*words, python=warm_python(**env) if warm else sys.executable),
             cwd=ROOT,
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,

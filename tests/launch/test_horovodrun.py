@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from ktrainer.launch.mpirun_command import find_mpirun
 from tests.dist.harness.group import ROOT
 from tests.distributed import collectives
+from tests.processes import warm_python
 
 Script = Callable[[str], Path]
 
@@ -48,6 +48,7 @@ with Trainer.from_cli(defaults=quiet) as trainer:
 COLLECTIVES = """\
 import os, pickle
 from tests.distributed import collectives
+from tests.processes import warm_python
 
 results = (collectives.reductions("horovod"), collectives.python_numbers("horovod"),
            collectives.messages("horovod"), collectives.barrier("horovod"))
@@ -90,13 +91,13 @@ world.barrier("the end")
 def horovodrun(*words: object) -> list[str]:
     """Two ranks on this host, through Gloo alone."""
     program = Path(sysconfig.get_path("scripts")) / "horovodrun"
-    return [str(program), "--gloo", "-np", "2", sys.executable, *map(str, words)]
+    return [str(program), "--gloo", "-np", "2", warm_python(), *map(str, words)]
 
 
 def mpirun(*words: object) -> list[str]:
     """Two ranks as a user may start them, without what `ktrainer run` sets."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    return [find_mpirun(), *root, "--oversubscribe", "-np", "2", sys.executable, *map(str, words)]
+    return [find_mpirun(), *root, "--oversubscribe", "-np", "2", warm_python(), *map(str, words)]
 
 
 def finish(command: list[str], folder: Path) -> tuple[int, str]:

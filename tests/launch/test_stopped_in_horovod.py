@@ -63,7 +63,7 @@ def test_a_rank_that_stops_is_named(
     size: int,
     words: tuple[str, ...],
 ) -> None:
-    done = launch("-n", size, script(SCRIPT), *words, *WORDS)
+    done = launch("-n", size, script(SCRIPT), *words, *WORDS, warm=True)
     assert done.returncode not in (0, None), done.stdout
     assert re.search(r"DeadlineExceeded: rank \d waited 5 s at step 3 in", done.stderr), done.stderr
     # In the pipeline some wait in Horovod, and one for its other stage: all of them answer.

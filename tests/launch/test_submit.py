@@ -20,6 +20,7 @@ import yaml
 
 from ktrainer.cli import main
 from ktrainer.launch.mpirun_command import find_mpirun
+from tests import processes
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import INTERFACE, Hosts
 from tests.launch.slurm import slurm, why_no_slurm
@@ -77,7 +78,7 @@ def _submit(script: Path, to: str, *options: str, words: list[str]) -> Path:
 
 
 def _one_process(script: Path) -> list[np.ndarray]:
-    return _weights(script, subprocess.run([sys.executable, script, *WORDS], **_quiet(script)))
+    return _weights(script, processes.script(script, *WORDS, cwd=script.parent, seconds=120))
 
 
 def _quiet(script: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ktrainer.errors import ConfigError, DataError, Interrupted, ModelError
 from tests.dist.harness import RankError
 from tests.loops import steps_script
 from tests.loops.steps_script import KEYS, Loop, arrays, batches
-from tests.processes import python
+from tests.processes import script
 from tests.tf_distribute.running import under
 from tests.tf_distribute.test_features import trainer as trainer_of
 
@@ -53,7 +53,7 @@ def launch(folder: Path, fault: str, *words: str, ranks: int = 1, heal: bool = F
         head += ["-m", "ktrainer.cli.main", "run", "-n", ranks, *(["--heal"] * heal)]
     mode = ["backend=data_parallel"] if ranks > 1 else []
     words = (f"run.dir={folder}", *mode, *words)
-    ended = python(*head, SCRIPT, out, fault, *words, KERAS_BACKEND="tensorflow")
+    ended = script(*head, SCRIPT, out, fault, *words, KERAS_BACKEND="tensorflow")
     found = json.loads(out.read_text()) if out.exists() else None
     return ended.returncode, found, ended.stderr
 

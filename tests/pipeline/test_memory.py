@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.small import more
-from tests.processes import ktrainer
+from tests.processes import python
 
 SCRIPT = Path(__file__).with_name("memory_script.py")
 
@@ -24,8 +24,8 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(
     hold two copies of it, and sum their gradients where they are."""
     # The allocator raises this threshold as it likes, and then keeps what was freed.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    words = ["launch", "-n", processes, SCRIPT, layers, width]
-    done = ktrainer(*words, cwd=tmp_path, **environment)
+    words = ["-m", "ktrainer.cli.main", "launch", "-n", processes, SCRIPT, layers, width]
+    done = python(*words, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(processes):
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())

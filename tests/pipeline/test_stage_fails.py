@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from tests.pipeline.trained import classes, data_of
-from tests.processes import run
+from tests.processes import run, warm_python
 
 SCRIPT = """
 import os, signal
@@ -47,7 +46,7 @@ WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")
 QUIET = ("logging.progress=none", "logging.csv=false", "data.batch_size=16")
 
 
-LAUNCH = [sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks", "-n", "2"]
+LAUNCH = ["-m", "ktrainer.cli.main", "launch", "--all-ranks", "-n", "2"]
 
 
 def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
@@ -61,7 +60,9 @@ def _started(folder: Path, command: list[str], fail: str, stages: str) -> Any:
 @pytest.mark.exhaustive
 def test_an_exception_in_a_stage_ends_all_with_its_traceback(tmp_path: Path) -> None:
     fail = 'raise RuntimeError("a stage that fails on purpose")'
-    done = _started(tmp_path, LAUNCH, fail, "{0: 'dense|dense_1|fails', 1: dense_2}")
+    done = _started(
+        tmp_path, [warm_python(), *LAUNCH], fail, "{0: 'dense|dense_1|fails', 1: dense_2}"
+    )
     assert done.returncode not in (0, None), done.stdout
     assert "rank 0 raised UnknownError; all others were ended:\nTraceback" in done.stderr
     assert "RuntimeError: a stage that fails on purpose" in done.stderr
@@ -75,10 +76,10 @@ def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(
     """Where mpirun does not end all of its own accord, the stage that waits says for whom."""
     more = ["--with-ft", "ulfm"]
     root = os.geteuid() == 0
-    mpirun = mpirun_command(2, [sys.executable], mpirun=find_mpirun(), root=root, more=more)
+    mpirun = mpirun_command(2, [warm_python()], mpirun=find_mpirun(), root=root, more=more)
     kill, stages = "os.kill(os.getpid(), signal.SIGKILL)", "{0: dense, 1: 'dense_.*|fails'}"
     if by == "launcher":
-        done = _started(tmp_path, LAUNCH, kill, stages)
+        done = _started(tmp_path, [warm_python(), *LAUNCH], kill, stages)
         assert done.returncode == 128 + signal.SIGKILL
         assert "rank 1 was ended by signal 9 (SIGKILL: Killed)" in done.stderr
     else:

@@ -22,7 +22,7 @@ from ktrainer.runs.run_marks import run_marks, run_spans, stood_out
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runs.weight_digests import weight_digests
 from ktrainer.runtime.history_file import NAME, append
-from tests.processes import ktrainer, python
+from tests.processes import ktrainer, python, script
 from tests.runs.browser import Browser, browser, why_no_browser
 from tests.runs.recorded import EPOCHS, STEPS, train
 
@@ -40,7 +40,7 @@ HOSTILE = (
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run that was killed before update 8 and resumed, and an undisturbed one of another seed."""
     folder = tmp_path_factory.mktemp("runs")
-    killed = python(SCRIPT, folder / "killed", 8, KERAS_BACKEND="tensorflow")
+    killed = script(SCRIPT, folder / "killed", 8, KERAS_BACKEND="tensorflow")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     train(folder / "killed")
     train(folder / "other", "seed=4")
@@ -614,8 +614,10 @@ def test_a_million_rows_make_a_small_page(tmp_path: Path, tab: Browser) -> None:
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / NAME).open("w") as file:
         file.write(json.dumps({**START, "time": 1.0}) + "\n")
+        row = json.dumps({**log(0), "time": 0.5}).replace('"epoch": 1', '"epoch": %d')
+        row = row.replace('"step": 0', '"step": %d').replace("0.0", "%.1f").replace("0.5", "%.1f")
         for step in range(1, 1_000_001):
-            file.write(json.dumps({**log(step, 1 + step // 10_000), "time": 1.0 + step}) + "\n")
+            file.write(row % (step, 1 + step // 10_000, step / 2, step, 1 + step) + "\n")
     page = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "--output", str(page)]) == 0
     assert page.stat().st_size < 1e6

@@ -25,7 +25,8 @@ from ktrainer.launch.rank_channel import Note
 from ktrainer.runs.run_record import SILENT_SECONDS, RunRecord, find_runs, is_run
 from ktrainer.runtime.folder_lock import is_held
 from ktrainer.runtime.history_file import NAME
-from tests.processes import python
+from tests.processes import python, script
+from tests.runs import recorded
 from tests.runs.recorded import EPOCHS, STEPS, Acts, Logged, train
 from tests.small import BATCH, build, data, trainer
 
@@ -91,8 +92,7 @@ def test_a_finished_run(whole: Any) -> None:
 def test_a_killed_run_and_its_resume(whole: Any, tmp_path: Path) -> None:
     """By SIGKILL in a process of its own; the record then holds each step once."""
     folder = tmp_path / "run"
-    words = ["-m", "tests.runs.recorded", folder, 8]
-    killed = python(*words, KERAS_BACKEND="tensorflow")
+    killed = script(recorded.__file__, folder, 8, KERAS_BACKEND="tensorflow")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     record = RunRecord(folder, logs=False)
     assert record.state == ("interrupted", "killed: its process has ended without a word")

@@ -26,7 +26,7 @@ from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.runtime.history_file import NAME, append
 from tests.dist.harness.group import ROOT
-from tests.processes import python
+from tests.processes import script, warm_python
 from tests.runs.recorded import train
 
 SCRIPT = Path(__file__).parent / "recorded.py"
@@ -38,7 +38,7 @@ START["host"] = socket.gethostname()
 def lines(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The record of a run that was killed before update 8, and resumed."""
     folder = tmp_path_factory.mktemp("watched") / "run"
-    killed = python(SCRIPT, folder, 8, KERAS_BACKEND="tensorflow")
+    killed = script(SCRIPT, folder, 8, KERAS_BACKEND="tensorflow")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     with (folder / NAME).open("ab") as file:
         file.write(b'{"event": "log", "fit": 1, "epoch": 2, "st')
@@ -271,7 +271,7 @@ def test_ctrl_c_ends_the_watching(tmp_path: Path) -> None:
 def test_a_real_run_is_watched(tmp_path: Path) -> None:
     """From its first moments; rank 1 is killed, and both start again from a checkpoint."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "ktrainer.cli.main", "run", "-n", "2", "--max-restarts", "1"]
+    command = [warm_python(), "-m", "ktrainer.cli.main", "run", "-n", "2", "--max-restarts", "1"]
     words = [str(SCRIPT), str(folder), "8", "--", "backend=data_parallel"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}
     run = subprocess.Popen([*command, *words], env=env, stdout=subprocess.DEVNULL)

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from tests.dist.harness.group import ROOT
-from tests.launch.conftest import launch_command
+from tests.processes import warm_python
 
 HERE = Path(__file__).parent
-LAUNCH = launch_command()
+LAUNCH = ("-m", "ktrainer.cli.main", "launch", "--all-ranks")
 QUIET = ("logging.csv=false", "world.deadline=10")
 MULTI_WORKER = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 SERVERS = ("backend=tf_distribute", "backend.strategy=parameter_server")
@@ -61,12 +61,12 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(*words, **environment)` starts a command, which ends with the test."""
+    """`start(*words, **environment)` starts Python, which ends with the test."""
     with ExitStack() as stack:
 
         def popen(*words: object, **env: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [*map(str, words)],
+                [warm_python(**env), *map(str, words)],
                 cwd=ROOT,
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def test_a_worker_names_the_one_that_stops_or_is_lost(
 ) -> None:
     """Without a launcher that would say it: in a sum, which TensorFlow carries out."""
     fault = {"TEST_RANK": str(victim), "TEST_SIGNAL": str(int(number))}
-    words = (sys.executable, script, *MULTI_WORKER, *QUIET, "data.batch_size=16")
+    words = (script, *MULTI_WORKER, *QUIET, "data.batch_size=16")
     both = [start(*words, **env, **fault) for env in by_tf_config()]
     other = both[1 - victim]
     try:
@@ -78,7 +77,7 @@ def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None
 @pytest.mark.exhaustive
 def test_tasks_of_slurm_and_a_peer_that_does_not_come(start: Start, script: Path) -> None:
     """Without MPI; the same weights as in one process."""
-    words = (sys.executable, script, *QUIET, "data.batch_size=16")
+    words = (script, *QUIET, "data.batch_size=16")
     one = start(*words, "backend=local")
     both = [start(*words, *MULTI_WORKER, **env) for env in by_slurm()]
     alone = by_tf_config()[0]
@@ -130,7 +129,7 @@ def test_a_trainer_that_is_made_too_late(start: Start, tmp_path: Path) -> None:
         "import tensorflow as tf\nfrom ktrainer import Trainer\n"
         "tf.data.Dataset.range(3)\nTrainer.from_cli()\n"
     )
-    _, errors = start(sys.executable, late, *MULTI_WORKER, *QUIET).communicate(timeout=60)
+    _, errors = start(late, *MULTI_WORKER, *QUIET).communicate(timeout=60)
     assert "SetupError: TensorFlow was already running" in errors
     assert "Make the Trainer first" in errors
 

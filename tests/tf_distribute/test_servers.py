@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_a_worker_that_is_missing_at_the_start_is_named(start: Start, script: Pa
     config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     words = (*SERVERS, *QUIET, "backend.start_timeout=2")
     began = time.monotonic()
-    _, errors = start(sys.executable, script, *words, TF_CONFIG=config).communicate(timeout=60)
+    _, errors = start(script, *words, TF_CONFIG=config).communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert f"Not there: worker 0 ({worker}), ps 0 ({server})" in errors
     assert "backend.start_timeout" in errors
@@ -132,7 +131,7 @@ def test_a_coordinator_that_is_silent_or_lost(start: Start, script: Path) -> Non
 
     def begin(job: str, cluster: dict[str, list[str]], *words: str) -> subprocess.Popen[str]:
         config = json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})
-        return start(sys.executable, script, *SERVERS, *QUIET, *words, TF_CONFIG=config)
+        return start(script, *SERVERS, *QUIET, *words, TF_CONFIG=config)
 
     coordinator, worker = begin("chief", met), begin("worker", met)  # which wait for the server
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -16,7 +16,7 @@ from ktrainer import ConfigError
 from ktrainer.config import load_config
 from ktrainer.config.watch_checks import require_trackers
 from ktrainer.runs.run_record import RunRecord
-from tests.processes import ktrainer, python
+from tests.processes import ktrainer, python, script
 from tests.runs.recorded import train
 from tests.trackers.tracked import TRACKERS
 from tests.trackers.tracked import words as words_of
@@ -28,7 +28,7 @@ needs_one = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed: m
 
 def tracked(folder: Path, seconds: float = 0.0, *words: str, **env: str) -> Any:
     """A run in a process of its own, with stores beside its folder."""
-    return python(SCRIPT, folder, seconds, *words, cwd=folder.parent, **(_env(folder) | env))
+    return script(SCRIPT, folder, seconds, *words, cwd=folder.parent, **(_env(folder) | env))
 
 
 def _env(folder: Path) -> dict[str, str]:
@@ -168,8 +168,8 @@ def test_arguments_that_are_refused(words: list[str], why: str) -> None:
 
 @pytest.mark.skipif("wandb" not in INSTALLED, reason="wandb is not installed: make trackers")
 def test_a_secret_of_the_command_line_is_not_kept(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
+    path = tmp_path / "train.py"
+    path.write_text(
         "from ktrainer import Trainer\n"
         "from tests.small import build, data\n"
         "with Trainer.from_cli(defaults={'user': {'api_key': ''}}) as trainer:\n"
@@ -177,9 +177,9 @@ def test_a_secret_of_the_command_line_is_not_kept(tmp_path: Path) -> None:
     )
     secret, run = "s3cr3t-of-mine", tmp_path / "run"
     words = (f"run.dir={run}", f"user.api_key={secret}", "logging.wandb={mode: offline}")
-    done = python(script, *words, cwd=tmp_path)
+    done = script(path, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    files = [file for file in tmp_path.rglob("*") if file.is_file() and file != script]
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file != path]
     assert any(file.suffix == ".wandb" for file in files)
     assert [file for file in files if secret.encode() in file.read_bytes()] == []
 

@@ -14,6 +14,7 @@ from ktrainer import Trainer
 from ktrainer.cli import main
 from ktrainer.tuning.range_test_mode import VARIABLE, RangeTest, RangeTestDone
 from tests.dist.small import more
+from tests.processes import Done, ktrainer
 
 UPDATES, ROWS = 30, 16
 RANDOM = np.random.default_rng(0)
@@ -105,23 +106,21 @@ def test_updates_that_a_loss_scale_skips_are_left_out(
     np.testing.assert_allclose(found["rates"], test.rates(), rtol=1e-12)
 
 
-def lr_find(tmp_path: Path, name: str, *words: str) -> tuple[int, Path]:
+def lr_find(tmp_path: Path, name: str, *words: str) -> tuple[Done, Path]:
     script, picture = tmp_path / "train.py", tmp_path / f"{name}.svg"
     script.write_text(SCRIPT)
     options = ["--picture", str(picture), "--max", "100", "--updates", "60"]
     *sizes, keys = words if words else ("",)
     command = ["lr-find", *options, *sizes, str(script), *([keys] if keys else [])]
-    return main.main(command), picture
+    return ktrainer(*command, cwd=tmp_path), picture
 
 
-def test_an_unmodified_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, picture = lr_find(tmp_path, "one")
-    said = capfd.readouterr()
-    assert status == 0, said
-    assert "suggestion: 0." in said.out
+def test_an_unmodified_script(tmp_path: Path) -> None:
+    done, picture = lr_find(tmp_path, "one")
+    assert done.returncode == 0, done.stderr
+    assert "suggestion: 0." in done.stdout
     assert picture.exists()
     assert sorted(os.listdir(tmp_path)) == ["one.svg", "train.py"]  # no folder of a run
-    assert VARIABLE not in os.environ
 
 
 @pytest.mark.exhaustive
@@ -133,29 +132,29 @@ def test_an_unmodified_script(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         ("-n", "2", "backend={name: pipeline, partitions: 2, microbatches: 2}"),
     ],
 )
-def test_processes_find_the_same(
-    words: tuple[str, ...],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    assert lr_find(tmp_path, "one")[0] == 0
-    one = capfd.readouterr().out
-    assert lr_find(tmp_path, "several", *words)[0] == 0
-    several = capfd.readouterr().out
-    assert [line for line in several.splitlines() if "suggestion" in line] == [
-        line for line in one.splitlines() if "suggestion" in line
-    ]
+def test_processes_find_the_same(words: tuple[str, ...], tmp_path: Path, one: list[str]) -> None:
+    assert suggestions(lr_find(tmp_path, "several", *words)[0]) == one
 
 
-def test_data_that_ends_before_the_test_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one process suggests."""
+    return suggestions(lr_find(tmp_path_factory.mktemp("one"), "one")[0])
+
+
+def suggestions(done: Done) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if "suggestion" in line]
+
+
+def test_data_that_ends_before_the_test_does(tmp_path: Path) -> None:
     """A generator gives its batches once."""
     script, picture = tmp_path / "train.py", tmp_path / "curve.svg"
     batches = "((x[:16], x[:16].sum(axis=1)) for _ in range(15)), steps_per_epoch=15"
     script.write_text(SCRIPT.replace("x, x.sum(axis=1), batch_size=16", batches))
-    assert main.main(["lr-find", "--picture", str(picture), str(script)]) == 0
-    assert "ended before the last 85 updates: rates above 8.3e-06" in capfd.readouterr().out
+    done = ktrainer("lr-find", "--picture", picture, script, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ended before the last 85 updates: rates above 8.3e-06" in done.stdout
 
 
 def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,3 +174,4 @@ def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert "above 0" in capfd.readouterr().err
     assert main.main(["lr-find", str(script)]) == 2
     assert "ended without calling fit" in capfd.readouterr().err
+    assert VARIABLE not in os.environ

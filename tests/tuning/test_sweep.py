@@ -11,7 +11,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
 from ktrainer.tuning.sweep_study import storage_in
 from ktrainer.tuning.sweep_trial import PRUNED
-from tests.processes import Done, ktrainer
+from tests.processes import Done, ktrainer, warm_python
 from tests.runs.browser import browser, why_no_browser
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchemy's, at the end
@@ -98,14 +97,13 @@ def sweep(folder: Path, *words: object, **env: str) -> Done:
     return ktrainer(*command, cwd=folder, seconds=280, OMP_NUM_THREADS="1", **env)
 
 
-def test_trials_of_a_script(
-    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_of_a_script(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    options = ["sweep", "--dir", str(folder), "--sampler", "grid", str(script)]
+    options = ["--sampler", "grid", str(script)]
     words = [*options, "user.lr=0.001,0.05", "trainer.epochs=2"]
-    assert main.main(words) == 0
-    said = capfd.readouterr().out
+    done = sweep(tmp_path, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
     best = [RunRecord(folder / f"trial-000{k}").best["val_loss"].value for k in (0, 1)]
     found = trials(folder)
     assert [trial.value for trial in found] == best
@@ -114,20 +112,22 @@ def test_trials_of_a_script(
     command = f"train with the best: ktrainer run --ranks=1 {script} trainer.epochs=2 user.lr=0.05"
     assert command in said
     assert (folder / "sweep.html").exists()
-    assert main.main(["runs", str(tmp_path)]) == 0
-    assert "the best of 2 trials: trial-000" in (listed := capfd.readouterr().out)
+    listed = ktrainer("runs", tmp_path).stdout
+    assert "the best of 2 trials: trial-000" in listed
     assert command in listed
     # Nothing is left to do, and another sweep is not mixed in.
     before = facts(folder)
-    assert main.main(words) == 0
-    assert capfd.readouterr().out.splitlines() == said.splitlines()[4:]
-    assert main.main([*options, "user.lr=0.001,0.01"]) == 2
-    assert "begun with another words" in capfd.readouterr().err
+    again = sweep(tmp_path, *words)
+    assert (again.returncode, again.stdout.splitlines()) == (0, said.splitlines()[4:])
+    other = sweep(tmp_path, *options, "user.lr=0.001,0.01")
+    assert other.returncode == 2
+    assert "begun with another words" in other.stderr
     assert facts(folder) == before
     with script.open("a") as file:
         file.write("pass\n")
-    assert main.main(words) == 0
-    assert "train.py has changed since this sweep began" in capfd.readouterr().out
+    changed = sweep(tmp_path, *words)
+    assert changed.returncode == 0, changed.stderr
+    assert "train.py has changed since this sweep began" in changed.stdout
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ KILLED = ("--trials", "5", "train.py", "user.lr=log(1e-3,1e-1)",
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ktrainer.cli.main", "sweep", "--dir", str(folder), *KILLED]
+    command = [warm_python(), "-m", "ktrainer.cli.main", "sweep", "--dir", str(folder), *KILLED]
     out = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder.parent, stdout=out, stderr=out, text=True)
 

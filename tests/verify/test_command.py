@@ -12,6 +12,8 @@ import yaml
 
 from ktrainer.cli import main
 from ktrainer.cli.verify_command import _single_process_words, add_arguments
+from ktrainer.verify.verify_mode import VARIABLE
+from tests.processes import ktrainer
 
 SCRIPT = """
 import sys
@@ -49,27 +51,26 @@ def script(tmp_path: Path) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_sound_script_in_two_stages(
-    script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_script_in_two_stages(script: str, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text("backend: {name: pipeline, partitions: 2, microbatches: 2}\n")
     words = ["verify", "-n", "2", script, "--config", str(config), "trainer.accumulate=2"]
-    assert main.main(words) == 0
-    out = capfd.readouterr().out
+    done = ktrainer(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     for name in ("loss +loss", "metric +mae", "gradient +hidden/kernel", "weight +head/bias"):
         assert re.search(rf"^{name} .* equal to rounding$", out, re.M), out
     assert "equal: 2 updates" in out
     assert "reached" not in out
     assert sorted(os.listdir(tmp_path)) == ["run.yaml", "train.py"]  # no run folder, no log
-    assert "KTRAINER_VERIFY" not in os.environ
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_script_on_two_ranks(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_script_on_two_ranks(script: str, tmp_path: Path) -> None:
     words = ["verify", "-n", "2", "--steps", "1", script, "--wrong", "backend=data_parallel"]
-    assert main.main(words) == 1
-    out = capfd.readouterr().out
+    done = ktrainer(*words, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    out = done.stdout
     assert re.search(r"^gradient +head/kernel +\S+ +1  differs$", out, re.M), out
     assert "couples examples" in out
     assert "trainer.loss_scope=global" in out
@@ -90,6 +91,7 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     said = capfd.readouterr().err
     assert "nothing to verify" in said
     assert "train_on_batch is not recorded" in said
+    assert VARIABLE not in os.environ
 
 
 def test_the_words_of_the_run_in_one_process(tmp_path: Path) -> None:
@@ -129,13 +131,12 @@ print("not reached")
 
 
 @pytest.mark.exhaustive
-def test_a_script_that_has_never_heard_of_ktrainer(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_has_never_heard_of_ktrainer(tmp_path: Path) -> None:
     path = tmp_path / "plain.py"
     path.write_text(PLAIN)
     words = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devices=2"]
-    assert main.main(["verify", str(path), *words]) == 0
-    out = capfd.readouterr().out
+    done = ktrainer("verify", path, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
     assert re.search(r"^weight +head/kernel .* equal to rounding$", out, re.M), out
     assert "reached" not in out

@@ -1,0 +1,138 @@
+"""A `python` whose scripts and ranks need not import TensorFlow: they are forks of a process that
+has, as the ranks of a restart are.
+
+    test ── python script.py ┄┄ unix socket ┄┄ warm process ── script
+    test ── ktrainer run ── mpirun ── rank_stub ┄┄ the same ── rank
+
+`tests/launch/test_warm.py` shows that such a fork is as a process of its own. All else that this
+`python` is asked for, it does as the real one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from ktrainer.launch import data_service_process, rank_process, rank_stub
+from ktrainer.launch.orphan_prevention import end_with_parent
+from ktrainer.launch.rank_stubs import listen
+from ktrainer.launch.warm_process import fork_when_asked
+from tests.dist.harness import leaks
+
+ROOT = Path(__file__).resolve().parents[3]
+IMPORTED = (
+    *("tensorflow", "keras", "numpy", "ktrainer.trainer", "ktrainer.training.run"),
+    *("ktrainer.script.routing", "ktrainer.backends.data_parallel", "tests.small"),
+)
+START = f"from {__name__} import main; main()"
+CLI = "ktrainer.cli.main"
+# mpirun is beside the real one.
+LAUNCH = (
+    "import runpy, sys; from ktrainer.launch import mpirun_command; "
+    "sys.executable = sys.argv.pop(1); "
+    f'runpy.run_module("{CLI}", run_name="__main__", alter_sys=True)'
+)
+# What is read as modules are imported.
+READ = ("CUDA_", "KERAS", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS", "PYTHON", "TF_", "XLA_")
+
+_PROGRAM = f"""#!/bin/sh
+stub() {{ exec "{sys.executable}" -I -S "{rank_stub.__file__}" SOCKET "{sys.executable}" "$@"; }}
+case "$1 $2 $3" in
+"-m {rank_process.__name__} "*) stub "$@" ;;
+"-m {data_service_process.__name__} "*) stub "$@" ;;
+"-m {CLI} plan") stub "$@" ;;
+"-m {CLI} "*) shift 2; exec "{sys.executable}" -c '{LAUNCH}' "$0" "$@" ;;
+esac
+case "$1" in
+*.py) stub "$@" ;;
+esac
+exec "{sys.executable}" "$@"
+"""
+
+
+class WarmPython:
+    """The program, and the process that it asks for forks."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-python-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self.path = Path(self._folder.name) / "python"
+        self.path.write_text(_PROGRAM.replace("SOCKET", str(self.path.with_name("socket"))))
+        self.path.chmod(0o755)
+
+    def executable(self, environment: Mapping[str, str]) -> str:
+        """What to start instead of `sys.executable`: this, or that itself if the environment has
+        other values of what imports read."""
+        if self._process is None or self._process.poll() is not None:
+            # A launcher that a test runs in this process has ended it with all other children.
+            self._start()
+        same = _read(environment) == _read(self._environment)
+        return str(self.path) if same else sys.executable
+
+    def _start(self) -> None:
+        path = self.path.with_name("socket")
+        path.unlink(missing_ok=True)
+        self._environment = dict(os.environ)
+        path_of_modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with listen(path) as listener:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(listener.fileno()), str(self.path)],
+                env={
+                    **self._environment,
+                    "PYTHONPATH": path_of_modules.rstrip(os.pathsep),
+                    "PYTHONHASHSEED": "0",  # several ranks hash alike
+                },
+                stdin=subprocess.DEVNULL,
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
+        leaks.expect_process(self._process.pid)
+
+    def close(self) -> None:
+        """End the process, and with it its forks."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def _read(environment: Mapping[str, str]) -> dict[str, object]:
+    """What the imports of a script read of its environment."""
+    found: dict[str, object] = {k: v for k, v in environment.items() if k.startswith(READ)}
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return {**found, "PYTHONPATH": {str(ROOT), ""} ^ {"", *folders, str(ROOT)}}
+
+
+def main() -> None:
+    """Be a rank, `ktrainer plan` or a script in each fork."""
+    end_with_parent()
+    number, program = sys.argv[1:]
+    fork_when_asked(socket.socket(fileno=int(number)), IMPORTED)
+    words = sys.orig_argv[1:]
+    if words[:2] == ["-m", rank_process.__name__]:
+        rank_process.main(words[2:])
+    elif words[0] == "-m":
+        from ktrainer.launch import mpirun_command  # noqa: F401  # as in LAUNCH
+
+        sys.argv, sys.executable = words[1:], program
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        _run_script(words)
+
+
+def _run_script(words: list[str]) -> None:
+    script = ModuleType("__main__")
+    script.__file__ = words[0]
+    script.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = script
+    sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)
