@@ -32,6 +32,11 @@ def run(folder: Path, *words: object) -> Done:
     return ktrainer("run", "--no-prefix", *words, cwd=folder)
 
 
+def run_importing(folder: Path, *words: object) -> Done:
+    """The same of a script for which it matters when Keras is imported."""
+    return start(folder, "-m", "ktrainer.cli.main", "run", "--no-prefix", *words)
+
+
 def result(done: Done) -> dict[str, Any]:
     """What a script printed, once."""
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -93,9 +98,7 @@ def test_kinds_of_models_data_and_callbacks(
     expected = plain("shapes.py")
     monkeypatch.setenv("ASKED", "jax")
     ranks, words = WAYS[way]
-    # As a user's: what the script asks for, it asks for before Keras is imported.
-    launch = ("-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", ranks)
-    done = start(tmp_path, *launch, SCRIPTS / "shapes.py", *words)
+    done = run_importing(tmp_path, "-n", ranks, SCRIPTS / "shapes.py", *words)
     assert_same(result(done), expected)
     assert "the script asks for Keras on jax" in done.stderr
     assert "every rank writes" not in done.stderr
@@ -153,7 +156,9 @@ print("SEED", seed)
 def test_a_script_keeps_its_own_seeds_and_its_lack_of_them(tmp_path: Path) -> None:
     (tmp_path / "seeded.py").write_text(SEEDED)
     expected = result(start(tmp_path, "seeded.py"))
-    alone, several = run(tmp_path, "seeded.py"), run(tmp_path, "-n", 2, "seeded.py", *TWO, "seed=5")
+    # The import of Keras, which comes after the script's seeds, draws numbers itself.
+    alone = run_importing(tmp_path, "seeded.py")
+    several = run_importing(tmp_path, "-n", 2, "seeded.py", *TWO, "seed=5")
     for done in (alone, several):
         record = result(done)
         assert record["drawn"] == expected["drawn"]

@@ -54,7 +54,6 @@ def compare(
     [
         ("mirrored", 2, ALL),
         ("mirrored", 4, SOME),
-        ("central_storage", 2, SOME),
         more("central_storage", 2, ALL),
         ("one_device", 1, FEW),
         ("default", None, FEW[:2]),
