@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,23 @@ from ktrainer.checkpoint import verify
 from ktrainer.runs.run_differences import compare
 from ktrainer.runs.run_record import RunRecord
 from tests.faults import agreements_script, healing_script
-from tests.processes import Done, ktrainer
+from tests.processes import Done, run, warm_python
 
 SCRIPT = Path(healing_script.__file__)
 
 
-def launch(tmp_path: Path, *words: str, settings: str = "", **env: str) -> Done:
-    head = ("launch", "--all-ranks", "--timeout", "240")
-    return ktrainer(*head, *words, seconds=270, WORDS=settings, KERAS_BACKEND="tensorflow", **env)
+def launch(tmp_path: Path, *words: str, settings: str = "", warm: bool = True, **env: str) -> Done:
+    """Launch a script; ranks need not import TensorFlow, if the script does."""
+    head = (warm_python() if warm else sys.executable, "-m", "ktrainer.cli.main", "launch")
+    words = ("--all-ranks", "--timeout", "240", *words)
+    env |= {"WORDS": settings, "KERAS_BACKEND": "tensorflow"}
+    return run([*head, *words], seconds=270, **env)
 
 
 @pytest.mark.exhaustive
 def test_ranks_agree_while_another_thread_exchanges_messages(tmp_path: Path) -> None:
     """MPI's agreements alone do not bear that: one in some thousand says that a rank is lost."""
-    ended = launch(tmp_path, "--heal", "-n", "4", agreements_script.__file__)
+    ended = launch(tmp_path, "--heal", "-n", "4", agreements_script.__file__, warm=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("all agreed") == 4
 

@@ -52,7 +52,7 @@ def test_a_rank_lost_before_the_start_ends_all_and_they_restart(tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(EARLY)
     again = ("--max-restarts", "1", "--backoff", "0.1", "--timeout", "60")
-    done = launch(tmp_path, "--heal", "-n", "2", *again, str(script))
+    done = launch(tmp_path, "--heal", "-n", "2", *again, str(script), warm=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == ["[ 0] 2", "[ 1] 2"]
     assert "rank 1 was killed" in done.stderr
@@ -104,7 +104,8 @@ os._exit(3)
 def test_errors_name_lost_ranks_and_missing_ones(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(NAMES)
-    done = launch(tmp_path, "--heal", "-n", "3", "--no-prefix", "--timeout", "60", str(script))
+    words = ("--heal", "-n", "3", "--no-prefix", "--timeout", "60", str(script))
+    done = launch(tmp_path, *words, warm=False)
     assert done.returncode == 3, done.stdout + done.stderr
     lost, late, *where = done.stdout.splitlines()
     assert lost.startswith("rank 0 lost rank 2 at step 0 in 'a meeting': ")

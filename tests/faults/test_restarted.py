@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class Faults""",
         + "print('end', flush=True)\n"
     )
     words = (*SERVERS, *QUIET, *WORDS[:3], "checkpoint.every=2ba", f"run.dir={tmp_path / 'run'}")
-    launcher = start(*LAUNCH, "--workers", 1, "--servers", 1, *ARGS, path, *words)
+    words = (*LAUNCH, "--workers", 1, "--servers", 1, *ARGS, path, *words)
+    launcher = start(*words, python=sys.executable)  # whose ranks are the launcher's children
     out, errors = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, errors
     assert [line for line in out.splitlines() if "start" in line or "end" in line] == [
