@@ -19,7 +19,6 @@ from ktrainer.launch.rank_channel import Note
 from ktrainer.launch.restarts import Restarts
 from ktrainer.runs.run_differences import compare
 from ktrainer.runs.run_record import RunRecord
-from tests.dist.small import ENGINES
 from tests.launch.conftest import launch, script
 from tests.launch.test_launch import ready, running
 from tests.tf_distribute.launching import LAUNCH, QUIET, SERVERS, Start, start
@@ -69,8 +68,11 @@ ARGS = ("--max-restarts", 3, "--backoff", 0.1)
 
 
 @pytest.mark.quick("mpi-local")
-@pytest.mark.parametrize("local", [False, True], ids=["shared", "local"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "local"),
+    [("mpi", True), pytest.param("horovod", False, marks=pytest.mark.horovod)],
+    ids=["mpi-local", "horovod-shared"],
+)
 def test_a_failed_group_resumes_from_its_last_checkpoint(
     start: Start, tmp_path: Path, engine: str, local: bool
 ) -> None:
