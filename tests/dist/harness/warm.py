@@ -69,4 +69,5 @@ def main() -> None:
     end_with_parent()
     listener = socket.socket(fileno=int(sys.argv[1]))
     sys.argv = ["worker", *fork_when_asked(listener, IMPORTED)]
+    end_with_parent()  # a setting that a fork does not inherit
     worker.main()

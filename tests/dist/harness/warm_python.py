@@ -117,6 +117,7 @@ def main() -> None:
     end_with_parent()
     number, program = sys.argv[1:]
     fork_when_asked(socket.socket(fileno=int(number)), IMPORTED)
+    end_with_parent()  # a setting that a fork does not inherit
     words = sys.orig_argv[1:]
     if words[:2] == ["-m", rank_process.__name__]:
         rank_process.main(words[2:])
