@@ -42,21 +42,22 @@ class MeasuredSchedule:
 
 def measured_schedule(record: RunRecord) -> MeasuredSchedule | None:
     """The schedule of the newest trace of a run; None: the run is no pipeline."""
-    is_pipeline = any(_backend(start) == "pipeline" for start in record.starts)
+    if not any(_backend(start) == "pipeline" for start in record.starts):
+        return None
     try:
         path = _newest_trace(record.folder)
     except OSError:
         path = None
     if path is None:
-        return MeasuredSchedule(note=f"It was not measured: {_HOW}.") if is_pipeline else None
+        return MeasuredSchedule(note=f"It was not measured: {_HOW}.")
     try:
         if path.stat().st_size > _LARGEST:
             return MeasuredSchedule(note=f"{path.name} is too large to be drawn here.")
         found = _read(json.loads(path.read_bytes()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return MeasuredSchedule(note=f"{path.name} cannot be read: {type(error).__name__}.")
-    if found.steps or not is_pipeline:
-        return found if found.steps else None
+    if found.steps:
+        return found
     return MeasuredSchedule(note=f"{path.name} has no actions of a pipeline: {_HOW}.")
 
 
@@ -79,15 +80,14 @@ def _read(trace: Mapping[str, Any]) -> MeasuredSchedule:
         if span["cat"] == _STEPS:
             steps.setdefault(str(span["name"]), {})[span["pid"]] = span
     inner = [span for span in spans if span["cat"] != _STEPS]
-    drawn = [_drawn_step(name, steps[name], inner, partitions) for name in steps]
-    drawn = [step for step in drawn if step["lanes"]]
     kept: list[dict[str, Any]] = []
-    for step in reversed(drawn[-MOST_STEPS:]):
+    for name in [*steps][: -MOST_STEPS - 1 : -1]:
+        step = _drawn_step(name, steps[name], inner, partitions)
         if sum(len(lane["spans"]) for each in [*kept, step] for lane in each["lanes"]) > MOST_SPANS:
             break
-        kept.insert(0, step)
-    note = f"Of {len(drawn)} traced steps, {len(kept)} can be shown here." if drawn else ""
-    return MeasuredSchedule(kept, note if len(kept) < len(drawn) else "")
+        kept = [step, *kept] if step["lanes"] else kept
+    note = f"Of {len(steps)} traced steps, {len(kept)} can be shown here." if inner else ""
+    return MeasuredSchedule(kept, note if len(kept) < len(steps) else "")
 
 
 def _is_span(event: Mapping[str, Any]) -> bool:

@@ -137,6 +137,8 @@ class RunRecord:
         """(epochs, updates) done in the last call of `fit`, as far as is recorded."""
         epoch = step = 0
         for event in self.outer:
+            if event["event"] == "times":  # also of the present epoch
+                continue
             if place(event) == self.last_fit and "step" in event and "epoch" in event:
                 step, epoch = event["step"], event["epoch"]
                 epoch -= event["event"] in ("log", "validation")  # it counts the present one

@@ -247,7 +247,7 @@ keras.src.optimizers.base_optimizer
     BaseOptimizer()._learning_rate
         steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
     BaseOptimizer()._iterations
-        steps, pipeline, callbacks: read; updates made
+        steps, pipeline, callbacks, tuning: read; updates made
     BaseOptimizer()._variables
         pipeline: read; the variables that are no slots
     BaseOptimizer()._model_variables_moving_average

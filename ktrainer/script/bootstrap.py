@@ -249,7 +249,11 @@ class _KerasFirst(MetaPathFinder):
         sys.meta_path.remove(self)
         import_module("keras")
         module = sys.modules.get(name)
-        return None if module is None else ModuleSpec(name, _Imported(module))
+        if module is None:
+            return None
+        loader = _Imported(module)
+        module.__spec__ = None  # which importlib would take, and execute the module again
+        return ModuleSpec(name, loader)
 
 
 class _Imported(Loader):

@@ -53,7 +53,7 @@ class TrainState:
         counted: this rank's weight in the logs of the epoch so far.
         times: this rank's time so far, by what it was spent on.
         slow: what has been named as slow.
-        warnings: this rank's, until they are recorded; on rank 0 those of others, too.
+        warnings: those of this rank that are not yet recorded; on rank 0 also those of others.
         steps_per_epoch: updates an epoch; None when unknown.
         differences: lines that say what cannot equal one process, or `Model.fit`.
         differences_said: those that were printed where there is no display, in all fits.

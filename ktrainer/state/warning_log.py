@@ -1,7 +1,8 @@
 """Warnings of a run: Python's, and log records of level WARNING and above.
 
-They are noted on their way to the screen, which shows them as before. What a script catches or
-filters is not noted; nor is what C++ libraries print.
+They are noted on their way to the screen, which shows them as before. Python's that a script
+catches or filters are not noted, nor is what C++ libraries print; log records are noted when they
+are made, whatever filters and levels of handlers do with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 MOST = 100  # different ones that are kept
-LONGEST = 500  # characters of a text
+LONGEST = 500  # characters of a text that is recorded
+_LONGEST_KEPT = 10_000  # of one that is kept: secrets are redacted in it before it is cut
 _CAPTURED = "py.warnings"  # the logger of `logging.captureWarnings`
 
 
@@ -27,7 +29,7 @@ class NotedWarning:
     Attributes:
         step: updates done when it came first.
         kind: the class of the warning, or the name of the logger.
-        message: its text, on one line, cut where it is long.
+        message: its text.
         where: file and line that it is about, or from which it was logged.
         ranks: that had it; empty: this one.
     """
@@ -61,13 +63,10 @@ class WarningLog:
 
     def note(self, step: int, kind: str, text: object, where: str = "") -> None:
         """Keep a warning of this rank, unless it is known."""
-        message = " ".join(str(text).split())
-        if len(message) > LONGEST:
-            message = f"{message[:LONGEST]} ..."
-        self._keep(NotedWarning(step, kind, message, where))
+        self._keep(NotedWarning(step, kind, str(text)[:_LONGEST_KEPT], where))
 
-    def hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
-        """Keep those of other ranks.
+    def add_from_ranks(self, every: Sequence[Sequence[NotedWarning]]) -> None:
+        """Add those of other ranks, which have left out what is known, and what is too much.
 
         Args:
             every: what each rank has taken.
@@ -78,8 +77,7 @@ class WarningLog:
                 before = found.get(each.key, each)
                 ranks = (*before.ranks, rank)
                 found[each.key] = replace(before, step=min(before.step, each.step), ranks=ranks)
-        for each in found.values():
-            self._keep(each)
+        self._new.extend(found.values())
 
     def take(self) -> list[NotedWarning]:
         """Those since this was last called."""
@@ -91,15 +89,21 @@ class WarningLog:
 
     def _keep(self, noted: NotedWarning) -> None:
         known = self._known
-        if noted.key in known and not noted.ranks:
+        if noted.key in known:
             return
-        if noted.key not in known and len(known) >= MOST:
+        if len(known) >= MOST:
             if len(known) > MOST:
                 return
             text = f"more than {MOST} different warnings: later ones are not recorded"
             noted = replace(noted, kind="ktrainer", message=text, where="")
         known.add(noted.key)
         self._new.append(noted)
+
+
+def on_one_line(text: str) -> str:
+    """A warning's text as it is recorded: on one line, cut where it is long."""
+    line = " ".join(text.split())
+    return f"{line[:LONGEST]} ..." if len(line) > LONGEST else line
 
 
 # -- where warnings pass
@@ -161,7 +165,9 @@ class _Hooks:
 
     def make(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         record: logging.LogRecord = self._make(*args, **kwargs)
-        if record.levelno >= logging.WARNING and not self._is_noted(record):
+        # None where a program makes an empty record, to fill it with another process's.
+        level = record.levelno or logging.NOTSET
+        if level >= logging.WARNING and not self._is_noted(record):
             _note(record.name, record.getMessage, record.pathname, record.lineno)
         return record
 

@@ -31,6 +31,7 @@ from ktrainer.runtime.code_version import code_version
 from ktrainer.runtime.run_folder import library_versions
 from ktrainer.state.progress import Progress
 from ktrainer.state.slowness import Slow
+from ktrainer.state.warning_log import on_one_line
 from ktrainer.training.run_facts import device_facts, recorded_model_facts
 
 SIGN_SECONDS = 10.0  # the file's time says when the run was last alive
@@ -116,7 +117,7 @@ class HistoryLog(Reporter):
         rows = [{share: round(value, 6) for share, value in rank.items()} for rank in ranks]
         self._append("times", epoch=epoch + 1, step=self.progress.step, ranks=rows)
 
-    def _tell_rest(self) -> None:
+    def _record_last_times(self) -> None:
         """Record the time since the last row of a run that ends by an error, when other ranks
         cannot be asked for theirs."""
         if (row := self.train_state.times.take())["seconds"] >= _LEAST_SECONDS:
@@ -156,7 +157,7 @@ class HistoryLog(Reporter):
 
     def _give_sign(self) -> None:
         if self.train_state.warnings.has_new:
-            self._tell_warnings()
+            self._record_warnings()
         if time.monotonic() - self._sign < SIGN_SECONDS and self._healed is None:
             return
         self._sign = time.monotonic()
@@ -191,7 +192,7 @@ class HistoryLog(Reporter):
             seconds=round(last.seconds, 3) if last else None,
         )
 
-    def _tell_warnings(self) -> None:
+    def _record_warnings(self) -> None:
         """Record the warnings that have come."""
         config, rank = self.trainer.config, self.world.rank
         secrets = (*config._secrets, *secrets_in(config.to_dict()))
@@ -201,7 +202,7 @@ class HistoryLog(Reporter):
                 step=each.step,
                 ranks=each.ranks or [rank],
                 kind=each.kind,
-                message=redact_text(each.message, secrets),
+                message=on_one_line(redact_text(each.message, secrets)),
                 where=each.where,
             )
 
@@ -216,7 +217,7 @@ class HistoryLog(Reporter):
             return
         self._ended = True
         if state.end["reason"] != "finished":
-            self._tell_rest()
+            self._record_last_times()
         secrets = self.trainer.config._secrets
         end = {key: redact_text(str(text), secrets) for key, text in state.end.items()}
         where = {"step": state.progress.step, "epoch": state.progress.epoch}
@@ -248,7 +249,7 @@ class HistoryLog(Reporter):
         self._tell_ranks()
         state = self.train_state
         if state.warnings.has_new and event not in ("start", "warning"):
-            self._tell_warnings()
+            self._record_warnings()
         where = {"fit": max(1, state.fits)} | ({"inside": state.inside} if state.inside else {})
         self._sign = time.monotonic()
         history_file.append(self.path, event, **where, **fields)

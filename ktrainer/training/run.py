@@ -13,7 +13,7 @@ import keras
 
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.callbacks.callback_list import CallbackList
-from ktrainer.callbacks.trackers.tracker import check_trackers
+from ktrainer.callbacks.trackers.tracker import import_trackers
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
@@ -231,7 +231,7 @@ class Run:
         self.state.steps_per_epoch = None if batches is None else -(-batches // accumulate)
         self.every = make_callbacks(callbacks_config(config), users)
         if not self.state.joining:
-            check_trackers(self.every, context.world)
+            import_trackers(self.every, context.world)
         self.verify_run = current_verify_run()
         if self.verify_run is not None:
             remote = getattr(config.backend, "strategy", None) == "parameter_server"

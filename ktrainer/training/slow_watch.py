@@ -5,7 +5,7 @@ comparison expensive, by any rank's clock: the ranks agree on that with the vote
 Where nothing is suspect, and steps are as long as in the last window, it is twice as long.
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
 suspect, the next window has what would explain it: the slow stage of the input, the processor time
-of the rank, the speed of links. Rank 0 gets the warnings of the others by the way.
+of the rank, the speed of links. The same message carries warnings to rank 0.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class SlowWatch:
 
     def _hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
         if self._world.is_root and any(every):
-            self._state.warnings.hear(every)
+            self._state.warnings.add_from_ranks(every)
 
     # -- waits for other ranks
 

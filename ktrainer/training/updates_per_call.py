@@ -60,7 +60,8 @@ class UpdatesPerCall:
         self._updates = 0  # made so far
         self._seconds = MAX_SECONDS  # an update in the last call, with the wait for data
         self._began = 0.0
-        self._ended = 0.0  # the last call
+        self._ended = 0.0  # the last call; 0: what followed is none of the next one's time
+        self._limit: int | None = None  # of updates in the last call, for what was due after them
         self._start_comparison()
         self._error: BaseException | None = None  # of the data, for the next call
         self._unused_updates = 0  # of the last call
@@ -93,15 +94,18 @@ class UpdatesPerCall:
             updates.append(update)
             if self._auto and len(updates) == 1 and most > 1:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
+        if not updates:
+            self._ended = 0.0
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
         """Note that a call is over; returns the updates that it made, the first ones."""
         now = time.perf_counter()
-        # With callbacks since the last call, which fewer calls save, too.
+        # With callbacks since the last call, which fewer calls save, too; but not with validation,
+        # logs and checkpoints: they follow all long calls, which end there, and few short ones.
         (self._one if made == 1 else self._many).add(now - (self._ended or self._began), made)
         self._seconds, self._unused_updates = (now - self._began) / made, len(updates) - made
-        self._ended = now
+        self._ended = 0.0 if made == self._limit else now
         self._updates += made
         return updates[:made]
 
@@ -130,14 +134,14 @@ class UpdatesPerCall:
     def _auto_size(self, max_updates: Callable[[], int | None]) -> int:
         """The most updates of the next call; may find that `auto` is 1 from here on."""
         most = min(MAX_UPDATES, int(MAX_SECONDS / self._seconds))
+        self._limit = None if self._compared is False else max_updates()
         if most <= 1 or self._updates < FIRST_UPDATES:
             return 1
         if self._can_train_many is not None:
             self._auto, self._can_train_many = self._can_train_many(), None
         if not self._auto or not self._many_is_faster():
             return 1
-        limit = max_updates()
-        return most if limit is None else max(1, min(most, limit))
+        return most if self._limit is None else max(1, min(most, self._limit))
 
     def _start_comparison(self) -> None:
         self._compared_since, self._compare_again = self._updates, math.inf
@@ -146,8 +150,8 @@ class UpdatesPerCall:
         self._compared: bool | None = None  # whether many are faster; None: not known yet
 
     def _many_is_faster(self) -> bool:
-        """Whether calls of many updates are faster, or are still tried; slower are they where a
-        step takes less than its data, which is no longer made meanwhile.
+        """Whether calls of many updates are faster, or are still tried; they are slower where data
+        takes longer than the step, as the two no longer overlap.
 
         Compared again whenever there are ten times as many updates: data is cached by then, or
         another program has ended.
@@ -176,8 +180,7 @@ class UpdatesPerCall:
 
 
 class _MedianSeconds:
-    """The median seconds of an update, over the last calls: some have a validation or a checkpoint
-    before them, or wait for another program."""
+    """The median seconds of an update, over the last calls: some wait for another program."""
 
     def __init__(self, calls_to_skip: int) -> None:
         self._calls_to_skip = calls_to_skip

@@ -21,6 +21,7 @@ from ktrainer.callbacks.metric_averaging import AverageMetrics
 from ktrainer.errors import ModelError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.tuning.range_test_mode import RangeTest, RangeTestDone
+from ktrainer.tuning.rate_suggestion import SKIPS
 
 _FIRST = 10  # updates in which nothing counts as divergence
 _DIVERGED = 4.0  # times the best loss
@@ -62,7 +63,7 @@ class LearningRateRange(Callback):
     """Raises the rate with every update, and keeps the loss of each over all ranks.
 
     An update that a loss scale skips raises no rate, and changes no weights: the loss after it is
-    left out.
+    left out. Where a step makes several updates, rates are left out.
 
     Training ends early when the loss has diverged: its moving average is no number, or four times
     the best one.
@@ -72,6 +73,7 @@ class LearningRateRange(Callback):
         super().__init__()
         self.test = test
         self.losses: list[float] = []
+        self._indices: list[int] = []  # of the rate of each one's update
         self._average, self._best = 0.0, math.inf
         self._start = self._made = self._skipped = 0  # updates, the last ones in a row
         self._end = ""  # why it is to end
@@ -80,7 +82,8 @@ class LearningRateRange(Callback):
         super().set_model(model)
         test = self.test
         for optimizer in plain_optimizers(model):
-            self._start = start = int(optimizer.iterations.numpy())
+            # Not `iterations`, which counts those that Keras' accumulation has applied.
+            self._start = start = int(optimizer._iterations.numpy())
             optimizer.learning_rate = RisingRate(test.lowest, test.highest, test.updates, start)
         model.train_function = None  # it may have been traced with the rate of before
 
@@ -93,15 +96,17 @@ class LearningRateRange(Callback):
         if "loss" not in logs:
             raise ModelError("the step reports no loss, by which rates could be compared")
         made, loss = self._made, float(logs["loss"])  # the loss is of before the update
-        self._made = int(plain_optimizers(self.model)[0].iterations.numpy()) - self._start
+        self._made = int(plain_optimizers(self.model)[0]._iterations.numpy()) - self._start
         self._skipped = 0 if self._made > made else self._skipped + 1
-        self._end = self._keep(loss) if made == len(self.losses) else self._why_no_more(loss)
+        is_new = not self._indices or made > self._indices[-1]
+        self._end = self._keep(made, loss) if is_new else self._why_no_more(loss)
         if self._end:
             self.trainer.request_stop(self._end)
 
-    def _keep(self, loss: float) -> str:
-        """Keep a loss; return why it is the last one, or nothing."""
+    def _keep(self, made: int, loss: float) -> str:
+        """Keep a loss after `made` updates; return why it is the last one, or nothing."""
         self.losses.append(loss)
+        self._indices.append(made)
         count = len(self.losses)
         self._average = _MEMORY * self._average + (1 - _MEMORY) * loss
         average = self._average / (1 - _MEMORY**count)
@@ -109,18 +114,19 @@ class LearningRateRange(Callback):
             return "the loss has diverged"
         if average > 0:
             self._best = min(self._best, average)
-        return "all rates are tested" if count == self.test.updates else ""
+        return "all rates are tested" if self._made >= self.test.updates else ""
 
     def _why_no_more(self, loss: float) -> str:
         """Why a loss after a skipped update is the last one, or nothing."""
         if not math.isfinite(loss):
             return "the loss has diverged"
-        return "the loss scale skips all updates" if self._skipped >= _SKIPPED else ""
+        return SKIPS if self._skipped >= _SKIPPED else ""
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.world.is_root:
-            rates = self.test.rates()[: len(self.losses)]
-            untested = 0 if self._end else self.test.updates - len(self.losses)
-            found = {"rates": rates, "losses": self.losses, "untested": untested}
+            every = self.test.rates()
+            rates = [every[index] for index in self._indices]
+            untested = 0 if self._end else self.test.updates - self._made
+            found = {"rates": rates, "losses": self.losses, "untested": untested, "why": self._end}
             self.test.result.write_text(json.dumps(found))
         raise RangeTestDone

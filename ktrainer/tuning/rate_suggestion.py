@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ktrainer.errors import DataError
 
+SKIPS = "the loss scale skips all updates"  # why a range test has ended
+
 _WIDTH = 3.0  # of the smoothing, in updates: a standard deviation
 _FEWEST = 10  # updates that a curve needs
 _FALL = 0.02  # of the loss that is no accident
@@ -32,13 +34,23 @@ class RateCurve:
     untested: int = 0
 
     @classmethod
-    def of(cls, rates: Sequence[float], losses: Sequence[float], untested: int = 0) -> RateCurve:
+    def of(
+        cls, rates: Sequence[float], losses: Sequence[float], untested: int = 0, why: str = ""
+    ) -> RateCurve:
         """The curve of losses that were computed before each update.
+
+        Args:
+            why: there are no more.
 
         Raises:
             DataError: there are too few.
         """
         after = [loss for loss in losses[1:] if math.isfinite(loss)]
+        if len(after) < _FEWEST and why == SKIPS:
+            raise DataError(
+                f"{why} after {len(after)} of them: the gradients are not finite at any scale. "
+                "Look for what is not a number in the data or the model"
+            )
         if len(after) < _FEWEST and untested:
             made = len(rates)
             raise DataError(
@@ -56,7 +68,7 @@ class RateCurve:
     def read(cls, path: Path) -> RateCurve:
         """The curve in the file that a range test has written."""
         found = json.loads(path.read_text())
-        return cls.of(found["rates"], found["losses"], found["untested"])
+        return cls.of(found["rates"], found["losses"], found["untested"], found["why"])
 
     @property
     def lowest(self) -> int:

@@ -24,7 +24,7 @@ from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.rank_channel import Note
 from ktrainer.runs.run_record import SILENT_SECONDS, RunRecord, find_runs, is_run
 from ktrainer.runtime.folder_lock import is_held
-from ktrainer.runtime.history_file import NAME
+from ktrainer.runtime.history_file import NAME, append
 from tests.processes import python, script
 from tests.runs import recorded
 from tests.runs.recorded import EPOCHS, STEPS, Acts, Logged, train
@@ -123,6 +123,15 @@ def test_a_run_that_is_asked_to_end(tmp_path: Path) -> None:
     assert record.state == ("interrupted", "SIGTERM")
     assert record.checkpoint is not None
     assert record.checkpoint.name == "step-00000008"
+
+
+def test_times_inside_an_epoch_are_no_progress(tmp_path: Path) -> None:
+    """They may be the last that a run wrote which was killed after a signal."""
+    where = {"epoch": 2, "elapsed": 1.0}
+    append(tmp_path / NAME, "start", step=0, epoch=0)
+    append(tmp_path / NAME, "log", step=13, metrics={"loss": 1.0}, **where)
+    append(tmp_path / NAME, "times", step=13, ranks=[{"seconds": 1.0}], **where)
+    assert RunRecord(tmp_path).progress == (1, 13)
 
 
 def test_a_run_that_fails(tmp_path: Path) -> None:

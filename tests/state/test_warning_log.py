@@ -8,7 +8,14 @@ import warnings
 
 import pytest
 
-from ktrainer.state.warning_log import LONGEST, MOST, NotedWarning, WarningLog, warnings_noted
+from ktrainer.state.warning_log import (
+    LONGEST,
+    MOST,
+    NotedWarning,
+    WarningLog,
+    on_one_line,
+    warnings_noted,
+)
 from tests.processes import python
 
 
@@ -29,7 +36,7 @@ def test_each_is_noted_once_with_the_step_at_which_it_came() -> None:
     with pytest.warns(UserWarning, match="odd"):
         warn()
     first, second = log.take()
-    assert first == NotedWarning(0, "UserWarning", "odd rows", first.where)
+    assert first == NotedWarning(0, "UserWarning", "odd\n  rows", first.where)
     assert second == NotedWarning(1, "reader", "slow disk", second.where)
     assert first.where.startswith("test_warning_log.py:")
     assert second.where.startswith("test_warning_log.py:")
@@ -60,19 +67,30 @@ def test_a_text_that_fails_and_a_long_one() -> None:
     with warnings_noted(log, int):
         record = ("reader", logging.WARNING, "reader.py", 1, "%s", (Unspeakable(),), None)
         logging.getLogger("reader").makeRecord(*record)  # it fails where it is shown
-        logging.getLogger("reader").warning("x" * 10_000)
-    assert texts(log) == [("reader", "x" * LONGEST + " ...")]
+        logging.getLogger("reader").warning("x " * 100_000)
+    ((kind, text),) = texts(log)
+    assert (kind, on_one_line(text)) == ("reader", ("x " * LONGEST)[:LONGEST] + " ...")
+    assert on_one_line("two\n  lines") == "two lines"
+
+
+def test_a_record_without_a_level_is_no_warning() -> None:
+    """Such as a program makes of what another process sends, to fill it."""
+    log = WarningLog()
+    with warnings_noted(log, int):
+        assert logging.makeLogRecord({"msg": "sent", "levelno": logging.ERROR}).msg == "sent"
+    assert not log.has_new
 
 
 def test_there_are_not_too_many() -> None:
     log = WarningLog()
     for number in range(3 * MOST):
         log.note(number, "UserWarning", f"row {number} is odd")
-    log.hear([[], [NotedWarning(1, "UserWarning", "one more")]])
+    log.add_from_ranks([[], [NotedWarning(1, "UserWarning", "one more", ranks=(1,))]])
     found = texts(log)
     assert found[:MOST] == [("UserWarning", f"row {n} is odd") for n in range(MOST)]
     assert found[MOST:] == [
-        ("ktrainer", f"more than {MOST} different warnings: later ones are not recorded")
+        ("ktrainer", f"more than {MOST} different warnings: later ones are not recorded"),
+        ("UserWarning", "one more"),  # that of a rank with few
     ]
 
 
@@ -81,11 +99,13 @@ def test_those_of_other_ranks() -> None:
     log.note(5, "UserWarning", "odd")
     assert len(log.take()) == 1
     other = NotedWarning(9, "reader", "slow disk")
-    log.hear([[], [odd, other], [NotedWarning(6, "UserWarning", "odd", "train.py:3")]])
+    log.add_from_ranks([[], [odd, other], [NotedWarning(6, "UserWarning", "odd", "train.py:3")]])
     assert log.take() == [
         NotedWarning(6, "UserWarning", "odd", "train.py:3", ranks=(1, 2)),
         NotedWarning(9, "reader", "slow disk", ranks=(1,)),
     ]
+    log.note(12, "reader", "slow disk")
+    assert log.take() == [NotedWarning(12, "reader", "slow disk")]
 
 
 def test_a_fit_in_a_callback_has_its_own() -> None:

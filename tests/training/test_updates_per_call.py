@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,26 @@ def test_callbacks_between_calls_count_and_one_long_call_does_not(
         sizes.append(len(updates))
         now += 0.001
     assert max(sizes[100:103]) > 9
+    assert sizes[-2] > 9
+
+
+@pytest.mark.parametrize(("every", "seconds"), [(20, 0.02), (20, 0.1), (50, 0.03)])
+def test_validation_between_calls_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, every: int, seconds: float
+) -> None:
+    """It follows each long call, which ends there, and few short ones."""
+    now, made = 0.0, 0
+    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
+    source, sizes = (LocalBatch(np.array([i]), 1, 1) for i in range(2000)), []
+    while updates := per_call.take(source, None, partial(int, every - made % every)):
+        now += 0.001 if len(updates) == 1 else 0.0005 * len(updates)
+        per_call.end_call(updates, len(updates))
+        made += len(updates)
+        sizes.append(len(updates))
+        now += seconds * (made % every == 0)
     assert sizes[-2] > 9
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -104,6 +106,37 @@ def test_updates_that_a_loss_scale_skips_are_left_out(
     assert rows > 21  # some were skipped
     np.testing.assert_allclose(found["losses"], losses, rtol=2e-4)
     np.testing.assert_allclose(found["rates"], test.rates(), rtol=1e-12)
+
+
+def test_rates_are_those_of_the_updates_that_a_step_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Keras' accumulation, whose `iterations` are fewer; and with three updates a step."""
+
+    class Thrice(keras.Model):
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            for _ in range(2):
+                super().train_step(batch)
+            return super().train_step(batch)
+
+    def found(model: keras.Model, name: str) -> list[float]:
+        test = RangeTest(str(tmp_path / name), 1e-6, 1e-3, UPDATES)
+        test.result.parent.mkdir()
+        monkeypatch.setenv(VARIABLE, test.to_environment()[VARIABLE])
+        words = {"data": {"batch_size": ROWS, "shuffle": False}}
+        with pytest.raises(RangeTestDone), Trainer(words) as trainer:
+            trainer.fit(model, X, Y)
+        assert all(map(math.isfinite, json.loads(test.result.read_text())["losses"]))
+        return json.loads(test.result.read_text())["rates"]
+
+    rates = RangeTest("", 1e-6, 1e-3, UPDATES).rates()
+    model = build(1.0)
+    model.compile(keras.optimizers.SGD(1.0, gradient_accumulation_steps=4), "mse")
+    assert found(model, "accumulated") == rates
+    inputs = keras.Input(X.shape[1:])
+    thrice = Thrice(inputs, build(1.0)(inputs))
+    thrice.compile(keras.optimizers.SGD(1.0), "mse")
+    assert found(thrice, "thrice") == rates[::3]
 
 
 def lr_find(tmp_path: Path, name: str, *words: str) -> tuple[Done, Path]:

@@ -63,7 +63,9 @@ class Tracker(Reporter):
         """
         try:
             self._run_class.check(self.arguments)
-        except ImportError as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # of any kind, as where versions do not fit
             raise ConfigError(
                 f"the package {self.name} cannot be imported: {error}. Mend its installation, or "
                 f"set logging.{self.name}=null.",
@@ -137,8 +139,8 @@ class Tracker(Reporter):
         )
 
 
-def check_trackers(callbacks: Iterable[Any], world: World) -> None:
-    """Check the arguments of trackers on rank 0, which alone uses them: their libraries take long
+def import_trackers(callbacks: Iterable[Any], world: World) -> None:
+    """Import trackers and check their arguments on rank 0, which alone uses them: they take long
     to import, and much memory. All ranks call this together.
 
     Raises:
