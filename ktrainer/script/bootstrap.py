@@ -46,13 +46,13 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     _first = rank == 0
     if marks is not None:
         share_folders(marks, rank, _replaced)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
     if seed is not None:
         random.seed(seed)
+        around = partial(_kept_random_state, random.getstate())
         _AfterImport("numpy", partial(_seed_numpy, seed))
         _AfterImport("torch", partial(_seed_torch, seed))
     start = partial(_start, seed, horovod)
-    # The import itself draws from `random` (rich does), which a fork of a restart has behind it.
-    around = nullcontext if seed is None else _kept_random_states
     _AfterImport("tensorflow", partial(_unless_importing, "keras", start), around=around)
     start = partial(_unless_importing, "tensorflow", start)
     _AfterImport("keras", start, before=_on_tensorflow, around=around)
@@ -168,6 +168,16 @@ def _seed_numpy(seed: int) -> None:
 
 def _seed_torch(seed: int) -> None:
     sys.modules["torch"].manual_seed(seed)
+
+
+@contextmanager
+def _kept_random_state(seeded: object) -> Iterator[None]:
+    """Let the block take no numbers from `random` if it is as it was seeded: the import of Keras
+    does (that of rich), which a fork of a restart has behind it."""
+    keep = random.getstate() == seeded
+    yield
+    if keep:
+        random.setstate(seeded)  # type: ignore[arg-type]
 
 
 @contextmanager

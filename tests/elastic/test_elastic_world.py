@@ -70,7 +70,7 @@ def test_after_healing_the_world_is_as_new(tmp_path: Path, case: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(START + HEALS)
     words = ("--no-prefix", "--timeout", "60", str(script), case)
-    done = launch(tmp_path, "--heal", "-n", "3", *words)
+    done = launch(tmp_path, "--heal", "-n", "3", *words, warm=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["3.0 [0, 1]"] * 2
 
@@ -91,7 +91,7 @@ def test_after_a_deadline_in_healing_a_rank_can_no_longer_communicate(
     script = tmp_path / "script.py"
     script.write_text(START + LATE)
     words = ("--no-prefix", "--timeout", "60", str(script), stays_away)
-    done = launch(tmp_path, "--heal", "-n", "3", *words)
+    done = launch(tmp_path, "--heal", "-n", "3", *words, warm=False)
     assert done.returncode == 3, done.stdout + done.stderr
     late, *refused = done.stdout.splitlines()
     assert late == f"{operation} False"

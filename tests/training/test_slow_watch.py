@@ -178,7 +178,7 @@ def test_the_time_before_a_signal_is_recorded(ranks: Callable[..., Any], tmp_pat
 
 
 def test_the_time_before_an_error_is_recorded(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    ((wall, slept),) = ranks(1).run(until_the_end, str(tmp_path), "local", fail)
+    ((wall, slept),) = ranks(1).run(until_the_end, str(tmp_path), "data_parallel", fail)
     (row,) = times_in(tmp_path)
     (seconds,) = row["ranks"]
     assert wall >= seconds["seconds"] > seconds["callback Ends"] >= slept > 20 * SECONDS

@@ -26,7 +26,7 @@ from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
 from ktrainer.tuning.sweep_study import storage_in
 from ktrainer.tuning.sweep_trial import PRUNED
-from tests.processes import Done, ktrainer, warm_python
+from tests.processes import Done, ktrainer, python, warm_python
 from tests.runs.browser import browser, why_no_browser
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchemy's, at the end
@@ -301,7 +301,9 @@ def test_a_sweep_that_is_killed_when_it_has_pruned(script: Path, tmp_path: Path)
     words = ("--sampler", "grid", "--pruner", "halving", "train.py", "user.kills=true",
              "user.lr=0.0001,0.05,0.0002", "checkpoint.every=1ep",
              "checkpoint.asynchronous=false")  # fmt: skip
-    assert sweep(tmp_path, *words).returncode == -signal.SIGKILL
+    # By the trial's own process, which must be the sweep's child for that.
+    command = ("-m", "ktrainer.cli.main", "sweep", "--dir", tmp_path / "sweep", *words)
+    assert python(*command, cwd=tmp_path, OMP_NUM_THREADS="1").returncode == -signal.SIGKILL
     done = sweep(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = trials(tmp_path / "sweep")
