@@ -31,7 +31,6 @@ from ktrainer.state.trace_spans import Span
 from ktrainer.steps.variable_placement import placement_of
 
 NAME = "trace.json"
-STEPS = "steps"  # the lane with a span for each step
 
 
 class Profile(Callback):
@@ -78,7 +77,7 @@ class Profile(Callback):
             return
         one = step == self._step + 1
         name = f"step {step}" if one else f"steps {self._step + 1}-{step}"
-        trace_spans.add_span(STEPS, name, self._began, time.perf_counter())
+        trace_spans.add_span(trace_spans.STEPS, name, self._began, time.perf_counter())
         if step >= self.last:
             self._finish()
 

@@ -10,9 +10,9 @@ from typing import Any
 from ktrainer.backends.pipeline.schedules.timeline import Timeline
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.runtime.private_file import write_private
+from ktrainer.state.trace_spans import STAGES, STEPS
 
 LANE = "pipeline, as planned"
-_MEASURED = "pipeline"  # ktrainer.state.trace_spans.STAGES
 _SAME = "plan with the settings of the run."
 
 
@@ -61,9 +61,9 @@ def _planned(
     if not cut:
         return []
     events: list[dict[str, Any]] = []
-    for name in dict.fromkeys(event["name"] for event in spans if event["cat"] == "steps"):
-        steps = {e["pid"]: e for e in spans if e["cat"] == "steps" and e["name"] == name}
-        measured = [e for e in spans if e["cat"] == _MEASURED and _is_in(e, steps[e["pid"]])]
+    for name in dict.fromkeys(event["name"] for event in spans if event["cat"] == STEPS):
+        steps = {e["pid"]: e for e in spans if e["cat"] == STEPS and e["name"] == name}
+        measured = [e for e in spans if e["cat"] == STAGES and _is_in(e, steps[e["pid"]])]
         _check_actions(name, measured, partitions, timeline)
         begin = min(event["ts"] for event in measured)
         scale = (max(e["ts"] + e["dur"] for e in measured) - begin) / timeline.makespan

@@ -14,6 +14,7 @@ from typing import Any
 
 from ktrainer.runs.run_curves import is_number
 from ktrainer.runs.run_record import RunRecord
+from ktrainer.state.trace_spans import MESSAGES, STAGES, STEPS
 
 MOST_STEPS = 8  # that are drawn: the last ones
 MOST_SPANS = 20_000  # of all of these
@@ -21,7 +22,6 @@ _LARGEST = 200 * 2**20  # bytes of a trace that is read
 _TRACE = re.compile(r"trace(-\d+)?(-inside-\d+)?\.json")
 _ACTION = re.compile(r"(\d*)([FBIW])\d+")
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-_STEPS, _ACTIONS, _WAITS = "steps", "pipeline", "messages"  # lanes of a trace
 _HOW = "trainer.profile.steps=50-60 records it for these steps"
 
 Lane = dict[str, Any]  # `name`, and `spans`: kind, label, begin and length in seconds
@@ -73,13 +73,13 @@ def _newest_trace(folder: Path) -> Path | None:
 
 def _read(trace: Mapping[str, Any]) -> MeasuredSchedule:
     partitions = trace["otherData"]["partitions"]
-    wanted = (_STEPS, _ACTIONS, _WAITS)
+    wanted = (STEPS, STAGES, MESSAGES)
     spans = [e for e in trace["traceEvents"] if e.get("cat") in wanted and _is_span(e)]
     steps: dict[str, dict[int, Any]] = {}
     for span in spans:
-        if span["cat"] == _STEPS:
+        if span["cat"] == STEPS:
             steps.setdefault(str(span["name"]), {})[span["pid"]] = span
-    inner = [span for span in spans if span["cat"] != _STEPS]
+    inner = [span for span in spans if span["cat"] != STEPS]
     kept: list[dict[str, Any]] = []
     for name in [*steps][: -MOST_STEPS - 1 : -1]:
         step = _drawn_step(name, steps[name], inner, partitions)
@@ -106,7 +106,7 @@ def _drawn_step(
         step = steps.get(span["pid"])
         if step is not None and step["ts"] <= span["ts"] <= step["ts"] + step["dur"]:
             mine.setdefault(span["pid"], []).append(span)
-    acts = {rank for rank, own in mine.items() if any(s["cat"] == _ACTIONS for s in own)}
+    acts = {rank for rank, own in mine.items() if any(s["cat"] == STAGES for s in own)}
     origin = min((s["ts"] for rank in acts for s in mine[rank]), default=0.0)
     lanes = [
         {"name": _lane_name(rank, mine[rank], partitions), "spans": _drawn(mine[rank], origin)}
@@ -116,7 +116,7 @@ def _drawn_step(
 
 
 def _lane_name(rank: int, spans: Iterable[Any], partitions: list[Any]) -> str:
-    found = (_ACTION.fullmatch(str(span["name"])) for span in spans if span["cat"] == _ACTIONS)
+    found = (_ACTION.fullmatch(str(span["name"])) for span in spans if span["cat"] == STAGES)
     several = any(action is not None and action[1] for action in found)  # stages on a rank
     name = f"{'partition' if several else 'stage'} {partitions[rank]}"
     return f"{name}, rank {rank}" if partitions.count(partitions[rank]) > 1 else name
@@ -125,9 +125,9 @@ def _lane_name(rank: int, spans: Iterable[Any], partitions: list[Any]) -> str:
 def _drawn(spans: Iterable[Any], origin: float) -> list[list[Any]]:
     """Kind, label, begin and length of each, waits last: they are drawn over actions."""
     found = []
-    for span in sorted(spans, key=lambda span: (span["cat"] == _WAITS, span["ts"])):
+    for span in sorted(spans, key=lambda span: (span["cat"] == MESSAGES, span["ts"])):
         action = _ACTION.fullmatch(str(span["name"]))
-        kind = "waits" if span["cat"] == _WAITS else _KINDS[action[2]] if action else "others"
+        kind = "waits" if span["cat"] == MESSAGES else _KINDS[action[2]] if action else "others"
         begin, length = (span["ts"] - origin) / 1e6, span["dur"] / 1e6
         found.append([kind, str(span["name"])[:80], float(f"{begin:.7g}"), float(f"{length:.4g}")])
     return found

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LOOP, COLLECTIVES, STAGES, MESSAGES = "loop", "gradients", "pipeline", "messages"
+# The lanes of a trace; a span of `STEPS` is a call of the program.
+STEPS, LOOP, COLLECTIVES = "steps", "loop", "gradients"
+STAGES, MESSAGES = "pipeline", "messages"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from ktrainer.runs.run_record import RunRecord
 from ktrainer.runs.weight_digests import weight_digests
 from ktrainer.runtime.history_file import NAME, append
 from tests.processes import ktrainer, python, script
-from tests.runs.browser import Browser, browser, why_no_browser
+from tests.runs.browser import Browser
 from tests.runs.recorded import EPOCHS, STEPS, train
 
 SCRIPT = Path(__file__).parent / "recorded.py"
@@ -45,14 +44,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     train(folder / "killed")
     train(folder / "other", "seed=4")
     return folder / "killed", folder / "other"
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if (why := why_no_browser()) is not None:
-        pytest.skip(why)
-    with browser(tmp_path_factory.mktemp("profile")) as it:
-        yield it
 
 
 class Texts(HTMLParser):

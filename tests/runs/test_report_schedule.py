@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ktrainer.runs.report_schedule import MOST_STEPS, measured_schedule, seconds
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from tests.processes import ktrainer
-from tests.runs.browser import Browser, browser, why_no_browser
+from tests.runs.browser import Browser
 
 SCRIPT = Path(__file__).parents[1] / "callbacks" / "profiled_script.py"
 WORDS = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=4")
@@ -29,14 +28,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = ktrainer("run", "-n", 2, SCRIPT, *words, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if (why := why_no_browser()) is not None:
-        pytest.skip(why)
-    with browser(tmp_path_factory.mktemp("profile")) as it:
-        yield it
 
 
 def of_trace(folder: Path, events: list[dict[str, Any]], partitions: Any = (0, 1)) -> RunRecord:
