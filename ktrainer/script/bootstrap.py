@@ -49,7 +49,7 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     if seed is not None:
         random.seed(seed)
-        around = partial(_kept_random_state, random.getstate())
+        around = partial(_untouched_seed, random.getstate())
         _AfterImport("numpy", partial(_seed_numpy, seed))
         _AfterImport("torch", partial(_seed_torch, seed))
     start = partial(_start, seed, horovod)
@@ -171,7 +171,7 @@ def _seed_torch(seed: int) -> None:
 
 
 @contextmanager
-def _kept_random_state(seeded: object) -> Iterator[None]:
+def _untouched_seed(seeded: object) -> Iterator[None]:
     """Let the block take no numbers from `random` if it is as it was seeded: the import of Keras
     does (that of rich), which a fork of a restart has behind it."""
     keep = random.getstate() == seeded

@@ -134,7 +134,7 @@ class UpdatesPerCall:
     def _auto_size(self, max_updates: Callable[[], int | None]) -> int:
         """The most updates of the next call; may find that `auto` is 1 from here on."""
         most = min(MAX_UPDATES, int(MAX_SECONDS / self._seconds))
-        self._limit = None if self._compared is False else max_updates()
+        self._limit = None if most <= 1 or self._compared is False else max_updates()
         if most <= 1 or self._updates < FIRST_UPDATES:
             return 1
         if self._can_train_many is not None:

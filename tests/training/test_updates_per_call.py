@@ -6,7 +6,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -371,28 +371,40 @@ def test_a_loss_of_whole_numbers_is_finite(calls: list[int]) -> None:
     assert sum(calls) == 28
 
 
-@pytest.mark.parametrize("seconds", [0.0001, 0.003])
-def test_data_that_takes_longer_than_steps_is_made_while_they_run(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    """A step of 1 ms in Python and 1 ms in TensorFlow, beside which 1 batch is made."""
-    now = 0.0
-    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
-    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    ready = 0.0
+class Clock:
+    """A clock that stands still but for what is added to it."""
 
-    def batches() -> Iterator[LocalBatch]:
-        nonlocal now, ready
-        for i in range(2000):
-            now = max(now, ready)
-            ready = now + seconds
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def batches(self, count: int, seconds: Callable[[int], float]) -> Iterator[LocalBatch]:
+        """Batches of which each is made in so many seconds while the one before is used."""
+        ready = 0.0
+        for i in range(count):
+            self.now = max(self.now, ready)
+            ready = self.now + seconds(i)
             yield LocalBatch(np.array([i]), 1, 1)
 
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock by which `auto` decides."""
+    it = Clock()
+    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
+    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(time, "perf_counter", lambda: it.now)
+    return it
+
+
+@pytest.mark.parametrize("seconds", [0.0001, 0.003])
+def test_data_that_takes_longer_than_steps_is_made_while_they_run(
+    clock: Clock, seconds: float
+) -> None:
+    """A step of 1 ms in Python and 1 ms in TensorFlow, beside which 1 batch is made."""
     per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
-    source, sizes, seen = batches(), [], []
+    source, sizes, seen = clock.batches(2000, lambda _: seconds), [], []
     while updates := per_call.take(source, None, lambda: None):
-        now += 0.001 + 0.001 * len(updates)
+        clock.now += 0.001 + 0.001 * len(updates)
         per_call.end_call(updates, len(updates))
         sizes.append(len(updates))
         seen += [int(part.batch[0]) for update in updates for part in update]
@@ -401,64 +413,40 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     assert (sizes[-2] > 9) == (seconds < 0.002)
 
 
-def test_callbacks_between_calls_count_and_one_long_call_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_callbacks_between_calls_count_and_one_long_call_does_not(clock: Clock) -> None:
     """An update of 1 ms, and 1 ms between calls, one of which takes a second longer."""
-    now = 0.0
-    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
-    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
     per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
-    source, sizes = (LocalBatch(np.array([i]), 1, 1) for i in range(2000)), []
+    source, sizes = clock.batches(2000, lambda _: 0.0), []
     while updates := per_call.take(source, None, lambda: None):
-        now += 0.001 * len(updates) + (1.0 if len(sizes) == 102 else 0.0)
+        clock.now += 0.001 * len(updates) + (1.0 if len(sizes) == 102 else 0.0)
         per_call.end_call(updates, len(updates))
         sizes.append(len(updates))
-        now += 0.001
+        clock.now += 0.001
     assert max(sizes[100:103]) > 9
     assert sizes[-2] > 9
 
 
 @pytest.mark.parametrize(("every", "seconds"), [(20, 0.02), (20, 0.1), (50, 0.03)])
-def test_validation_between_calls_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, every: int, seconds: float
-) -> None:
+def test_validation_between_calls_does_not_count(clock: Clock, every: int, seconds: float) -> None:
     """It follows each long call, which ends there, and few short ones."""
-    now, made = 0.0, 0
-    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
-    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    made = 0
     per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
-    source, sizes = (LocalBatch(np.array([i]), 1, 1) for i in range(2000)), []
+    source, sizes = clock.batches(2000, lambda _: 0.0), []
     while updates := per_call.take(source, None, partial(int, every - made % every)):
-        now += 0.001 if len(updates) == 1 else 0.0005 * len(updates)
+        clock.now += 0.001 if len(updates) == 1 else 0.0005 * len(updates)
         per_call.end_call(updates, len(updates))
         made += len(updates)
         sizes.append(len(updates))
-        now += seconds * (made % every == 0)
+        clock.now += seconds * (made % every == 0)
     assert sizes[-2] > 9
 
 
-def test_what_is_faster_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_faster_is_compared_again(clock: Clock) -> None:
     """Data takes longer than steps until update 1000, as while it is read for the first time."""
-    now = 0.0
-    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 100)
-    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    ready = 0.0
-
-    def batches() -> Iterator[LocalBatch]:
-        nonlocal now, ready
-        for i in range(6000):
-            now = max(now, ready)
-            ready = now + (0.003 if i < 1000 else 0.0)
-            yield LocalBatch(np.array([i]), 1, 1)
-
     per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
-    source, sizes = batches(), []
+    source, sizes = clock.batches(6000, lambda i: 0.003 if i < 1000 else 0.0), []
     while updates := per_call.take(source, None, lambda: None):
-        now += 0.001 + 0.001 * len(updates)
+        clock.now += 0.001 + 0.001 * len(updates)
         per_call.end_call(updates, len(updates))
         sizes += [len(updates)] * len(updates)
     assert max(sizes[100:200]) > 9
