@@ -33,6 +33,19 @@ def send(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
+def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until processes have ended, for at most `seconds`; return those that still run.
+
+    `psutil.wait_procs` raises FileNotFoundError on recent kernels, where a process may be collected
+    while it is asked for its pidfd.
+    """
+    deadline = time.monotonic() + seconds
+    left = list(processes)
+    while (left := [p for p in left if is_alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
 def end_all(mpirun: int | None = None, seconds: float = 3.0, keep: int | None = None) -> None:
     """End every descendant: those under `mpirun` at once, then `mpirun` itself, then the rest.
 
@@ -44,9 +57,9 @@ def end_all(mpirun: int | None = None, seconds: float = 3.0, keep: int | None = 
     every = descendants(keep)
     send((p for p in every if p.pid != mpirun), signal.SIGKILL)
     top = [p for p in every if p.pid == mpirun]
-    _wait(top, seconds)
+    wait_until_ended(top, seconds)
     send(top, signal.SIGTERM)
-    _wait(top, seconds)
+    wait_until_ended(top, seconds)
     deadline = time.monotonic() + seconds
     # A process may have forked meanwhile.
     while (left := descendants(keep)) and time.monotonic() < deadline:
@@ -79,9 +92,3 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-
-
-def _wait(processes: list[psutil.Process], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(is_alive(p) for p in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)

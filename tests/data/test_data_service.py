@@ -47,6 +47,7 @@ from ktrainer.errors import (
     SetupError,
     WorldError,
 )
+from ktrainer.launch.process_tree import wait_until_ended
 from tests.data.services import Service, service
 from tests.dist.harness import Ranks
 from tests.processes import script, warm_python
@@ -442,7 +443,7 @@ def test_workers_are_tasks_of_a_spark_job(tmp_path):
         below = psutil.Process(started.process.pid).children(recursive=True)
         started.process.terminate()
         started.process.wait(30)
-        assert not psutil.wait_procs(below, timeout=30)[1]
+        assert not wait_until_ended(below, 30)
         end = time.monotonic() + 15
         while started.path.exists() and time.monotonic() < end:
             time.sleep(0.1)

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from ktrainer.launch.mpirun_command import find_mpirun
+from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness.group import ROOT
 from tests.distributed import collectives
 from tests.processes import warm_python
@@ -117,7 +118,7 @@ def finish(command: list[str], folder: Path) -> tuple[int, str]:
             tree = [*process.children(recursive=True), process] if process.is_running() else []
             for one in tree:
                 one.kill()
-            psutil.wait_procs(tree, timeout=10)
+            wait_until_ended(tree, 10)
     return code, (folder / "output").read_text(errors="replace")
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS, launch_command
 
@@ -256,7 +257,7 @@ def test_signal_to_the_launcher_leaves_nothing(
             for child in tree:
                 if child.pid not in ready(marks) and "prterun" not in child.name():
                     child.kill()
-        psutil.wait_procs(tree, timeout=5)
+        wait_until_ended(tree, 5)
         assert [p for p in tree if p.is_running() and p.status() != "zombie"] == []
 
 

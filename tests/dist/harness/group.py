@@ -20,6 +20,7 @@ import psutil
 
 from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
+from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankError, RankLost, RanksTimeout
 from tests.dist.harness.warm import WarmProcesses
@@ -157,7 +158,7 @@ class Ranks:
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(processes, timeout=5)
+        wait_until_ended(processes, 5)
         self._process.wait(timeout=10)
         shutil.rmtree(self._folder, ignore_errors=True)
         self._stack.close()
