@@ -5,7 +5,7 @@
     python benchmarks/slow_causes.py --overhead      cost of measuring a step
 
 Two data-parallel processes, one thread each, on steps of about 10 ms. A busy core is one on which
-another process spins; both ranks have a core of their own then, and steps take about 0.1 s. The
+another process spins; both ranks have a core of their own then, and steps take about 40 ms. The
 overhead is that of the calls that measure, timed alone: in a step it would drown in noise.
 """
 
@@ -68,8 +68,8 @@ def worker(cause: str, fits: int) -> None:
         with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
             return tf.nest.map_structure(tf.identity, row)
 
-    # A rank without its core is named after a second: of steps of 0.1 s that is ten.
-    rows = 1536 if cause == "cpu" else 128
+    # A rank without its core is named after 0.2 s: of steps of 0.04 s these are six.
+    rows = 512 if cause == "cpu" else 128
     x = np.random.default_rng(0).normal(size=(rows, 784)).astype("float32")
     data = tf.data.Dataset.from_tensors((x, x[:, :10])).repeat(STEPS)
     if cause == "data" and trainer.world.rank == 1:

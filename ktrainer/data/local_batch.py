@@ -85,7 +85,7 @@ def count_rows(batch: Any) -> int:
     """Rows of a batch of concrete tensors or arrays."""
     for leaf in tf.nest.flatten(batch):
         if leaf is not None:
-            return int(leaf.shape[0])
+            return int(leaf._shape_tuple()[0] if isinstance(leaf, tf.Tensor) else leaf.shape[0])
     raise DataError("a batch holds no tensors at all")
 
 

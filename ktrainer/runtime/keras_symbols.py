@@ -372,6 +372,8 @@ tensorflow.python.ops.control_flow_util
 tensorflow.python.framework.ops
     get_default_graph()
         steps, dataparallel: called; the scope of a strategy in a compiled step; XLA
+    EagerTensor._shape_tuple()
+        data: called; an eager tensor's shape, without objects for it
     Graph._distribution_strategy_stack
         steps: changed; the scope of a strategy in a compiled step
     Graph._variable_creator_stack

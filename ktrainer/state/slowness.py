@@ -30,11 +30,10 @@ from ktrainer.state import slow_texts
 from ktrainer.state.rank_times import is_longer, least_communication, medians_of_others
 from ktrainer.state.time_shares import CALLBACK, WAITING
 
-WINDOWS = 2  # in a row, before a cause is named
-WINDOWS_UNEXPLAINED = 3
+WINDOWS, WINDOWS_UNEXPLAINED = 2, 3  # in a row, before a cause is named
+LEAST_DURATION, LEAST_DURATION_UNEXPLAINED = 0.2, 1.0  # seconds that a rank computes longer
 LEAST_PAST, PAST = 5, 20  # windows that a rank's own past consists of
 NEW_NORMAL = 40  # windows in a row, after which a longer time is the past
-LEAST_DURATION = 1.0  # seconds
 AGAIN = 100  # windows without a cause, after which it is named again
 LINK_RATIO = 2.0  # to the past
 LEAST_SECONDS = 0.01  # a step: of a wait for data, a callback or communication
@@ -238,8 +237,8 @@ class SlowRules:
         """Ranks that compute longer than the others; and, where they are short of processors or
         memory, ranks whose steps take longer than before."""
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
-        # Which is work too, but for waits for others.
-        sums = least_communication([window.seconds for window in ranks])
+        # Which is work too, but for waits for others and for the network.
+        sums = 0.0 if self._linked else least_communication([window.seconds for window in ranks])
         least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
         medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
         for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
@@ -255,9 +254,12 @@ class SlowRules:
             text = slow_texts.longer_than_before(who, mine + sums, before, why)
             if slower:
                 text = slow_texts.longer_than_others(who, mine, usual, why)
-            unexplained = WINDOWS_UNEXPLAINED if slower else math.inf
-            windows = unexplained if name == "compute" else WINDOWS
-            yield _Cause(("compute", rank), rank, name, text, windows, LEAST_DURATION)
+            windows: float = WINDOWS
+            duration = LEAST_DURATION
+            if name == "compute":
+                windows = WINDOWS_UNEXPLAINED if slower else math.inf
+                duration = LEAST_DURATION_UNEXPLAINED
+            yield _Cause(("compute", rank), rank, name, text, windows, duration)
 
     def _before(self, key: Key, seconds: float) -> float:
         """The median of the past, to which `seconds` are added if they are about as long, or have

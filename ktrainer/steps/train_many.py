@@ -46,20 +46,26 @@ def stack_local_batches(
         return None
     if len({tuple(map(_kind, leaves)) for leaves in flat}) != 1:
         return None
-    stacked = [_stack(column) for column in zip(*flat, strict=True)]
+    try:
+        stacked = [_stack(column) for column in zip(*flat, strict=True)]
+    except tf.errors.InvalidArgumentError:  # tensors of other shapes
+        return None
     batch = keras.tree.pack_sequence_as(local_batches[0].batch, stacked)
     return batch, np.array([weigh(each) for each in local_batches])
 
 
 def _kind(leaf: Any) -> Any:
-    return None if leaf is None else (type(leaf), tuple(leaf.shape), tf.as_dtype(leaf.dtype))
+    """Equal for leaves that stack; of tensors without their shape, which takes a while to ask."""
+    if leaf is None:
+        return None
+    return type(leaf), leaf.dtype, leaf.shape if isinstance(leaf, np.ndarray) else None
 
 
 def _stack(leaves: Sequence[Any]) -> Any:
     if leaves[0] is None:
         return None
-    # tf.stack makes int32 of arrays of int64.
-    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.stack(leaves)
+    # tf.stack makes int32 of arrays of int64, and looks into tensors for others.
+    return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.raw_ops.Pack(values=leaves)
 
 
 def compile_many(step: CompiledStep, ends_at_bad_loss: bool = False) -> CompiledStep:

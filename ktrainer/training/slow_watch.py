@@ -86,6 +86,7 @@ class SlowWatch:
         """Begin a window."""
         self._marks = [_Mark(time.perf_counter(), 0, self._times.read())]
         self._steps, self._faults = 0, disk_faults()
+        self._has_longer = False  # whether an update took longer than usual
 
     def ranks_changed(self) -> None:
         """Begin anew with the present ranks, on all of them: they have other numbers now."""
@@ -95,10 +96,17 @@ class SlowWatch:
         self._begin()
 
     def mark(self, updates: int) -> None:
-        """Note the times after some updates."""
+        """Note the times after some updates. The first longer ones of a window begin it: a window
+        of which a part is as usual shows less of what has become slow."""
         self._steps += updates
-        if self._rules is not None and len(self._marks) < _MOST_MARKS:
-            self._marks.append(_Mark(time.perf_counter(), updates, self._times.read()))
+        if self._rules is None or len(self._marks) == _MOST_MARKS:
+            return
+        last, now = self._marks[-1], time.perf_counter()
+        is_longer = now - last.at > _LONGER * self._usual * updates
+        if is_longer and not self._has_longer:
+            self._marks, self._steps = [last], updates
+        self._has_longer |= is_longer
+        self._marks.append(_Mark(now, updates, self._times.read()))
 
     @property
     def due(self) -> bool:

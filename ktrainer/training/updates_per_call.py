@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 0.05  # of a call: signals and the display wait as long
 MAX_UPDATES = 64  # more are hardly faster
-MAX_BYTES = 2**22  # of the batches of a call, which are copied together: in the caches
+MAX_BYTES = 10 * 2**20  # of the batches of a call, which are copied together
 FIRST_UPDATES = 100  # one by one: in a shorter training, compiling the loop does not pay
+COMPARED_UPDATES = 30  # one by one, whenever compared again: a few milliseconds
 
 STEP_EVENTS = frozenset(
     (
@@ -62,7 +63,7 @@ class UpdatesPerCall:
         self._began = 0.0
         self._ended = 0.0  # the last call; 0: what followed is none of the next one's time
         self._limit: int | None = None  # of updates in the last call, for what was due after them
-        self._start_comparison()
+        self._start_comparison(FIRST_UPDATES)
         self._error: BaseException | None = None  # of the data, for the next call
         self._unused_updates = 0  # of the last call
 
@@ -143,8 +144,9 @@ class UpdatesPerCall:
             return 1
         return most if self._limit is None else max(1, min(most, self._limit))
 
-    def _start_comparison(self) -> None:
-        self._compared_since, self._compare_again = self._updates, math.inf
+    def _start_comparison(self, single: int) -> None:
+        """Measure so many single updates from here on, and then some in longer calls."""
+        self._single_until, self._compare_again = self._updates + single, math.inf
         # The first calls of a kind compile and fill caches.
         self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
         self._compared: bool | None = None  # whether many are faster; None: not known yet
@@ -153,16 +155,16 @@ class UpdatesPerCall:
         """Whether calls of many updates are faster, or are still tried; they are slower where data
         takes longer than the step, as the two no longer overlap.
 
-        Compared again whenever there are ten times as many updates: data is cached by then, or
+        Compared again whenever there are three times as many updates: data is cached by then, or
         another program has ended.
         """
         if self._updates >= self._compare_again:
-            self._start_comparison()
-        if self._updates < self._compared_since + FIRST_UPDATES:
+            self._start_comparison(COMPARED_UPDATES)
+        if self._updates < self._single_until:
             return False
         if self._compared is None and self._many.updates >= FIRST_UPDATES:
             self._compared = self._many.median < self._one.median
-            self._compare_again = 10 * self._updates
+            self._compare_again = 3 * self._updates
         return self._compared is not False
 
     def _is_late(self) -> bool:

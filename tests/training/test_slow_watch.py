@@ -230,7 +230,7 @@ def test_a_callback_that_sleeps_is_named_with_rank_and_class(ranks: Callable[...
 def test_a_map_function_that_sleeps_is_named_with_rank_and_stage(ranks: Callable[..., Any]) -> None:
     for found in ranks(2).run(planted, "data"):
         ((step, rank, cause, message),) = found
-        assert PLANTED <= step <= PLANTED + 13  # the first ones were read ahead
+        assert PLANTED <= step <= PLANTED + 12  # the first ones were read ahead
         assert (rank, cause) == (1, "data")
         assert "rank 1 waits for data" in message
         assert "Map of slow_map" in message
@@ -340,7 +340,7 @@ def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
         pytest.skip("other processes took the core of rank 0")
     ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
     assert ours, (found, done.stdout, done.stderr)
-    assert 30 <= ours[0][0] <= 50  # 40 where nothing else runs
+    assert 30 <= ours[0][0] <= 45  # 36 where nothing else runs
     assert "of the processor time that its threads asked for" in ours[0][3]
 
 
@@ -349,6 +349,7 @@ import json, os, subprocess
 from ktrainer import Callback, Trainer
 import keras
 import numpy as np
+import tensorflow as tf
 
 class Plant(Callback):
     def on_step_end(self, step, logs=None):
@@ -364,8 +365,9 @@ trainer = Trainer.from_cli(callbacks=[Plant()])
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(8)])
 model.compile("sgd", "mse")
-x = np.random.default_rng(0).normal(size=(16 * 90, 256)).astype("float32")
-trainer.fit(model, (x, x[:, :8]), batch_size=16)
+x = np.random.default_rng(0).normal(size=(2048, 256)).astype("float32")
+data = tf.data.Dataset.from_tensors((x, x[:, :8])).repeat(90)
+trainer.fit(model, data)
 """
 
 
@@ -381,5 +383,5 @@ def test_a_link_that_becomes_slow_is_named(hosts: Callable[[int], Hosts], tmp_pa
     found = said(done.stdout)
     links = [each for each in found if each[2] == "link"]
     assert links, (found, done.stdout, done.stderr)
-    assert 60 <= links[0][0] <= 80  # 70 where nothing else runs
+    assert 60 <= links[0][0] <= 75  # 66 where nothing else runs
     assert all(name in links[0][3] for name in made.names)
