@@ -4,6 +4,8 @@
     python benchmarks/slow_causes.py --clean 100     train without a cause; count what was named
     python benchmarks/slow_causes.py --overhead      cost of measuring a step
 
+Settings such as `backend=pipeline backend.partitions=2` may follow.
+
 Two data-parallel processes, one thread each, on steps of about 10 ms. A busy core is one on which
 another process spins; both ranks have a core of their own then, and steps take about 40 ms. The
 overhead is that of the calls that measure, timed alone: in a step it would drown in noise.
@@ -26,7 +28,7 @@ STEPS, PLANTED = 120, 60
 SECONDS = 0.03
 
 
-def worker(cause: str, fits: int) -> None:
+def worker(cause: str, fits: int, settings: list[str]) -> None:
     """Train in this process; rank 0 prints what was named."""
     if cause == "cpu":  # before TensorFlow's threads start
         cores = sorted(os.sched_getaffinity(0))
@@ -35,7 +37,7 @@ def worker(cause: str, fits: int) -> None:
     from ktrainer import Callback, Trainer
 
     quiet = {"logging": {"progress": "none"}, "backend": "data_parallel"}
-    trainer = Trainer.from_cli(argv=[], defaults=quiet)
+    trainer = Trainer.from_cli(argv=settings, defaults=quiet)
     import keras
     import numpy as np
     import tensorflow as tf
@@ -85,10 +87,11 @@ def worker(cause: str, fits: int) -> None:
         print("FOUND", json.dumps(found), flush=True)
 
 
-def launch(cause: str, fits: int = 1) -> list[list[Any]]:
+def launch(cause: str, settings: list[str], fits: int = 1) -> list[list[Any]]:
     """What was named in trainings of two processes."""
     command = [sys.executable, "-m", "ktrainer.cli.main", "run", "-n", "2", "--threads", "1"]
     command += [str(Path(__file__).resolve()), "--worker", cause, "--fits", str(fits)]
+    command += settings
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -98,14 +101,14 @@ def launch(cause: str, fits: int = 1) -> list[list[Any]]:
     return json.loads(line.partition("FOUND ")[2])
 
 
-def planted() -> None:
+def planted(settings: list[str]) -> None:
     for cause in CAUSES:
-        for step, rank, name, message in launch(cause) or [[0, None, "nothing", ""]]:
+        for step, rank, name, message in launch(cause, settings) or [[0, None, "nothing", ""]]:
             print(f"{cause:9} named {name} on rank {rank} after {step - PLANTED} steps: {message}")
 
 
-def clean(runs: int) -> None:
-    found = launch("nothing", runs)
+def clean(runs: int, settings: list[str]) -> None:
+    found = launch("nothing", settings, runs)
     for step, _, _, message in found:
         print(f"step {step}: {message}")
     busy = sum(cause == "cpu" for _, _, cause, _ in found)
@@ -144,15 +147,16 @@ def main() -> None:
     parser.add_argument("--overhead", action="store_true", help="what measuring costs")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--fits", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="of the trainings")
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.fits)
+        worker(options.worker, options.fits, options.settings)
     elif options.overhead:
         overhead()
     elif options.clean:
-        clean(options.clean)
+        clean(options.clean, options.settings)
     else:
-        planted()
+        planted(options.settings)
 
 
 if __name__ == "__main__":

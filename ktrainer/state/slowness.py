@@ -136,7 +136,8 @@ class SlowRules:
             link: a sentence on the slowest link; None: links were not measured.
         """
         self._windows += 1
-        causes = [*self._large_shares(ranks), *self._long_computing(ranks)]
+        shares = list(self._large_shares(ranks))
+        causes = [*shares, *self._long_computing(ranks, {cause.rank for cause in shares})]
         explained = any(c.key[0] == "compute" and c.windows < math.inf for c in causes)
         causes += self._slow_link(ranks, link, explained)
         seconds = max(window.duration for window in ranks)
@@ -233,9 +234,13 @@ class SlowRules:
                 text = slow_texts.callback(share, seconds, part, rank, len(ranks), alike)
             yield _Cause((share, None), rank, share, text)
 
-    def _long_computing(self, ranks: Sequence[Window]) -> Iterator[_Cause]:
+    def _long_computing(self, ranks: Sequence[Window], late: set[int | None]) -> Iterator[_Cause]:
         """Ranks that compute longer than the others; and, where they are short of processors or
-        memory, ranks whose steps take longer than before."""
+        memory, ranks whose steps take longer than before.
+
+        Args:
+            late: ranks that wait for data or a callback.
+        """
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
         # Which is work too, but for waits for others and for the network.
         sums = 0.0 if self._linked else least_communication([window.seconds for window in ranks])
@@ -247,7 +252,7 @@ class SlowRules:
             excess = 2 * self.share * window.step_seconds
             slower = is_longer(mine, usual, excess)
             slowed = is_longer(mine + sums, before, excess)
-            if not slower and (not slowed or self._blames_another(rank, len(ranks))):
+            if not slower and (not slowed or self._blames_another(rank, len(ranks), late)):
                 continue
             name, why = slow_texts.reason(window.cpu, least, window.faults)
             who = f"rank {rank}" if len(ranks) > 1 else "the process"
@@ -271,8 +276,11 @@ class SlowRules:
             past.append(seconds)
         return before
 
-    def _blames_another(self, rank: int, ranks: int) -> bool:
-        """Whether steps are known to be long because of another rank."""
+    def _blames_another(self, rank: int, ranks: int, late: set[int | None]) -> bool:
+        """Whether steps are known to be long because of another rank: in Horovod and tf.distribute
+        the wait for it is a part of computing."""
+        if late - {rank}:
+            return True
         others = [("compute", other) for other in range(ranks) if other != rank]
         return any(key in self._streaks and not self._is_new(key) for key in others)
 
