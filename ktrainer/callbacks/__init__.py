@@ -14,7 +14,7 @@ Keras nor TensorFlow.
     watch.py, watch_norms.py   learning rate, speed, memory, sent bytes and norms in rows of logs;
                            watch_variables.py measures gradients and weights
     console.py, csv_log.py, tensorboard.py   reports, by reporter.py; console_text.py: their words;
-                           tensorboard_histograms.py, tensorboard_files.py
+                           tensorboard_histograms.py
     trackers/              Weights & Biases, MLflow, Trackio
 
 The callbacks of a run, in their order: `ktrainer.training.default_callbacks`.

@@ -103,10 +103,8 @@ class TensorBoardLog(Reporter):
         self._kept = True
         if not self.reports or self.directory is None or self._given is not None:
             return
-        from ktrainer.callbacks.tensorboard_files import drop_events
-
         for part, first in steps.items():
-            drop_events(self.directory / part, first)
+            _drop_events(self.directory / part, first)
 
     def image(self, name: str, images: Any, step: int | None = None) -> None:
         """Write images, on rank 0.
@@ -218,3 +216,38 @@ def write_summary(name: str, tensor: Any, plugin: str, kind: int) -> None:
         plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name=plugin), data_class=kind
     )
     tf.summary.write(name, tensor, metadata=metadata)
+
+
+def _drop_events(folder: Path, first: int) -> None:
+    """Drop the values of all steps from `first` on from the files in `folder`, which no writer has
+    open.
+
+    A file whose values all stay is not touched, unless a killed process has left it incomplete.
+    """
+    import tensorflow as tf
+
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        events, is_whole = _read_events(file)
+        kept = [
+            data for data, event in events if not event.HasField("summary") or event.step < first
+        ]
+        if is_whole and len(kept) == len(events):
+            continue
+        temporary = file.with_name(f".{file.name}.tmp")
+        with tf.io.TFRecordWriter(str(temporary)) as writer:
+            for data in kept:
+                writer.write(data)
+        os.replace(temporary, file)
+
+
+def _read_events(file: Path) -> tuple[list[tuple[bytes, Any]], bool]:
+    """The events of a file, as bytes and parsed, and whether the file is complete."""
+    import tensorflow as tf
+
+    found: list[tuple[bytes, Any]] = []
+    try:
+        for data in tf.data.TFRecordDataset(str(file)).as_numpy_iterator():
+            found.append((data, tf.compat.v1.Event.FromString(data)))
+    except tf.errors.DataLossError:
+        return found, False
+    return found, True

@@ -15,7 +15,7 @@ def all_rows(folder: Path, trackers: list[str]) -> Held:
 
 def of_wandb(folder: Path) -> list[dict[int, dict[str, float]]]:
     """Of an offline run, all starts of which have files of their own; no row may be in two."""
-    from ktrainer.callbacks.trackers.wandb_file import rows_in
+    from ktrainer.callbacks.trackers.wandb_run import rows_in
 
     runs: dict[str, dict[int, dict[str, float]]] = {}
     for file in sorted(folder.glob("*/wandb/offline-run-*/run-*.wandb")):
