@@ -27,7 +27,7 @@ from ktrainer.config.schema_fields import (
     schema_fields,
 )
 from ktrainer.config.strategy_checks import check_strategy
-from ktrainer.config.watch_checks import check_trackers, check_watch
+from ktrainer.config.watch_checks import check_tracker_arguments, check_watch
 from ktrainer.errors import ConfigError
 from ktrainer.state.durations import Duration
 
@@ -57,7 +57,7 @@ def check_values(
     check_healing(config)
     check_health(config)
     check_watch(config)
-    check_trackers(config)
+    check_tracker_arguments(config)
     if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
         _check_local_layers(config, config.backend)
     if isinstance(config.backend, PipelineConfig):

@@ -62,7 +62,7 @@ def _not_measured(config: Config) -> str | None:
     return None
 
 
-def check_trackers(config: Config) -> None:
+def check_tracker_arguments(config: Config) -> None:
     """Refuse arguments that a tracker cannot have.
 
     Raises:

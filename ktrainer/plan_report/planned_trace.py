@@ -10,7 +10,7 @@ from typing import Any
 from ktrainer.backends.pipeline.schedules.timeline import Timeline
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.runtime.private_file import write_private
-from ktrainer.state.trace_spans import STAGES, STEPS
+from ktrainer.state.trace_spans import STAGES, STEPS, is_in_step
 
 LANE = "pipeline, as planned"
 _SAME = "plan with the settings of the run."
@@ -63,7 +63,7 @@ def _planned(
     events: list[dict[str, Any]] = []
     for name in dict.fromkeys(event["name"] for event in spans if event["cat"] == STEPS):
         steps = {e["pid"]: e for e in spans if e["cat"] == STEPS and e["name"] == name}
-        measured = [e for e in spans if e["cat"] == STAGES and _is_in(e, steps[e["pid"]])]
+        measured = [e for e in spans if e["cat"] == STAGES and is_in_step(e, steps[e["pid"]])]
         _check_actions(name, measured, partitions, timeline)
         begin = min(event["ts"] for event in measured)
         scale = (max(e["ts"] + e["dur"] for e in measured) - begin) / timeline.makespan
@@ -124,7 +124,3 @@ def _check_actions(
                 f"{name} of the trace has the actions {' '.join(found)} on rank {rank}, and the "
                 f"plan {' '.join(planned)}: {_SAME}"
             )
-
-
-def _is_in(event: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
-    return bool(step["ts"] <= event["ts"] <= step["ts"] + step["dur"])

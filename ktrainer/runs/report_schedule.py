@@ -14,7 +14,7 @@ from typing import Any
 
 from ktrainer.runs.run_curves import is_number
 from ktrainer.runs.run_record import RunRecord
-from ktrainer.state.trace_spans import MESSAGES, STAGES, STEPS
+from ktrainer.state.trace_spans import MESSAGES, STAGES, STEPS, is_in_step
 
 MOST_STEPS = 8  # that are drawn: the last ones
 MOST_SPANS = 20_000  # of all of these
@@ -104,7 +104,7 @@ def _drawn_step(
     mine: dict[int, list[Any]] = {}
     for span in spans:
         step = steps.get(span["pid"])
-        if step is not None and step["ts"] <= span["ts"] <= step["ts"] + step["dur"]:
+        if step is not None and is_in_step(span, step):
             mine.setdefault(span["pid"], []).append(span)
     acts = {rank for rank, own in mine.items() if any(s["cat"] == STAGES for s in own)}
     origin = min((s["ts"] for rank in acts for s in mine[rank]), default=0.0)

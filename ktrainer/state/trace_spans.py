@@ -6,7 +6,9 @@ actions of a pipeline. Nothing is kept unless `start` was called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # The lanes of a trace; a span of `STEPS` is a call of the program.
 STEPS, LOOP, COLLECTIVES = "steps", "loop", "gradients"
@@ -48,6 +50,11 @@ def stop() -> list[Span]:
 def is_tracing() -> bool:
     """Whether spans are kept."""
     return _spans is not None
+
+
+def is_in_step(span: Mapping[str, Any], step: Mapping[str, Any]) -> bool:
+    """Whether a span of a written trace began during one of `STEPS` of the same rank."""
+    return bool(step["ts"] <= span["ts"] <= step["ts"] + step["dur"])
 
 
 def add_span(lane: str, name: str, begin: float, end: float) -> None:
