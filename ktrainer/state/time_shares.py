@@ -20,6 +20,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from ktrainer.state.trace_spans import LOOP, add_span
@@ -83,6 +85,16 @@ class TimeShares:
         before, self.taken = self.taken, self.read()
         row = {share: value - before.get(share, 0.0) for share, value in self.taken.items()}
         return {"seconds": sum(row.values())} | {s: value for s, value in row.items() if value > 0}
+
+    @contextmanager
+    def taking(self) -> Iterator[dict[str, float]]:
+        """`take`, undone if the block fails: the next one then returns these seconds, too."""
+        before = self.taken
+        try:
+            yield self.take()
+        except BaseException:
+            self.taken = before
+            raise
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Count some of a share's seconds, at most those that it has, as another's."""

@@ -154,11 +154,10 @@ class SlowWatch:
         callbacks the times. All ranks call this together."""
         world = self._world
         self._apportion(world.allgather(self._communication(), "communication of an epoch"))
-        row = self._times.take()
-        mine = (row, self._stage_of_epoch(row), self._warnings())
-        rows, stages, warned = map(
-            list, zip(*world.allgather(mine, "times of an epoch"), strict=True)
-        )
+        with self._times.taking() as row:
+            mine = (row, self._stage_of_epoch(row), self._warnings())
+            every = world.allgather(mine, "times of an epoch")
+        rows, stages, warned = map(list, zip(*every, strict=True))
         self._hear(warned)
         emit(callbacks, "on_times", epoch, rows)
         return rows, stages

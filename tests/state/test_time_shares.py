@@ -74,6 +74,18 @@ def test_moved_seconds_are_no_more_than_there_are() -> None:
     assert found["waiting for rank 3"] == communication_of(found) == 1.5
 
 
+def test_what_could_not_be_sent_is_taken_later() -> None:
+    times = TimeShares()
+    times.seconds["data"] = 1.0
+    with pytest.raises(ValueError, match="x"), times.taking() as first:
+        raise ValueError("x")
+    times.seconds["data"] += 1.0
+    with times.taking() as second:
+        pass
+    times.seconds["data"] += 4.0
+    assert (first["data"], second["data"], times.take()["data"]) == (1.0, 2.0, 4.0)
+
+
 def test_the_time_of_another_thread_is_not_counted() -> None:
     times, seen = TimeShares(), []
     thread = threading.Thread(target=lambda: seen.append(times.in_this_thread))

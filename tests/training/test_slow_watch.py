@@ -189,6 +189,48 @@ def times_in(folder: Path) -> list[Any]:
     return [event for event in events if event["event"] == "times"]
 
 
+LOST = """
+import os, signal, time
+from ktrainer import Callback, Trainer
+import keras
+import numpy as np
+
+class Sleeps(Callback):
+    def on_step_end(self, step, logs=None):
+        time.sleep(0.02)
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, logs)
+        allgather = self.world.allgather
+
+        def last_words(value, what=""):
+            if what == "times of an epoch":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return allgather(value, what)
+
+        if self.world.rank == 1:
+            self.world.allgather = last_words
+
+trainer = Trainer.from_cli(callbacks=[Sleeps()])
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.zeros((80, 2), "float32")
+trainer.fit(model, (x, x[:, :1]), epochs=2)
+"""
+
+
+def test_the_times_of_an_epoch_at_whose_end_a_rank_is_lost(tmp_path: Path) -> None:
+    """It is lost between the two messages of that: the next times are those of both epochs."""
+    (tmp_path / "train.py").write_text(LOST)
+    words = ["backend=data_parallel", "data.batch_size=8", f"run.dir={tmp_path}/run"]
+    done = ktrainer("run", "--heal", "-n", 2, "train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 was lost" in done.stderr
+    events = times_in(tmp_path / "run")
+    assert events[0]["epoch"] == 2
+    assert events[0]["ranks"][0]["callback Sleeps"] >= 20 * 0.02
+
+
 # -- planted causes
 
 
