@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ktrainer.errors import ConfigError
 from ktrainer.runs.run_record import RunRecord, find_runs
@@ -44,11 +45,20 @@ def run(args: argparse.Namespace) -> int:
             problems.append(str(error))
     found.sort(key=lambda record: record.started or record.last_sign, reverse=True)
     if args.json:
-        print(json.dumps(spelled([record.summary() for record in found]), indent=2))
+        print(json.dumps(spelled([_summary(record) for record in found]), indent=2))
     else:
         print("\n".join(_lines(found, Path(args.path))))
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 0
+
+
+def _summary(record: RunRecord) -> dict[str, Any]:
+    """All that is known of a run; of the best trial of a sweep, also how to train with its
+    values."""
+    best = read_best_trial(record.folder.parent)
+    if best is not None and best.run != record.folder.name:
+        best = None
+    return {**record.summary(), "best_of_sweep": best and vars(best)}
 
 
 def _lines(records: Sequence[RunRecord], where: Path) -> list[str]:

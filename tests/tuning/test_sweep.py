@@ -115,6 +115,17 @@ def test_trials_of_a_script(script: Path, tmp_path: Path) -> None:
     listed = ktrainer("runs", tmp_path).stdout
     assert "the best of 2 trials: trial-000" in listed
     assert command in listed
+    runs = json.loads(ktrainer("runs", "--json", tmp_path).stdout)
+    assert len(runs) == 2
+    ((winner, told),) = [(r["run"], r["best_of_sweep"]) for r in runs if r["best_of_sweep"]]
+    assert told == {
+        "run": Path(winner).name,
+        "metric": "val_loss",
+        "value": RunRecord(Path(winner)).best["val_loss"].value,
+        "trials": 2,
+        "command": command.removeprefix("train with the best: "),
+    }
+    assert told["value"] == min(best)
     # Nothing is left to do, and another sweep is not mixed in.
     before = facts(folder)
     again = sweep(tmp_path, *words)
