@@ -259,12 +259,7 @@ class SlowRules:
             text = slow_texts.longer_than_before(who, mine + sums, before, why)
             if slower:
                 text = slow_texts.longer_than_others(who, mine, usual, why)
-            windows: float = WINDOWS
-            duration = LEAST_DURATION
-            if name == "compute":
-                windows = WINDOWS_UNEXPLAINED if slower else math.inf
-                duration = LEAST_DURATION_UNEXPLAINED
-            yield _Cause(("compute", rank), rank, name, text, windows, duration)
+            yield _cause_of_computing(rank, name, text, slower)
 
     def _before(self, key: Key, seconds: float) -> float:
         """The median of the past, to which `seconds` are added if they are about as long, or have
@@ -300,3 +295,13 @@ class SlowRules:
             return
         text = slow_texts.slow_link(seconds, before, link)
         yield _Cause(key, None, "link", text, WINDOWS if link else math.inf)
+
+
+def _cause_of_computing(rank: int, name: str, text: str, slower: bool) -> _Cause:
+    """What makes a rank compute longer. If nothing shows why, it has to last longer before it is
+    named, and is not where the others compute as long."""
+    key = ("compute", rank)
+    if name != "compute":
+        return _Cause(key, rank, name, text, WINDOWS, LEAST_DURATION)
+    windows = WINDOWS_UNEXPLAINED if slower else math.inf
+    return _Cause(key, rank, name, text, windows, LEAST_DURATION_UNEXPLAINED)
