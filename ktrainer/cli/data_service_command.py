@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ktrainer.cli.launch_options import positive
-from ktrainer.cli.run_command import rank_environment, recorded_signals
+from ktrainer.cli.run_command import recorded_signals
 from ktrainer.config.data_service_file import (
     TfDataServiceConfig,
     check_workers,
@@ -19,6 +19,7 @@ from ktrainer.config.data_service_file import (
 )
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.launch.data_service_group import DataServiceGroup
+from ktrainer.launch.mpirun_command import rank_environment
 from ktrainer.launch.rank_output import LineMerger
 from ktrainer.runtime.tensorflow_logging import environment
 

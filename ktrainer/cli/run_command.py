@@ -31,6 +31,7 @@ from ktrainer.launch.exit_report import conclude, restarts_follow
 from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.hosts import Host
 from ktrainer.launch.launch_folders import private_folder
+from ktrainer.launch.mpirun_command import HASH_SEED, rank_environment
 from ktrainer.launch.rank_channel import Options
 from ktrainer.launch.rank_group import RankGroup
 from ktrainer.launch.rank_output import LineMerger
@@ -39,7 +40,6 @@ from ktrainer.launch.warm_process import WarmProcess, no_warm_process
 from ktrainer.runtime import hardware
 from ktrainer.runtime.tensorflow_logging import environment
 
-_HASHES = "PYTHONHASHSEED"
 OUTPUT_CLOSED = 141  # a shell's exit code for a program that writes to a closed pipe
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -96,7 +96,7 @@ class _Launch:
             print(f"ktrainer run: the ranks do not heal from now on: {error}", file=sys.stderr)
             args.heal = False  # a pipeline of fewer ranks may have one replica
             made = _prepare(args, hosts)
-        kept = {name: self.environment[name] for name in (_HASHES,) if name in self.environment}
+        kept = {name: self.environment[name] for name in (HASH_SEED,) if name in self.environment}
         return replace(
             made,
             environment={**made.environment, **kept},  # sets iterate as before, on one rank too
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     hosts = launch_hosts.requested_hosts(args)
     _count_ranks(args)
     launch = _prepare(args, hosts)
-    out, err = _mergers(args, launch)
+    output = _mergers(args, launch)
     until = time.monotonic() + args.timeout if args.timeout else None
     with (
         private_folder(launch.shared) as records,
@@ -142,18 +142,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         restarts = Restarts(args.max_restarts or 0, args.backoff, Path(records), warm)
         while True:
-            group = RankGroup(
-                args.ranks,
-                out,
-                err,
-                grace=launch.grace,
-                fixed=args.grace is not None,
-                signals=signals,
-                timeout=None if until is None else max(0.0, until - time.monotonic()),
-                joining=launch.joining,
-                warm=warm if isinstance(warm, WarmProcess) else None,
-                hosts=launch.connections,
-            )
+            group = _rank_group(args, launch, output, signals, until, warm)
             env = {**launch.environment, **restarts.environment}
             try:
                 command = restarts.command(launch.command)
@@ -166,6 +155,33 @@ def run(args: argparse.Namespace) -> int:
                 return conclude(end, args, bool(launch.heal))
             if end.lost:
                 launch = launch.without(end.lost, args)
+
+
+def _rank_group(
+    args: argparse.Namespace,
+    launch: _Launch,
+    output: tuple[LineMerger, LineMerger],
+    signals: list[int],
+    until: float | None,
+    warm: WarmProcess | str | None,
+) -> RankGroup:
+    """The ranks of one start.
+
+    Args:
+        until: the moment at which they are ended; None: there is none.
+        warm: see `_warm_process`.
+    """
+    return RankGroup(
+        args.ranks,
+        *output,
+        grace=launch.grace,
+        fixed=args.grace is not None,
+        signals=signals,
+        timeout=None if until is None else max(0.0, until - time.monotonic()),
+        joining=launch.joining,
+        warm=warm if isinstance(warm, WarmProcess) else None,
+        hosts=launch.connections,
+    )
 
 
 @contextlib.contextmanager
@@ -185,13 +201,7 @@ def _warm_process(
 def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     """Check the configuration and the hosts, and derive from them how the ranks are started."""
     requested = heal_option.requested(args)
-    config = None
-    if args.check:
-        told = to_environment(requested)
-        with naming_the_separator(args.args):
-            config = checked_config(args.args, args.ranks, args.workers, told)
-        if config is not None:
-            require_trackers(config)
+    config = _checked(args, to_environment(requested)) if args.check else None
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = hardware.available_cpus()
@@ -225,6 +235,15 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
         connections,
         shared,
     )
+
+
+def _checked(args: argparse.Namespace, requested: Mapping[str, str]) -> Config | None:
+    """The configuration on the command line; None: there is none."""
+    with naming_the_separator(args.args):
+        config = checked_config(args.args, args.ranks, args.workers, requested)
+    if config is not None:
+        require_trackers(config)
+    return config
 
 
 @contextlib.contextmanager
@@ -278,35 +297,6 @@ def _command(
         more=more,
         several_hosts=several_hosts,
     )
-
-
-def rank_environment(
-    given: Mapping[str, str],
-    threads: int,
-    network: mpirun_command.Network,
-    config: Config | None,
-    several: bool = False,
-) -> dict[str, str]:
-    """The environment of the ranks: `given`, then defaults of MPI and the libraries."""
-    defaults = {
-        **mpirun_command.mpi_environment(network),
-        **mpirun_command.thread_environment(threads, given),
-        "KERAS_BACKEND": "tensorflow",
-        "PYTHONPATH": _python_path(given),
-    }
-    if several:
-        defaults[_HASHES] = "0"  # sets of strings iterate alike on all ranks
-    # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
-    loud = config is not None and config.logging.tensorflow
-    defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"
-    return {**defaults, **given, "PYTHONPATH": defaults["PYTHONPATH"]}
-
-
-def _python_path(given: Mapping[str, str]) -> str:
-    """PYTHONPATH with the folder of this package."""
-    own = str(Path(__file__).resolve().parents[2])
-    path = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return os.pathsep.join(path if own in path else [*path, own])
 
 
 def _threads_wanted(environ: Mapping[str, str]) -> int | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ktrainer.errors import SetupError
+
+if TYPE_CHECKING:
+    from ktrainer.config import Config
 
 Network = Literal["loopback", "any"]
 
@@ -17,6 +21,7 @@ Network = Literal["loopback", "any"]
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
 _INTER_OP = "TF_NUM_INTEROP_THREADS"
 _LEAST_INTER_OP = 2
+HASH_SEED = "PYTHONHASHSEED"
 
 
 def find_mpirun(python: str = sys.executable) -> str:
@@ -85,3 +90,32 @@ def thread_environment(threads: int, given: Mapping[str, str]) -> dict[str, str]
 def threads_per_rank(cores: int, ranks: int, asked: int | None = None) -> int:
     """Threads for each rank: what was asked for, else an equal part of the cores, at least 1."""
     return asked or max(1, cores // ranks)
+
+
+def rank_environment(
+    given: Mapping[str, str],
+    threads: int,
+    network: Network,
+    config: Config | None,
+    several: bool = False,
+) -> dict[str, str]:
+    """The environment of the ranks: `given`, then defaults of MPI and the libraries."""
+    defaults = {
+        **mpi_environment(network),
+        **thread_environment(threads, given),
+        "KERAS_BACKEND": "tensorflow",
+        "PYTHONPATH": _python_path(given),
+    }
+    if several:
+        defaults[HASH_SEED] = "0"  # sets of strings iterate alike on all ranks
+    # Zero, not nothing: `import ktrainer` comes before a rank knows its configuration.
+    loud = config is not None and config.logging.tensorflow
+    defaults["TF_CPP_MIN_LOG_LEVEL"] = "0" if loud else "3"
+    return {**defaults, **given, "PYTHONPATH": defaults["PYTHONPATH"]}
+
+
+def _python_path(given: Mapping[str, str]) -> str:
+    """PYTHONPATH with the folder of this package."""
+    own = str(Path(__file__).resolve().parents[2])
+    path = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p]
+    return os.pathsep.join(path if own in path else [*path, own])

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ktrainer.cli.run_command import rank_environment
 from ktrainer.errors import SetupError
 from ktrainer.launch import mpirun_command
 from ktrainer.runtime import hardware
@@ -75,12 +74,12 @@ def test_threads_fill_the_cores_and_are_never_none(cores: int, ranks: int) -> No
 
 def test_what_the_user_has_set_stays() -> None:
     given_ = {"OMP_NUM_THREADS": "9", "OMPI_MCA_btl": "tcp,self", "PYTHONPATH": "/mine"}
-    env = rank_environment(given_, 2, "loopback", None)
+    env = mpirun_command.rank_environment(given_, 2, "loopback", None)
     assert env["OMP_NUM_THREADS"] == "9"
     assert env["OMPI_MCA_btl"] == "tcp,self"
     assert env["TF_NUM_INTRAOP_THREADS"] == "2"
     assert env["PYTHONPATH"].startswith("/mine:")
-    assert "OMPI_MCA_btl" not in rank_environment({}, 2, "any", None)
+    assert "OMPI_MCA_btl" not in mpirun_command.rank_environment({}, 2, "any", None)
 
 
 def test_available_cpus_are_those_of_this_process() -> None:
