@@ -71,6 +71,19 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the options or the configuration cannot work, or there is another file.
         SetupError: the file cannot be written, or the scheduler's program is not here.
     """
+    _check_options(args)
+    with naming_the_separator(args.args):
+        config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
+    job, scheduler = _job(args, config), SCHEDULERS[args.to]
+    path = args.output or Path(f"{job.name}.{scheduler.ending}")
+    _write(path, scheduler.write(job))
+    start = [*scheduler.start, str(path)]
+    print(_explanation(args.to, job, config, path, start))
+    return _start(start) if args.start else 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options of another scheduler, and those that are missing for this one."""
     scheduler = SCHEDULERS[args.to]
     if not Path(args.script).is_file():
         raise ConfigError(
@@ -87,11 +100,10 @@ def run(args: argparse.Namespace) -> int:
             f"--to {args.to} runs in containers: give --image, with ktrainer, an MPI with mpirun, "
             "and sshd in it."
         )
-    with naming_the_separator(args.args):
-        config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
-    job = _job(args, config)
-    path = args.output or Path(f"{job.name}.{scheduler.ending}")
-    text = scheduler.write(job)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the job's file, over no other one."""
     try:
         if path.exists() and path.read_bytes() != text.encode():
             raise ConfigError(
@@ -101,9 +113,6 @@ def run(args: argparse.Namespace) -> int:
         path.write_text(text)
     except OSError as error:
         raise SetupError(f"cannot write {path}: {error.strerror}; give --output.") from error
-    start = [*scheduler.start, str(path)]
-    print(_explanation(args.to, job, config, path, start))
-    return _start(start) if args.start else 0
 
 
 def _job(args: argparse.Namespace, config: Config) -> ClusterJob:

@@ -46,15 +46,7 @@ def check_healing(config: Config) -> None:
             path=f"data.{key}",
             value=getattr(config.data, key),
         )
-
-    for key in ("nan", "on_spike"):
-        if getattr(config.health, key) == "rollback":
-            raise ConfigError(
-                "world.heal=true needs a number of updates that never decreases: choose stop or "
-                "skip.",
-                path=f"health.{key}",
-                value="rollback",
-            )
+    _check_no_rollback(config)
 
 
 def _check_no_growth(world: WorldConfig) -> None:
@@ -67,7 +59,19 @@ def _check_no_growth(world: WorldConfig) -> None:
             )
 
 
+def _check_no_rollback(config: Config) -> None:
+    for key in ("nan", "on_spike"):
+        if getattr(config.health, key) == "rollback":
+            raise ConfigError(
+                "world.heal=true needs a number of updates that never decreases: choose stop or "
+                "skip.",
+                path=f"health.{key}",
+                value="rollback",
+            )
+
+
 def _check_backend(config: Config) -> None:
+    """Refuse a backend that neither continues without lost ranks nor saves their state."""
     backend = config.backend
     remedy = "set world.heal=false, and let `ktrainer run --max-restarts` restart the run."
     if not isinstance(backend, (DataParallelConfig, PipelineConfig)):
@@ -83,6 +87,11 @@ def _check_backend(config: Config) -> None:
             path="backend.engine",
             value="horovod",
         )
+    _check_gradients(backend)
+
+
+def _check_gradients(backend: DataParallelConfig | PipelineConfig) -> None:
+    """Refuse gradients of which each rank has a part, or which depend on the number of ranks."""
     if getattr(backend, "local_layers", None):
         raise ConfigError(
             "a lost rank takes its own layers with it, and one that joins has none to begin with: "

@@ -207,20 +207,41 @@ def _share(service: TfDataServiceConfig, world: World, round_robin: bool) -> Sha
             "ktrainer.data.data_service",
             path="data.service.config",
         )
-    workers, several = service.workers_per_dispatcher, service.dispatchers > 1
-    if round_robin and workers > 1:
+    if round_robin:
+        _check_round_robin(service, world.size)
+    else:
+        _check_shared(service, world)
+    several = service.dispatchers > 1
+    turns = round_robin and not several and world.replicas > 1
+    copy = world.rank if several else [*_replicas(world)[: world.rank]].count(world.replica)
+    consumer = (world.replica, world.replicas) if turns else None
+    token = world.broadcast(
+        f"{service.token}-{time.time_ns():x}", 0, "name the jobs of the service"
+    )
+    return Share(service.addresses[world.rank if several else 0], f"{token}-{copy}", consumer)
+
+
+def _check_round_robin(service: TfDataServiceConfig, ranks: int) -> None:
+    """Refuse workers that would finish in an order of their own."""
+    workers = service.workers_per_dispatcher
+    if workers > 1:
         total = workers * service.dispatchers
         raise ConfigError(
             f"true needs one worker for each dispatcher, but {total} workers / "
             f"{service.dispatchers} dispatchers = {workers}: the order in which several workers "
             "finish is not that of the pipeline. Start the service with "
-            f"-n {world.size} --dispatchers {world.size}, or with -n 1, or set "
+            f"-n {ranks} --dispatchers {ranks}, or with -n 1, or set "
             "data.service.round_robin=false, which reads each example once an epoch in an order "
             "that differs from run to run",
             path="data.service.round_robin",
             value=True,
         )
-    if not round_robin and (several or world.replicas < world.size):
+
+
+def _check_shared(service: TfDataServiceConfig, world: World) -> None:
+    """Refuse to share the elements of several dispatchers, or with ranks of one replica."""
+    several = service.dispatchers > 1
+    if several or world.replicas < world.size:
         reason = (
             f"has {service.dispatchers} dispatchers: restart it with --dispatchers 1"
             if several
@@ -232,13 +253,6 @@ def _share(service: TfDataServiceConfig, world: World, round_robin: bool) -> Sha
             path="data.service.round_robin",
             value=False,
         )
-    turns = round_robin and not several and world.replicas > 1
-    copy = world.rank if several else [*_replicas(world)[: world.rank]].count(world.replica)
-    consumer = (world.replica, world.replicas) if turns else None
-    token = world.broadcast(
-        f"{service.token}-{time.time_ns():x}", 0, "name the jobs of the service"
-    )
-    return Share(service.addresses[world.rank if several else 0], f"{token}-{copy}", consumer)
 
 
 def _replicas(world: World) -> list[int]:

@@ -102,10 +102,7 @@ def main(argv: list[str]) -> None:
     except SystemExit as error:
         if _name(type(error)) == _ASKED_TO_END:
             # Not a failure: mpirun would end ranks that are still on their way out.
-            code, text = int(str(error.code)), str(error)
-            _send(
-                notes, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text)
-            )
+            _send_interrupted(notes, error)
         elif error.code not in (None, 0):
             fail(error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
@@ -113,6 +110,11 @@ def main(argv: list[str]) -> None:
     heals = json.loads(os.environ.get("KTRAINER_WORLD", "{}")).get("heal")
     if "KTRAINER_RANK" in os.environ or heals:
         _exit_now()
+
+
+def _send_interrupted(notes: int, error: SystemExit) -> None:
+    code, text = int(str(error.code)), str(error)
+    _send(notes, Note("interrupted", pid=os.getpid(), time=time.time(), code=code, text=text))
 
 
 def _folder_of(name: str) -> Path:

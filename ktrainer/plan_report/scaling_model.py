@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ktrainer.backends.pipeline.schedules.actions import Schedule
-from ktrainer.backends.pipeline.schedules.timeline import Costs, make_timeline
+from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.plan.communication_cost import Cost, Engine, Group, Link, Network
 
@@ -236,17 +236,7 @@ def predict_pipeline(
     step, per_host = measured.step, hosts.per_host
     everyone = Group.of(range(layout.size), per_host)
     network = hosts.network(communication.network, everyone.fullest)
-    transfers = [
-        _link(layout, stage, per_host, network).message(nbytes)
-        for stage, nbytes in enumerate(measured.crossing)
-    ]
-    costs = Costs.of(
-        schedule.stages,
-        forward=measured.forward,
-        backward=measured.backward,
-        activation=transfers,
-    )
-    timeline = make_timeline(schedule, costs)
+    timeline = _timeline(measured, layout, schedule, per_host, network)
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
     makespan = max(timeline.makespan, most / max(1, hosts.cores // hosts.threads))
@@ -273,6 +263,23 @@ def predict_pipeline(
         bubble,
         max(0.0, step.input - stragglers - added - bubble),
     )
+
+
+def _timeline(
+    measured: MeasuredStages, layout: Layout, schedule: Schedule, per_host: int, network: Network
+) -> Timeline:
+    """The actions of a replica, with the messages between its stages."""
+    transfers = [
+        _link(layout, stage, per_host, network).message(nbytes)
+        for stage, nbytes in enumerate(measured.crossing)
+    ]
+    costs = Costs.of(
+        schedule.stages,
+        forward=measured.forward,
+        backward=measured.backward,
+        activation=transfers,
+    )
+    return make_timeline(schedule, costs)
 
 
 def _link(layout: Layout, stage: int, per_host: int, network: Network) -> Link:

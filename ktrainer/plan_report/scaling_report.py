@@ -29,6 +29,7 @@ from ktrainer.runtime.hardware import Hardware
 if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
+_Predicted = Callable[[int, int], PredictedStep | None]  # of processes, of which so many on a host
 _SHORT = 0.025  # seconds of a step of which `steps_per_call: auto` puts several into a call
 
 
@@ -111,9 +112,9 @@ def _predictions(
     communication: Communication,
 ) -> list[PredictedStep]:
     """The steps, on rank 0; all ranks measure them."""
-    from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone, measure_step
+    from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone
 
-    backend, is_root = context.config.backend, context.world.is_root
+    backend = context.config.backend
     recorder = RecordingGradients(
         alone(context.world),
         getattr(backend, "bucket_mb", 25.0),
@@ -122,33 +123,38 @@ def _predictions(
         else getattr(backend, "compression", "none"),
         getattr(backend, "sparse_as_dense", False),
     )
-    predicted: Callable[[int, int], PredictedStep | None]
-    if isinstance(backend, PipelineConfig):
-        predicted = _pipeline(context, model, data, recorder, hosts, communication)
-    else:
-        programs = _programs(context, model, recorder)
-
-        def predicted(processes: int, at_once: int) -> PredictedStep | None:
-            program, several = programs[processes > 1], processes > 1
-
-            def train(feed: Any) -> Any:
-                program.build(feed.spec)
-                return program.train
-
-            step = measure_step(
-                context,
-                data,
-                train,
-                recorder if several else None,
-                replicas=processes,
-                at_once=at_once,
-            )
-            return predict(step, processes, hosts, communication) if is_root else None
-
+    make = _pipeline if isinstance(backend, PipelineConfig) else _data_parallel
+    predicted = make(context, model, data, recorder, hosts, communication)
     fitting = max(1, hosts.cores // hosts.threads)
     most = min(fitting, max(context.world.allgather(context.world.local_size)))
     steps = [predicted(n, min(n, hosts.per_host, most)) for n in worlds]
     return [step for step in steps if step is not None]
+
+
+def _data_parallel(
+    context: RunContext,
+    model: Any,
+    data: Any,
+    recorder: Any,
+    hosts: Hosts,
+    communication: Communication,
+) -> _Predicted:
+    from ktrainer.plan_report.scaling_measurement import measure_step
+
+    programs, is_root = _programs(context, model, recorder), context.world.is_root
+
+    def predicted(processes: int, at_once: int) -> PredictedStep | None:
+        several = processes > 1
+        program, reduces = programs[several], recorder if several else None
+
+        def train(feed: Any) -> Any:
+            program.build(feed.spec)
+            return program.train
+
+        step = measure_step(context, data, train, reduces, replicas=processes, at_once=at_once)
+        return predict(step, processes, hosts, communication) if is_root else None
+
+    return predicted
 
 
 def _programs(context: RunContext, model: Any, recorder: Any) -> dict[bool, Any]:
@@ -174,7 +180,7 @@ def _pipeline(
     recorder: Any,
     hosts: Hosts,
     communication: Communication,
-) -> Callable[[int, int], PredictedStep | None]:
+) -> _Predicted:
     from ktrainer.plan_report.scaling_measurement import measure_step
     from ktrainer.plan_report.scaling_stages import TimedStages
 

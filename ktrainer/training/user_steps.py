@@ -265,8 +265,22 @@ def check_settings(config: Config) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    trainer, health, backend = config.trainer, config.health, config.backend
-    clip = trainer.clip
+    _check_updates(config)
+    _check_measurements(config)
+    strategy = getattr(config.backend, "strategy", None)
+    if strategy == "parameter_server":
+        raise ConfigError(
+            "trainer.steps gives one batch after the other, and parameter servers have several "
+            "steps under way at once, so there is no step at which a checkpoint could be made. "
+            "Use trainer.schedule and trainer.join with a loop of your own, or trainer.fit",
+            path="backend.strategy",
+            value=strategy,
+        )
+
+
+def _check_updates(config: Config) -> None:
+    """Refuse settings of how an update is made."""
+    trainer, clip, health = config.trainer, config.trainer.clip, config.health
     only_fit: list[tuple[str, Any, bool]] = [
         ("trainer.accumulate", trainer.accumulate, trainer.accumulate != 1),
         ("trainer.steps_per_call", trainer.steps_per_call, trainer.asks_for_several_steps),
@@ -287,6 +301,10 @@ def check_settings(config: Config) -> None:
                 path=path,
                 value=value,
             )
+
+
+def _check_measurements(config: Config) -> None:
+    """Refuse settings of what is measured inside a step."""
     measured = {
         "watch.norms": config.watch.norms,
         "watch.utilization": config.watch.utilization or None,
@@ -300,15 +318,6 @@ def check_settings(config: Config) -> None:
                 path=path,
                 value=value,
             )
-    strategy = getattr(backend, "strategy", None)
-    if strategy == "parameter_server":
-        raise ConfigError(
-            "trainer.steps gives one batch after the other, and parameter servers have several "
-            "steps under way at once, so there is no step at which a checkpoint could be made. "
-            "Use trainer.schedule and trainer.join with a loop of your own, or trainer.fit",
-            path="backend.strategy",
-            value=strategy,
-        )
 
 
 def _global_batches(data: Any) -> Any:
