@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 PIPES = ("out", "err", "notes")
 ON_HOSTS = "hosts:"  # and a token, instead of the folder: each host has its own
+_CHUNK = 1 << 16
 ENVIRONMENT = "environment.json"  # in a host's folder: variables of the ranks
 
 
@@ -129,3 +131,59 @@ def encode(note: Note) -> bytes:
 def decode(line: bytes) -> Note:
     """Decode a line that `encode` made."""
     return Note(**json.loads(line))
+
+
+class RankPipes:
+    """The launcher's ends of the pipes of all ranks.
+
+    Args:
+        ranks: how many have pipes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lines = dict.fromkeys(range(ranks), b"")  # the incomplete last line of each
+
+    def open(self, folder: Path) -> None:
+        """Open the pipes that `prepare` made."""
+        for rank in self._lines:
+            for pipe in PIPES:
+                opened = os.open(pipe_path(folder, rank, pipe), os.O_RDONLY | os.O_NONBLOCK)
+                self._selector.register(opened, selectors.EVENT_READ, (pipe, rank))
+
+    def add(self, file: IO[bytes], name: str) -> None:
+        """Read another file too, as the pipe `name` of rank -1."""
+        os.set_blocking(file.fileno(), False)
+        self._selector.register(file, selectors.EVENT_READ, (name, -1))
+
+    def read(self, seconds: float) -> list[tuple[str, int, bytes]]:
+        """What has arrived after at most so many seconds: pipe, rank and data, which is empty at
+        the pipe's end."""
+        found = []
+        for key, _ in self._selector.select(seconds):
+            try:
+                data = os.read(key.fd, _CHUNK)
+            except BlockingIOError:
+                continue
+            if not data:
+                self._close(key)
+            found.append((*key.data, data))
+        return found
+
+    def notes(self, rank: int, data: bytes) -> list[Note]:
+        """The notes that are complete with `data` of a rank."""
+        *lines, self._lines[rank] = (self._lines[rank] + data).split(b"\n")
+        return [decode(line) for line in lines]
+
+    def close(self) -> None:
+        """Close the pipes that have not come to their end."""
+        for key in list(self._selector.get_map().values()):
+            self._close(key)
+        self._selector.close()
+
+    def _close(self, key: selectors.SelectorKey) -> None:
+        self._selector.unregister(key.fileobj)
+        if isinstance(key.fileobj, int):
+            os.close(key.fileobj)
+        else:
+            key.fileobj.close()  # type: ignore[attr-defined]

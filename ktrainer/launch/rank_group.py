@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import selectors
 import signal
 import subprocess
 import threading
@@ -29,11 +28,10 @@ from ktrainer.launch.launch_folders import mpi_folder, private_folder
 from ktrainer.launch.mpirun_network import SAYS, narrow_listeners
 from ktrainer.launch.rank_channel import (
     ON_HOSTS,
-    PIPES,
+    Note,
     Options,
-    decode,
+    RankPipes,
     fault_path,
-    pipe_path,
     prepare,
 )
 from ktrainer.launch.rank_output import LineMerger
@@ -46,7 +44,6 @@ JOINING_SECONDS = 5.0  # in which a process that comes too late to join others e
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
 NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
 NETWORK_POLL_SECONDS = 1.0  # how often, once some were found: it costs milliseconds
-_CHUNK = 1 << 16
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
 
@@ -88,9 +85,8 @@ class RankGroup:
         self._startup = StartupWatch(ranks)
         self._warm = warm
         self._mergers = {"out": out, "err": err}
-        self._selector = selectors.DefaultSelector()
+        self._pipes = RankPipes(self._ranks)
         self._mpirun_output = b""
-        self._notes: dict[int, bytes] = dict.fromkeys(range(ranks + joining), b"")
         self._started: dict[int, int] = {}
         self._signals = signals
         self._kill_at: float | None = None
@@ -118,11 +114,11 @@ class RankGroup:
         with (
             private_folder() as name,
             mpi_folder(env) as memory,
-            contextlib.closing(self._selector),
+            contextlib.closing(self._pipes),
         ):
             folder = Path(name)
             prepare(folder, self._ranks, options)
-            self._open_pipes(folder)
+            self._pipes.open(folder)
             env = {**memory, **env}
             token = secrets.token_hex(8)
             name = name if self._hosts is None else ON_HOSTS + token
@@ -156,8 +152,7 @@ class RankGroup:
             preexec_fn=orphan_prevention.end_with_parent,
         )
         assert started.stdout is not None
-        os.set_blocking(started.stdout.fileno(), False)
-        self._selector.register(started.stdout, selectors.EVENT_READ, ("mpirun", -1))
+        self._pipes.add(started.stdout, "mpirun")
         return started
 
     def _end_on_hosts(self) -> None:
@@ -178,12 +173,6 @@ class RankGroup:
         self.end.lost = self._hosts.unreachable()
         if self.end.lost:
             self.end.code = self.end.code or 1  # mpirun calls that a success
-
-    def _open_pipes(self, folder: Path) -> None:
-        for rank in range(self._ranks):
-            for pipe in PIPES:
-                opened = os.open(pipe_path(folder, rank, pipe), os.O_RDONLY | os.O_NONBLOCK)
-                self._selector.register(opened, selectors.EVENT_READ, (pipe, rank))
 
     def _watch(self) -> None:
         began = time.monotonic()
@@ -287,69 +276,54 @@ class RankGroup:
 
     def _read(self, seconds: float) -> bool:
         """Handle data that has arrived; return whether there was any."""
-        ready = self._selector.select(seconds)
-        for key, _ in ready:
-            pipe, rank = key.data
-            try:
-                data = os.read(key.fd, _CHUNK)
-            except BlockingIOError:
-                continue
+        found = self._pipes.read(seconds)
+        for pipe, rank, data in found:
             if not data:
-                self._close(key)
                 if pipe == "notes" and (self._hosts is None or rank in self._started):
                     self._record_end(rank)
             elif pipe == "notes":
-                self._receive(rank, data)
+                for note in self._pipes.notes(rank, data):
+                    self._receive(rank, note)
             elif pipe == "mpirun":
                 self._mpirun_output = (self._mpirun_output + data)[-_MPIRUN_OUTPUT:]
             else:
                 self._mergers[pipe].feed(rank, data)
-        return bool(ready)
+        return bool(found)
 
-    def _receive(self, rank: int, data: bytes) -> None:
-        *lines, self._notes[rank] = (self._notes[rank] + data).split(b"\n")
-        for line in lines:
-            note = decode(line)
-            if note.event == "started":
-                self._started[rank] = note.pid
-                self.end.started = True
-            elif note.event == "grace":
-                self._graces[rank] = note.seconds
-            elif note.event == "startup":
-                self._startup.record(rank, note.seconds)
-            elif note.event == "silent":
-                if self._hosts is not None:
-                    self._hosts.kill(note.stable_ranks)
-            elif note.event == "imports":
-                if self._warm is not None:
-                    self._warm.record_import(note.text)
-            elif note.event == "history":
-                self.end.history = note.text
-            elif note.event == "phase":
-                if self._phases is not None:
-                    self._phases.record(note)
-            elif note.event == "failed" and self._is_spare(rank):
-                last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
-                text = f"a process that was to join, or had joined, failed: {last[0]}"
-                self._mergers["err"].write_line(f"ktrainer run: {text}")
-            elif note.event == "failed":
-                self.end.failures[rank] = note
-            elif note.event == "interrupted":
-                self.end.interrupted = note
-                self._end_by(self._grace)
-            else:
-                self.end.ended.add(rank)
+    def _receive(self, rank: int, note: Note) -> None:
+        if note.event == "started":
+            self._started[rank] = note.pid
+            self.end.started = True
+        elif note.event == "grace":
+            self._graces[rank] = note.seconds
+        elif note.event == "startup":
+            self._startup.record(rank, note.seconds)
+        elif note.event == "silent":
+            if self._hosts is not None:
+                self._hosts.kill(note.stable_ranks)
+        elif note.event == "imports":
+            if self._warm is not None:
+                self._warm.record_import(note.text)
+        elif note.event == "history":
+            self.end.history = note.text
+        elif note.event == "phase":
+            if self._phases is not None:
+                self._phases.record(note)
+        elif note.event == "failed" and self._is_spare(rank):
+            last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
+            text = f"a process that was to join, or had joined, failed: {last[0]}"
+            self._mergers["err"].write_line(f"ktrainer run: {text}")
+        elif note.event == "failed":
+            self.end.failures[rank] = note
+        elif note.event == "interrupted":
+            self.end.interrupted = note
+            self._end_by(self._grace)
+        else:
+            self.end.ended.add(rank)
 
     def _is_spare(self, rank: int) -> bool:
         """Return whether the rank joined later, so that the others continue without it."""
         return rank >= self._first and (self._phases is None or self._phases.may_lose(rank))
-
-    def _close(self, key: selectors.SelectorKey) -> None:
-        self._selector.unregister(key.fileobj)
-        if isinstance(key.fileobj, int):
-            os.close(key.fileobj)
-        else:
-            key.fileobj.close()  # type: ignore[attr-defined]
 
     def _keep_on_interface(self) -> None:
         assert self._listen is not None
@@ -397,8 +371,6 @@ class RankGroup:
         # All writers have ended: every pipe ends, unless it was never opened.
         while self._read(0):
             pass
-        for key in list(self._selector.get_map().values()):
-            self._close(key)
         for merger in self._mergers.values():
             merger.finish()
         if self._process.returncode != 0:
