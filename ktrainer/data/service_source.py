@@ -84,6 +84,17 @@ class ServiceSource(DatasetSource):
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)
         self._turns = self._share.consumer is not None
+        self._check_length()
+        if not round_robin and world.size > 1:
+            self.num_batches, self.openings = None, 1
+        if self._turns and not sliced and self.num_batches is not None:
+            replica, replicas = world.replica, world.replicas
+            self.num_batches = len(range(replica, self.num_batches, replicas))
+        self._passes, self._times = 0, StageTimes()
+        self._reader: ServiceReader | None = None
+
+    def _check_length(self) -> None:
+        """Refuse an endless pipeline, and one of unknown length that ranks take turns at."""
         if self._turns and self.num_batches is None:
             raise DataError(
                 "data.service: ranks that take turns must know the number of batches, which this "
@@ -96,13 +107,6 @@ class ServiceSource(DatasetSource):
                 "data.service sends the pipeline of one epoch: leave .repeat() out, and set "
                 "trainer.epochs"
             )
-        if not round_robin and world.size > 1:
-            self.num_batches, self.openings = None, 1
-        if self._turns and not sliced and self.num_batches is not None:
-            replica, replicas = world.replica, world.replicas
-            self.num_batches = len(range(replica, self.num_batches, replicas))
-        self._passes, self._times = 0, StageTimes()
-        self._reader: ServiceReader | None = None
 
     def state(self) -> bytes | None:
         return None  # the position is the number of batches

@@ -289,20 +289,9 @@ class StepContext(TracedContext):
             loss = [tf.where(finite, loss[0], tf.constant(float("nan"), loss[0].dtype))]
         if own and not present and not loss:
             return gradients
-        # Some gradients (of loops, of masked layers) have forgotten their static shape.
-        shaped = [with_shape_of(gradients[i], variables[i]) for i in present]
-        shaped = [mark_common(gradient, self.rows) for gradient in shaped]
         counted = [] if self.rows_agree is None else [self.weight]
-        numbers = [*loss, *counted]
-        if self.powersgd is None:
-            reduced, numbers = reduce_gradients(
-                self.collectives, shaped, numbers, weight, self.order
-            )
-        else:
-            of = [variables[i] for i in present]
-            reduced, numbers, self.remainder = self.powersgd.reduce(
-                self.collectives, shaped, of, numbers, weight, self.order, scale
-            )
+        found, of = ([values[i] for i in present] for values in (gradients, variables))
+        reduced, numbers = self._reduce(found, of, [*loss, *counted], weight, scale)
         if counted:
             with tf.control_dependencies(assert_some_rows(numbers.pop())):
                 reduced = [tf.identity(each) for each in reduced]
@@ -312,6 +301,26 @@ class StepContext(TracedContext):
         for i, gradient in zip(present, reduced, strict=True):
             gradients[i] = gradient
         return gradients
+
+    def _reduce(
+        self,
+        gradients: list[Any],
+        variables: list[Any],
+        numbers: list[tf.Tensor],
+        weight: tf.Tensor,
+        scale: tf.Tensor | None,
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Sum gradients, weighted, and numbers over ranks."""
+        assert self.collectives is not None
+        # Some gradients (of loops, of masked layers) have forgotten their static shape.
+        shaped = [with_shape_of(g, v) for g, v in zip(gradients, variables, strict=True)]
+        shaped = [mark_common(gradient, self.rows) for gradient in shaped]
+        if self.powersgd is None:
+            return reduce_gradients(self.collectives, shaped, numbers, weight, self.order)
+        reduced, numbers, self.remainder = self.powersgd.reduce(
+            self.collectives, shaped, variables, numbers, weight, self.order, scale
+        )
+        return reduced, numbers
 
     def groups(self, variables: Sequence[Any]) -> list[list[int]]:
         """Positions of variables, in groups that are each reduced by themselves: the rounding of
