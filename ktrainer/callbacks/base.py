@@ -155,7 +155,7 @@ class Callback(keras.callbacks.Callback):
         """
 
     def on_slow(self, slow: Slow) -> None:
-        """When something that slows training is named (`logging.slow`), at that step."""
+        """Something that slows training was named (`logging.slow`), at that step."""
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
@@ -311,7 +311,7 @@ def _overrides(kind: type, event: str) -> bool:
 
 
 def time_share(callback: Any) -> str:
-    """What the time of a callback's events is counted as."""
+    """The share that the time of a callback's events counts as."""
     return _time_share(type(callback))  # type: ignore[arg-type]
 
 

@@ -118,7 +118,7 @@ class _Progress(Reporter):
         return f"{said}\n\n  stopped because {state.stop_reason}" if state.stop_reason else said
 
     def _files(self) -> dict[str, str]:
-        """Where the run and its newest checkpoint are, and how to resume."""
+        """The folders of the run and its newest checkpoint, and how to resume."""
         if self.trainer is None or self.trainer.config.trainer.fast_dev_run:
             return {}
         report = f"ktrainer report {shlex.quote(str(self.run_dir))}"
@@ -131,7 +131,7 @@ class _Progress(Reporter):
         return facts
 
     def _stood_out(self) -> list[str]:
-        """What else is worth a look."""
+        """Changes of the ranks, and what was slow."""
         changes = self.train_state.healed[self._changes_before :]
         lines = [f"{change.what} after step {change.step}" for change in changes]
         return [*lines, *(slow.message for slow in self.train_state.slow)]

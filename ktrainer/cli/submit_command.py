@@ -172,7 +172,7 @@ def _explanation(to: str, job: ClusterJob, config: Config, path: Path, start: li
 
 
 def _notes(to: str, job: ClusterJob, config: Config) -> list[str]:
-    """What keeps the job from starting or resuming, as far as the command line says."""
+    """Reasons why the job may not start or resume, as far as the command line says."""
     notes = []
     if config.checkpoint.every is None:
         notes.append("without checkpoint.every there is nothing to resume from.")

@@ -232,8 +232,8 @@ class _Sweep:
         return 0 if self._results.best is not None else 1
 
     def _run(self, trial: FrozenTrial, signals: list[int]) -> int:
-        """Run a trial and record what came of it; return the exit code that ends the sweep, 0 to
-        go on."""
+        """Run a trial and record its outcome; return the exit code that ends the sweep, 0 to
+        continue."""
         folder = self._folder / trial_folder(trial.number)
         _say(f"trial {trial.number}: {' '.join(self._words.of_trial(trial.params))}")
         for start in range(_STARTS):

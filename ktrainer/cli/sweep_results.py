@@ -1,4 +1,4 @@
-"""What a sweep has found: a table, the command that trains with the best values, and a page."""
+"""Results of a sweep: a table, the command that trains with the best values, and a page."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _SIGNAL = 128  # plus a signal's number: a shell's exit code
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial.
+    """Outcome of a trial.
 
     Attributes:
         state: finished, pruned or failed.
@@ -107,7 +107,7 @@ def trial_folder(number: int) -> str:
 
 
 def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
-    """What came of the run in `folder` that has ended with an exit code."""
+    """The outcome of the run in `folder` that has ended with an exit code."""
     try:
         record = RunRecord(folder, logs=False)
     except ConfigError:

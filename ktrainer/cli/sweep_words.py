@@ -21,7 +21,7 @@ _OWN = ("run", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
 @dataclass(frozen=True)
 class SweepWords:
-    """What a sweep was told to run.
+    """The words of a sweep: what it runs, and their spaces.
 
     Attributes:
         options: of `ktrainer run`.
@@ -99,7 +99,7 @@ class SweepWords:
             )
 
     def hint(self, sampler: str, trials: int) -> str:
-        """What a user may not expect of so many trials; empty where there is nothing."""
+        """Something unexpected about so many trials; empty where there is nothing."""
         try:
             count = grid_size(self.spaces)
         except ConfigError:  # of real numbers
@@ -124,7 +124,7 @@ class SweepWords:
         return [*self.options, self.script, *self.fixed, *self.of_trial(values), *config, *own]
 
     def command(self, values: Mapping[str, Value]) -> str:
-        """What trains with the values of a trial, secrets redacted."""
+        """The command that trains with the values of a trial, secrets redacted."""
         return "ktrainer run " + shlex.join(map(_redacted, self.launch(values)))
 
     def redacted(self) -> list[str]:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--once",
         action="store_true",
         help="print the present state and end, as it does where the output is no terminal; status "
-        "0 also for a run that goes on",
+        "0 also for a run that still trains",
     )
     parser.add_argument(
         "--every",

@@ -74,7 +74,7 @@ class DataParallelConfig(BackendConfig):
 
     @property
     def wire(self) -> str:
-        """What floats are sent as: none, fp16 or bf16."""
+        """The type in which floats are sent: none, fp16 or bf16."""
         return "none" if self.compression == "powersgd" else self.compression
 
     @property

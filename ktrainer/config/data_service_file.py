@@ -89,7 +89,7 @@ class TfDataServiceConfig:
 
     @classmethod
     def _found(cls, path: Path) -> TfDataServiceConfig | None:
-        """What stands in a file; None if there is none."""
+        """The content of a file; None if there is none."""
         try:
             found = cls.from_dict(json.loads(path.read_text()))
         except FileNotFoundError:
@@ -152,7 +152,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def dispatcher_file(path: str | os.PathLike[str], rank: int) -> Path:
-    """Where training process `rank` says which address its dispatcher has."""
+    """The file in which training process `rank` gives the address of its dispatcher."""
     return Path(f"{os.fspath(path)}.dispatcher-{rank}")
 
 

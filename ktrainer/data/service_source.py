@@ -31,7 +31,7 @@ from ktrainer.errors import CheckpointError, ConfigError, DataError, WorldError
 
 
 class Share(NamedTuple):
-    """What this rank reads of the service.
+    """This rank's part of what the service sends.
 
     Attributes:
         address: its dispatcher.

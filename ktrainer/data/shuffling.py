@@ -119,7 +119,7 @@ class _Blocks:
 
 
 def permuted(positions: np.ndarray, length: int, key: np.uint64) -> np.ndarray:
-    """Where a keyed permutation of `range(length)` takes each of some positions.
+    """Positions after a keyed permutation of `range(length)`.
 
     A Feistel network over the smallest power of two that holds `length`; what it takes out of the
     range goes through it again until it is inside (cycle walking: Black and Rogaway, "Ciphers with

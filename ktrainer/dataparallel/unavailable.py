@@ -34,7 +34,7 @@ _SESSIONS_LEFT = (
 
 
 def of_tensorflow_1(loop: str, model: str) -> dict[str, str]:
-    """What to use instead of sessions, their hooks and estimators, by name.
+    """Replacements for sessions, their hooks and estimators, by name.
 
     Args:
         loop: ends the sentence "Write a loop with ...".

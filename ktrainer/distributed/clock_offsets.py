@@ -1,4 +1,4 @@
-"""What the ranks' clocks differ by."""
+"""Offsets of the ranks' clocks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
 
 @dataclass(eq=False)
 class Communicators:
-    """What ranks communicate through; others take its place here when the ranks change.
+    """Communicators of the ranks; others take their place here when the ranks change.
 
     Attributes:
         comm: of all ranks.
@@ -102,7 +102,7 @@ class MpiGradients(GradientCollectives):
 
     @property
     def communicators(self) -> Communicators:
-        """What the ranks now communicate through.
+        """The communicators of the present ranks.
 
         Raises:
             WorldError: a wait of the world has been interrupted.

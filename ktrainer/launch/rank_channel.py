@@ -157,8 +157,8 @@ class RankPipes:
         self._selector.register(file, selectors.EVENT_READ, (name, -1))
 
     def read(self, seconds: float) -> list[tuple[str, int, bytes]]:
-        """What has arrived after at most so many seconds: pipe, rank and data, which is empty at
-        the pipe's end."""
+        """Pipe, rank and data of what has arrived, waiting at most so many seconds; at a pipe's
+        end its data is empty."""
         found = []
         for key, _ in self._selector.select(seconds):
             try:

@@ -103,7 +103,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Network:
-    """What ranks communicate over.
+    """Links between ranks.
 
     Attributes:
         within: messages between two ranks of a host.

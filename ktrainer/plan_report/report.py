@@ -109,7 +109,7 @@ def _show_whole(model: Any, local_layers: Sequence[str]) -> None:
 
 
 def _show_sent(model: Any, backend: DataParallelConfig, size: int) -> None:
-    """What each process sends of gradients; of embeddings that depends on the batch."""
+    """Print what each process sends of gradients; of embeddings that depends on the batch."""
     from ktrainer.steps.local_layers import local_variables
     from ktrainer.steps.sent_bytes import dense_variables, sent_bytes
 

@@ -209,7 +209,7 @@ def _slower(each: Collective, factor: float) -> Collective:
 def with_collectives(
     seconds: float, collectives: Sequence[Collective], cost_of: Callable[[Collective], Cost]
 ) -> float:
-    """When a step ends that took `seconds` with collectives that cost nothing.
+    """The end of a step that took `seconds` with collectives that cost nothing.
 
     They run one after another. The step continues while one of gradients waits for the network;
     after the last, all that had followed it follows it still.
@@ -283,7 +283,7 @@ def _timeline(
 
 
 def _link(layout: Layout, stage: int, per_host: int, network: Network) -> Link:
-    """What carries activations of a stage to the next one, in the replica that has it worst."""
+    """The link of activations from a stage to the next one, in the replica with the slowest."""
     pair = (stage % layout.partitions, (stage + 1) % layout.partitions)
     for replica in range(layout.replicas):
         first, second = (layout.rank_of(partition, replica) // per_host for partition in pair)

@@ -1,4 +1,4 @@
-"""What `ktrainer watch` shows of a run, drawn with rich."""
+"""The view of a run in `ktrainer watch`, drawn with rich."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page of a report draws, as JSON-able data: curves, marks and shares of time."""
+"""Data of a report's page, as JSON-able values: curves, marks and shares of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline did when, from the trace in a run's folder, for its report.
+"""The measured schedule of a pipeline, from the trace in a run's folder, for its report.
 
 The trace is that of `trainer.profile.steps`, as `ktrainer.callbacks.profile` writes it.
 """
@@ -100,7 +100,7 @@ def _is_span(event: Mapping[str, Any]) -> bool:
 def _drawn_step(
     name: str, steps: Mapping[int, Any], spans: Iterable[Any], partitions: list[Any]
 ) -> dict[str, Any]:
-    """What all ranks did in a step, in seconds from its first action."""
+    """The actions of all ranks in a step, in seconds from its first one."""
     mine: dict[int, list[Any]] = {}
     for span in spans:
         step = steps.get(span["pid"])

@@ -234,7 +234,7 @@ def _share(seconds: float | None, shares: Mapping[str, float]) -> str:
 
 
 def differences(records: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """Where several runs differ: values, facts and weights."""
+    """Differences of several runs: values, facts and weights."""
     firsts = []
     for record, name in zip(records[1:], names[1:], strict=True):
         found = compare(records[0], record)

@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass
 class RowAxes:
-    """Where each row lies on the axes.
+    """The place of each row on the axes.
 
     Attributes:
         steps: updates done.

@@ -47,7 +47,7 @@ class Difference:
 
 @dataclass
 class RunDifferences:
-    """What differs between two runs.
+    """Differences between two runs.
 
     Attributes:
         points: rows that both runs have.
@@ -206,7 +206,7 @@ def _differing_facts(a: Mapping[str, str], b: Mapping[str, str]) -> dict[str, tu
 
 
 def changes_on_resume(run: RunRecord) -> list[dict[str, Any]]:
-    """What is not the same as at the start before, wherever a run was resumed."""
+    """Differences from the start before, wherever a run was resumed."""
     found = []
     for before, after in zip(run.starts, run.starts[1:], strict=False):
         if place(before) != place(after) or not after["step"]:

@@ -1,5 +1,5 @@
-"""What happened in a run, by the clock: starts, ends, checkpoints, losses of ranks, warnings, and
-what was slow; and what of that is worth a look."""
+"""Events of a run, by the clock: starts, ends, checkpoints, losses of ranks, warnings, and what
+was slow; and those that are worth a look."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _time(event: Event) -> float | None:
 
 
 def run_spans(record: RunRecord) -> list[Span]:
-    """When the run trained, and when it was healed."""
+    """Times in which the run trained, and in which it was healed."""
     spans: list[Span] = []
     begun = alive = None
     for event in record.outer:
@@ -179,7 +179,7 @@ def _training(begun: float | None, alive: float | None) -> list[Span]:
 
 
 def stood_out(record: RunRecord) -> list[str]:
-    """What is worth a look, a line each."""
+    """Lines about what is worth a look."""
     return [
         *_of_state(record),
         *_not_finite(record),

@@ -115,7 +115,7 @@ class RunRecord:
 
     @property
     def last_sign(self) -> float:
-        """When the run was last alive, in seconds since 1970."""
+        """The time at which the run was last alive, in seconds since 1970."""
         try:
             return self.file.stat().st_mtime
         except OSError:
@@ -146,7 +146,7 @@ class RunRecord:
 
     @property
     def started(self) -> float | None:
-        """When training first began, in seconds since 1970."""
+        """The time at which training first began, in seconds since 1970."""
         return self.starts[0]["time"] if self.starts else None
 
     @cached_property

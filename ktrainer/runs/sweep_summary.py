@@ -1,4 +1,4 @@
-"""What a sweep keeps in its folder for `ktrainer runs`: its best trial, and how to train with it.
+"""Summary of a sweep for `ktrainer runs`: its best trial, and how to train with its values.
 
 Imports only the standard library.
 """

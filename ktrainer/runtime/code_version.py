@@ -31,7 +31,7 @@ def uncommitted_changes(script: Path) -> bytes | None:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """What git prints; None if it cannot tell."""
+    """The output of git; None if it fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words],

@@ -1,4 +1,4 @@
-"""What this process got of processors and memory, by Linux's own counters."""
+"""Processor time and page faults of this process, by Linux's own counters."""
 
 from __future__ import annotations
 

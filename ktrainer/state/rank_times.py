@@ -42,7 +42,7 @@ def least_communication(ranks: Sequence[Mapping[str, float]]) -> float:
 
 def waits_for_last(communication: Sequence[float]) -> tuple[int, list[float]]:
     """The rank that was last to arrive, and how long each rank waited for it: what it spent in
-    communication more than that rank, which waits for nobody.
+    communication more than that rank, which waits for no other.
 
     Args:
         communication: seconds of each rank.

@@ -1,4 +1,4 @@
-"""What is said of things that slow training."""
+"""Messages about what slows training."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def slow_link(seconds: float, before: float, link: str | None) -> str:
 
 
 def reason(cpu: float | None, least: float | None, faults: float) -> tuple[str, str]:
-    """Why steps take long on a rank: the cause, and words that go on after its name.
+    """Why steps take long on a rank: the cause, and the words that follow its name.
 
     Args:
         cpu: the part that it got of the processor time that its threads asked for.

@@ -130,7 +130,7 @@ class SlowRules:
         self._past: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
     def judge(self, step: int, ranks: Sequence[Window], link: str | None = None) -> list[Slow]:
-        """What is named after a window of each rank.
+        """Compare a window of each rank; return what is named.
 
         Args:
             link: a sentence on the slowest link; None: links were not measured.
@@ -156,7 +156,7 @@ class SlowRules:
     def judge_epoch(
         self, step: int, epoch: int, ranks: Sequence[Mapping[str, float]], stages: Sequence[str]
     ) -> Slow | None:
-        """What stands out most in an epoch, if it has not been named.
+        """The cause that stands out most in an epoch, if it has not been named.
 
         Args:
             epoch: its number, from 1.
@@ -190,7 +190,7 @@ class SlowRules:
         ranks: Sequence[Mapping[str, float]],
         stages: Sequence[str],
     ) -> str:
-        """What is said of a share of an epoch; empty: nothing."""
+        """The message about a share of an epoch; empty: there is none."""
         if share == "data" and part >= self.share:
             return slow_texts.data(f"in epoch {epoch} ", rank, len(ranks), part, stages[rank])
         if share.startswith(CALLBACK) and part >= self.share:
@@ -298,8 +298,8 @@ class SlowRules:
 
 
 def _cause_of_computing(rank: int, name: str, text: str, slower: bool) -> _Cause:
-    """What makes a rank compute longer. If nothing shows why, it has to last longer before it is
-    named, and is not where the others compute as long."""
+    """The cause of long computing. If nothing shows why, it has to last longer before it is named,
+    and is not where the others compute as long."""
     key = ("compute", rank)
     if name != "compute":
         return _Cause(key, rank, name, text, WINDOWS, LEAST_DURATION)

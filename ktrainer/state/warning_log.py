@@ -133,7 +133,7 @@ def warnings_noted(log: WarningLog, step: Callable[[], int]) -> Iterator[None]:
 
 
 class _Hooks:
-    """What shows warnings, and what makes log records, with a look at them.
+    """Replacements for Python's functions that show warnings and make log records, which note them.
 
     A handler of the root logger would keep logging's own handler from printing.
     """

@@ -52,7 +52,7 @@ def is_compressed(shape: Sequence[int], rank: int) -> bool:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank keeps of one variable from update to update.
+    """State of one variable on a rank, from update to update.
 
     Attributes:
         error: of this rank: what was not sent yet, as a matrix, in units of the unscaled gradient.
@@ -166,7 +166,7 @@ class PowerSgd:
 
 @dataclass(frozen=True)
 class Remainder:
-    """What an update leaves to be sent later.
+    """Parts of gradients that an update leaves to be sent later.
 
     Attributes:
         memories: of the compressed gradients.
@@ -228,7 +228,7 @@ def _make_memory(variable: Any, rank: int, seed: int) -> Memory:
 def _as_matrix(
     gradient: tf.Tensor, memory: Memory, weight: tf.Tensor, scale: tf.Tensor | None
 ) -> tf.Tensor:
-    """What this rank has to send."""
+    """The gradient and the error of earlier updates, which this rank has to send."""
     error = memory.error
     wide = tf.reshape(tf.cast(gradient, error.dtype), error.shape)
     wide = wide if scale is None else wide / tf.cast(scale, error.dtype)
@@ -242,6 +242,6 @@ def _orthonormal(columns: tf.Tensor) -> tf.Tensor:
 
 
 def _product(frame: tf.Tensor, basis: tf.Tensor) -> tf.Tensor:
-    """What is applied, with the same bits on any processor."""
+    """The gradient that is applied, with the same bits on any processor."""
     wide = tf.matmul(tf.cast(frame, tf.float64), tf.cast(basis, tf.float64), transpose_b=True)
     return tf.cast(wide, frame.dtype)

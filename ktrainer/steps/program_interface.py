@@ -60,7 +60,7 @@ class Program(ABC):
 
         Args:
             ends_at_bad_loss: whether the call ends with an update whose loss is not finite; a
-                program whose ranks could end apart goes on.
+                program whose ranks could end apart continues.
         """
         made = 0
         for local_batch in local_batches:

@@ -14,7 +14,7 @@ from ktrainer.steps.powersgd import is_compressed, matrix_shape
 
 
 def sent_bytes(variables: Iterable[Any], size: int, wire: str, low_rank: int | None) -> int:
-    """What each of some ranks sends of dense gradients, and receives, in one sum over all.
+    """Bytes of dense gradients that each rank sends, and receives, in one sum over all.
 
     Of what is summed that is 2 (size - 1) / size, the least with which all ranks get all sums.
 

@@ -64,7 +64,7 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
 
 
 def moved_by_padding(model: keras.Model) -> list[Any]:
-    """What a step moves on this rank alone: metrics, and statistics of local layers."""
+    """Variables that a step changes on this rank alone: metrics, and statistics of local layers."""
     local = local_variables(model)
     return [*model.metrics_variables, *(v for v in model.non_trainable_variables if id(v) in local)]
 

@@ -1,4 +1,4 @@
-"""What the record of a run says of its devices and its model, and of how the run has ended."""
+"""Facts for the record of a run: its devices, its model, and how it has ended."""
 
 from __future__ import annotations
 

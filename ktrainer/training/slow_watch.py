@@ -89,7 +89,7 @@ class SlowWatch:
         self._has_longer = False  # whether an update took longer than usual
 
     def ranks_changed(self) -> None:
-        """Begin anew with the present ranks, on all of them: they have other numbers now."""
+        """Start over with the present ranks, on all of them: they have other numbers now."""
         for share in [share for share in self._times.seconds if share.startswith(WAITING)]:
             seconds = self._times.seconds[share] - self._times.taken.get(share, 0.0)
             self._times.move(share, WAITED, seconds)

@@ -1,7 +1,7 @@
 """The callback of a learning-rate range test.
 
 Events used: `set_model` (put in the rising rate, before the step is traced), `on_train_batch_begin`
-(metrics begin anew, so that logs are of one update), `on_log`, `on_train_end` (write the result,
+(reset metrics, so that logs are of one update), `on_log`, `on_train_end` (write the result,
 and end the script).
 """
 

@@ -26,7 +26,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker shows of a run besides its values.
+    """Facts of a run that a tracker shows besides its values.
 
     Attributes:
         token: identifies the run in the tracker, through restarts.

@@ -1,4 +1,4 @@
-"""What PowerSGD has yet to send, in a checkpoint: `steps/powersgd.py` says what it is.
+"""The state of PowerSGD in a checkpoint: see `steps/powersgd.py`.
 
 Arrays: `powersgd/<k>/basis`, and `powersgd/<k>/error@<rank>`, where k is the variable's place in
 `model.variables`. State: `powersgd`, the rank of the products and these places.
@@ -34,7 +34,7 @@ def powersgd_arrays(model: Any) -> Arrays:
 
 
 def powersgd_facts(model: Any) -> dict[str, Any]:
-    """What `state.json` says of it."""
+    """The facts of it in `state.json`."""
     compression = powersgd_of(model)
     if compression is None:
         return {}

@@ -37,7 +37,7 @@ _ROW = tuple[str, str, str, str]  # name and facts in the model, facts and name 
 
 @dataclass
 class _Plan:
-    """What is to be assigned, and why it cannot be."""
+    """Assignments to make, and the reasons against others."""
 
     pairs: list[tuple[Any, FileVariable]] = field(default_factory=list)
     rows: list[_ROW] = field(default_factory=list)
@@ -210,7 +210,7 @@ def _is_like(variable: Any, found: FileVariable, casts: bool) -> bool:
 
 
 def _add_rest(plan: _Plan, graph: ObjectGraph, used: set[str]) -> None:
-    """What is in the file beside model and optimizers: a script's counters, or weights."""
+    """Note what the file has beside model and optimizers: a script's counters, or weights."""
     top = set(graph.children[0].values())
     for variable in graph.below(0, without=graph.optimizers()):
         if variable.key in used:
