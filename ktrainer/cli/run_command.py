@@ -205,9 +205,7 @@ def _prepare(args: argparse.Namespace, hosts: Sequence[Host]) -> _Launch:
     heal = heal_option.settings(args, config)
     several = args.ranks > 1 or bool(heal)  # others may join
     cpus = hardware.available_cpus()
-    wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
-    here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
-    threads = mpirun_command.threads_per_rank(len(cpus) or os.cpu_count() or 1, here, wanted)
+    threads = _threads(args, hosts, config, len(cpus) or os.cpu_count() or 1)
     if hosts and args.network is not None:
         raise ConfigError("--network is for one host: hosts use their network, or --interface")
     network: mpirun_command.Network = "any" if hosts else args.network or "loopback"
@@ -297,6 +295,15 @@ def _command(
         more=more,
         several_hosts=several_hosts,
     )
+
+
+def _threads(
+    args: argparse.Namespace, hosts: Sequence[Host], config: Config | None, cores: int
+) -> int:
+    """Threads of each rank: those asked for, else its part of the cores of a host."""
+    wanted = args.threads or (config and config.world.threads) or _threads_wanted(os.environ)
+    here = max((host.slots for host in hosts), default=args.ranks)  # ranks on one host
+    return mpirun_command.threads_per_rank(cores, here, wanted)
 
 
 def _threads_wanted(environ: Mapping[str, str]) -> int | None:
