@@ -34,6 +34,22 @@ def callback(share: str, seconds: float, part: float, rank: int, ranks: int, ali
     return f"{takes}: do less in it, or less often"
 
 
+def callback_in_epoch(
+    epoch: int, share: str, rank: int, ranks: int, part: float, seconds: float
+) -> str:
+    """A callback that has taken a large part of an epoch."""
+    where = f" on rank {rank}" if ranks > 1 else ""
+    return f"{share} took {part:.0%} of epoch {epoch}{where}, {seconds:.1f} s"
+
+
+def wait_in_epoch(epoch: int, rank: int, slow: int, part: float, seconds: float) -> str:
+    """A rank that has waited for another one."""
+    return (
+        f"in epoch {epoch} rank {rank} waited for rank {slow} {part:.0%} of the time, "
+        f"{seconds:.1f} s: rank {slow} has more to do, or a slower machine"
+    )
+
+
 def longer_than_others(who: str, seconds: float, usual: float, why: str) -> str:
     """A rank that computes longer than the others."""
     return (

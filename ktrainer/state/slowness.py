@@ -194,17 +194,13 @@ class SlowRules:
         if share == "data" and part >= self.share:
             return slow_texts.data(f"in epoch {epoch} ", rank, len(ranks), part, stages[rank])
         if share.startswith(CALLBACK) and part >= self.share:
-            where = f" on rank {rank}" if len(ranks) > 1 else ""
-            return f"{share} took {part:.0%} of epoch {epoch}{where}, {seconds:.1f} s"
+            return slow_texts.callback_in_epoch(epoch, share, rank, len(ranks), part, seconds)
         if not share.startswith(WAITING) or part < 2 * self.share:
             return ""
         slow = int(share.removeprefix(WAITING))
         if slow in self._ranks_named:  # which is why they wait
             return ""
-        return (
-            f"in epoch {epoch} rank {rank} waited for rank {slow} {part:.0%} of the time, "
-            f"{seconds:.1f} s: rank {slow} has more to do, or a slower machine"
-        )
+        return slow_texts.wait_in_epoch(epoch, rank, slow, part, seconds)
 
     def _has_lasted(self, cause: _Cause) -> bool:
         streak = self._streaks[cause.key]
