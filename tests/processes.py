@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.dist.harness.group import ROOT
+from tests.dist.harness.hosts import Hosts
 from tests.dist.harness.warm_python import WarmPython
 
 Done = subprocess.CompletedProcess[str]
@@ -52,6 +53,11 @@ def warm_python(**env: str) -> str:
     It is the usual one, which imports, where `env` has other values of what imports read.
     """
     return _warm_python().executable({**os.environ, **env})
+
+
+def warm_python_on(made: Hosts, **env: str) -> str:
+    """`warm_python` for commands on these hosts, until they are killed."""
+    return _warm_python().executable_on(made, {**os.environ, **env})
 
 
 def end_warm_python() -> None:

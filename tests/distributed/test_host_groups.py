@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,6 +20,7 @@ from ktrainer.launch.mpirun_command import find_mpirun
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import INTERFACE, Hosts
 from tests.faults.test_healing import launch
+from tests.processes import warm_python_on
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SHAPES = [(5, 7), (0, 3), (), (90_001,)]  # numbers of elements that no number of hosts divides
@@ -303,7 +303,7 @@ def _traffic(made: Hosts, tmp_path: Path, per_host: list[int], mapping: str) -> 
         *("--prtemca", "prte_if_include", INTERFACE),
         *(word for key, value in mca.items() for word in ("--mca", key, value)),
         *("--mca", "mpi_yield_when_idle", "1", "-x", f"PYTHONPATH={ROOT}"),
-        *(sys.executable, script, 1_000_001, INTERFACE),
+        *(warm_python_on(made), script, 1_000_001, INTERFACE),
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr

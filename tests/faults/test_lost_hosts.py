@@ -20,7 +20,7 @@ import pytest
 from ktrainer.launch.process_tree import reap_adopted
 from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import Hosts
-from tests.processes import ktrainer
+from tests.processes import ktrainer, warm_python_on
 
 TRAINS = """
 import json, os, time
@@ -64,7 +64,7 @@ if trainer.world.is_root:
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
 MIRRORED = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 MORE = ("logging.progress=none", "checkpoint.every=1ba", "world.deadline=8")
-LAUNCH = (sys.executable, "-m", "ktrainer.cli.main", "launch", "--all-ranks")
+LAUNCH = ("-m", "ktrainer.cli.main", "launch", "--all-ranks")
 ENV = {"PYTHONPATH": str(ROOT)}
 
 
@@ -85,8 +85,13 @@ def found(text: str) -> tuple[int, list[np.ndarray]]:
     return int(size), [np.asarray(value) for value in json.loads(values)]
 
 
-def start(made: Hosts, folder: Path, *options: object, slots: int = 1) -> subprocess.Popen[str]:
-    """A launch over all hosts from the first one, once it is in the step to be interrupted."""
+def start(
+    made: Hosts, folder: Path, *options: object, slots: int = 1, warm: bool = False
+) -> subprocess.Popen[str]:
+    """A launch over all hosts from the first one, once it is in the step to be interrupted.
+
+    Its ranks need not import TensorFlow, unless they are to be found among a host's processes.
+    """
     script = folder / "script.py"
     script.write_text(TRAINS)
     hosts = ",".join(f"{name}:{slots}" for name in made.names)
@@ -94,15 +99,19 @@ def start(made: Hosts, folder: Path, *options: object, slots: int = 1) -> subpro
     named = [str(option) for option in options if "=" not in str(option)]
     words = ("--hosts", hosts, "--rsh", made.network_agent, *named, script)
     more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}", *keys)
-    launcher = made.start(0, *LAUNCH, *words, *more, env=ENV, cwd=folder)
+    python = warm_python_on(made, **ENV) if warm else sys.executable
+    launcher = made.start(0, python, *LAUNCH, *words, *more, env=ENV, cwd=folder)
     assert launcher.stdout is not None
     assert any("now" in line for line in launcher.stdout), launcher.communicate(timeout=60)
     return launcher
 
 
-def lose(made: Hosts, how: str, folder: Path, *options: object, slots: int = 1) -> Lost:
+def lose(
+    made: Hosts, how: str, folder: Path, *options: object, slots: int = 1, warm: bool = True
+) -> Lost:
     """Lose the last host in mid-step: how the launch on the others ends, and what it says."""
-    launcher, last = start(made, folder, *options, slots=slots), len(made.names) - 1
+    launcher = start(made, folder, *options, slots=slots, warm=warm)
+    last = len(made.names) - 1
     began = time.monotonic()
     if how == "stopped":
         for pid in ranks_on(made, last):
@@ -150,7 +159,7 @@ def test_the_ranks_of_other_hosts_heal(
 ) -> None:
     """With the numbers of one process. A host that was cut off ends its ranks, and says why."""
     made = hosts(3)
-    lost = lose(made, how, tmp_path, "--heal")
+    lost = lose(made, how, tmp_path, "--heal", warm=how == "killed")
     assert lost.code == 0, lost.errors
     assert "rank 2 was lost; 2 ranks continue after step" in lost.errors
     assert (f"host {made.names[2]} was lost, with rank 2" in lost.errors) == (how != "stopped")
@@ -193,7 +202,8 @@ def test_ranks_save_and_end_when_the_launcher_is_lost(
         text = log.read_text()
         assert "has lost the launcher: the connection was closed" in text
         assert re.search(r"ended with exit code 75: .*checkpoint .*/step-0000000[34];", text), text
-    words = (*LAUNCH, "--heal", "--hosts", ",".join(made.names[1:]), "--rsh", made.network_agent)
+    others = ("--hosts", ",".join(made.names[1:]), "--rsh", made.network_agent)
+    words = (sys.executable, *LAUNCH, "--heal", *others)
     more = (*WORDS, *MORE, f"run.dir={tmp_path / 'lost'}", "checkpoint.resume=auto")
     done = made.run(1, *words, tmp_path / "script.py", *more, env=ENV, cwd=tmp_path, timeout=90)
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +15,8 @@ import pytest
 from tests.dist.harness.group import ROOT, one_thread
 from tests.dist.harness.hosts import Hosts, why_no_hosts
 from tests.launch.conftest import launch_command
+from tests.processes import script as run_script
+from tests.processes import warm_python_on
 
 SCRIPT = """
 import json
@@ -58,14 +58,21 @@ if trainer.world.is_root:
 
 @dataclass
 class Case:
-    """One way to train over two hosts: processes on each, and the words of the command line."""
+    """One way to train over two hosts.
+
+    Attributes:
+        slots: processes on each.
+        words: of the command line.
+        imports: each rank imports TensorFlow, as those of users do.
+    """
 
     slots: int
     words: list[str]
+    imports: bool = False
 
 
 CASES = {
-    "data parallel": Case(1, ["backend=data_parallel", "backend.engine=mpi"]),
+    "data parallel": Case(1, ["backend=data_parallel", "backend.engine=mpi"], imports=True),
     "Horovod": Case(1, ["backend=data_parallel", "backend.engine=horovod"]),
     "pipeline": Case(1, ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]),
     "hybrid": Case(
@@ -98,8 +105,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """The numbers of one process."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "script.py").write_text(SCRIPT)
-    env = {**os.environ, **one_thread(), "PYTHONPATH": str(ROOT), "RUN": str(folder)}
-    subprocess.run([sys.executable, "script.py"], cwd=folder, env=env, check=True, timeout=90)
+    done = run_script("script.py", cwd=folder, seconds=90, RUN=str(folder), **one_thread())
+    assert done.returncode == 0, done.stderr
     return dict(json.loads((folder / "numbers.json").read_text()))
 
 
@@ -114,8 +121,10 @@ def test_two_hosts_have_the_numbers_of_one_process_and_listen_to_one_another_onl
     case = CASES[name]
     Path("script.py").write_text(SCRIPT)
     named = ",".join(f"{host}:{case.slots}" for host in pair.names)
-    words = launch_command("--hosts", named, "--rsh", pair.agent, "script.py", *case.words)
     env = {**one_thread(), "PYTHONPATH": str(ROOT), "RUN": str(Path.cwd())}
+    python = sys.executable if case.imports else warm_python_on(pair, **env)
+    options = ("--hosts", named, "--rsh", pair.agent)
+    words = launch_command(*options, "script.py", *case.words, python=python)
     done = pair.run(0, *words, env=env, cwd=Path.cwd(), timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     _check_numbers(alone)
@@ -161,7 +170,8 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
                 "TF_CONFIG": json.dumps(config),
                 "KTRAINER_NETWORK": network,
             }
-            tasks.append(pair.start(host, sys.executable, *words, env=env, cwd=Path.cwd()))
+            python = warm_python_on(pair, **env)
+            tasks.append(pair.start(host, python, *words, env=env, cwd=Path.cwd()))
     chief, deadline = tasks[-1], time.monotonic() + 100
     while not list(Path().glob("listening-*")) and chief.poll() is None:
         assert time.monotonic() < deadline

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from ktrainer import Callback, Trainer
 from ktrainer.errors import Interrupted
 from ktrainer.runtime.history_file import read_events
 from tests.dist.harness.hosts import Hosts
-from tests.processes import ROOT, ktrainer
+from tests.processes import ROOT, ktrainer, warm_python_on
 from tests.tf_distribute.running import under
 from tests.tf_distribute.test_features import trainer
 
@@ -419,8 +418,10 @@ def test_a_link_that_becomes_slow_is_named(hosts: Callable[[int], Hosts], tmp_pa
     (tmp_path / "train.py").write_text(LINK)
     words = ["--hosts", ",".join(made.names), "--rsh", str(made.agent), "--threads", "1"]
     words += ["train.py", "backend=data_parallel", "logging.progress=none"]
-    command = [sys.executable, "-m", "ktrainer.cli.main", "run", *words, f"run.dir={tmp_path}/run"]
-    done = made.run(0, *command, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path, timeout=150)
+    env = {"PYTHONPATH": str(ROOT)}
+    python = warm_python_on(made, **env)
+    command = [python, "-m", "ktrainer.cli.main", "run", *words, f"run.dir={tmp_path}/run"]
+    done = made.run(0, *command, env=env, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
     found = said(done.stdout)
     links = [each for each in found if each[2] == "link"]

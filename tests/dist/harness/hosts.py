@@ -320,20 +320,31 @@ class Hosts:
     def boot(self, host: int) -> None:
         """Start a host, at first or after `kill`."""
         enter = str(self.folder / self.names[host] / "enter")
-        first = subprocess.Popen(
-            [enter, "--pid", "--fork", "--mount-proc", "--kill-child", "--", "sh", "-c", _BOOT],
+        words = ("--pid", "--fork", "--mount-proc", "--kill-child", "--", "sh", "-c", _BOOT)
+        first = self.serve(enter, *words)
+        children = Path(f"/proc/{first}/task/{first}/children").read_text()
+        (self.folder / self.names[host] / "pid").write_text(children.strip())
+
+    def first(self, host: int) -> int:
+        """Number, in the test's process namespace, of the first process of a host that is up."""
+        return int((self.folder / self.names[host] / "pid").read_text())
+
+    def serve(self, *words: object) -> int:
+        """Start a command that enters a host, prints "up" there, and stays until the host is
+        killed; returns its process id."""
+        process = subprocess.Popen(
+            list(map(str, words)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        self._started.append(first)
-        assert first.stdout is not None
-        leaks.expect_process(first.pid)
-        leaks.expect_file(first.stdout.fileno())
-        assert first.stdout.readline() == "up\n"
-        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text()
-        (self.folder / self.names[host] / "pid").write_text(children.strip())
+        self._started.append(process)
+        assert process.stdout is not None
+        leaks.expect_process(process.pid)
+        leaks.expect_file(process.stdout.fileno())
+        assert process.stdout.readline() == "up\n"
+        return process.pid
 
     def kill_all(self) -> None:
         """Kill every process of all hosts."""

@@ -3,6 +3,7 @@ has, as the ranks of a restart are.
 
     test ── python script.py ┄┄ unix socket ┄┄ warm process ── script
     test ── ktrainer run ── mpirun ── rank_stub ┄┄ the same ── rank
+    a host's rank_stub ┄┄ a fork of the same that has entered the host's namespaces ── rank
 
 `tests/launch/test_warm.py` shows that such a fork is as a process of its own. All else that this
 `python` is asked for, it does as the real one.
@@ -11,7 +12,9 @@ has, as the ranks of a restart are.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import os
+import platform
 import runpy
 import socket
 import subprocess
@@ -26,6 +29,7 @@ from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_stubs import listen
 from ktrainer.launch.warm_process import fork_when_asked
 from tests.dist.harness import leaks
+from tests.dist.harness.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTED = (
@@ -44,8 +48,14 @@ LAUNCH = (
 READ = ("CUDA_", "KERAS", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS", "PYTHON", "TF_", "XLA_")
 
 _PROGRAM = f"""#!/bin/sh
-stub() {{ exec "{sys.executable}" -I -S "{rank_stub.__file__}" SOCKET "{sys.executable}" "$@"; }}
+stub() {{
+  read -r host < /proc/sys/kernel/hostname
+  socket=FOLDER/$host
+  [ -S "$socket" ] || socket=FOLDER/socket
+  exec "{sys.executable}" -I -S "{rank_stub.__file__}" "$socket" "{sys.executable}" "$@"
+}}
 case "$1 $2 $3" in
+"-m {__name__} "*) stub "$@" ;;
 "-m {rank_process.__name__} "*) stub "$@" ;;
 "-m {data_service_process.__name__} "*) stub "$@" ;;
 "-m {CLI} plan") stub "$@" ;;
@@ -66,8 +76,10 @@ class WarmPython:
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
         self.path = Path(self._folder.name) / "python"
-        self.path.write_text(_PROGRAM.replace("SOCKET", str(self.path.with_name("socket"))))
+        self.path.write_text(_PROGRAM.replace("FOLDER", self._folder.name))
         self.path.chmod(0o755)
+        # mpirun starts it on other hosts, and looks for it beside this program.
+        self.path.with_name("prted").symlink_to(Path(sys.executable).with_name("prted"))
 
     def executable(self, environment: Mapping[str, str]) -> str:
         """What to start instead of `sys.executable`: this, or that itself if the environment has
@@ -77,6 +89,16 @@ class WarmPython:
             self._start()
         same = _read(environment) == _read(self._environment)
         return str(self.path) if same else sys.executable
+
+    def executable_on(self, made: Hosts, environment: Mapping[str, str]) -> str:
+        """`executable` for commands on hosts, of which each gets a process to fork."""
+        program = self.executable(environment)
+        if program == str(self.path):
+            for host, name in enumerate(made.names):
+                path = self.path.with_name(name)
+                if not path.exists():
+                    made.serve(program, "-m", __name__, made.first(host), path)
+        return program
 
     def _start(self) -> None:
         path = self.path.with_name("socket")
@@ -113,13 +135,20 @@ def _read(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Be a rank, `ktrainer plan` or a script in each fork."""
+    """Be a rank, `ktrainer plan`, a script, or the process to fork of a host in each fork."""
     end_with_parent()
     number, program = sys.argv[1:]
-    fork_when_asked(socket.socket(fileno=int(number)), IMPORTED)
+    _serve(socket.socket(fileno=int(number)), program)
+
+
+def _serve(listener: socket.socket, program: str) -> None:
+    fork_when_asked(listener, IMPORTED)
     end_with_parent()  # a setting that a fork does not inherit
+    tempfile.tempdir = platform._uname_cache = None  # type: ignore[attr-defined]  # hosts differ
     words = sys.orig_argv[1:]
-    if words[:2] == ["-m", rank_process.__name__]:
+    if words[:2] == ["-m", __name__]:
+        _serve(_enter(*words[2:]), program)
+    elif words[:2] == ["-m", rank_process.__name__]:
         rank_process.main(words[2:])
     elif words[0] == "-m":
         from ktrainer.launch import mpirun_command  # noqa: F401  # as in LAUNCH
@@ -128,6 +157,20 @@ def main() -> None:
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         _run_script(words)
+
+
+def _enter(first: str, path: str) -> socket.socket:
+    """Enter a host's namespaces, those of its process `first`; returns what stubs connect to."""
+    listener, libc = listen(Path(path)), ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "ipc", "pid", "mnt"):  # the last one changes /proc
+        with open(f"/proc/{first}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns to {namespace.name}")
+    if (pid := os.fork()) != 0:  # only what is started from now on has the host's process numbers
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+    end_with_parent()
+    print("up", flush=True)
+    return listener
 
 
 def _run_script(words: list[str]) -> None:
