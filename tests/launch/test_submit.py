@@ -174,7 +174,7 @@ def test_slurm_runs_the_job_and_resumes_it_after_a_signal(
         pytest.skip(reason)
     expected = _one_process(script)
     words = ["backend=data_parallel", "run.dir=run", "checkpoint.every=1ep", *WORDS]
-    submit = (sys.executable, "-m", "ktrainer.cli.main", "submit", "-n", "2", "--start")
+    submit = (processes.warm_python(), "-m", "ktrainer.cli.main", "submit", "-n", "2", "--start")
     with slurm(tmp_path_factory.mktemp("slurm")) as env:
 
         def call(*command: str) -> str:
