@@ -61,8 +61,9 @@ trackers: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[trackers]" || \
 	  echo "make: Weights & Biases, MLflow and Trackio could not be installed" >&2
 
-# A file stays on one worker, with the groups of ranks that its tests share.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# A file stays on one worker, with the groups of ranks that its tests share. Files come in order of
+# names: by their numbers of tests, the last ones would be those of a few long tests.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) $(PYTEST_ARGS)
