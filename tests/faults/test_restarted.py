@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,11 +108,13 @@ def test_a_cluster_is_started_again_after_the_loss_of_a_server(
         .replace(
             "class Faults",
             """
+import json
+from pathlib import Path
+pid_file = Path(__file__).with_name
+pid_file(json.loads(os.environ["TF_CONFIG"])["task"]["type"]).write_text(str(os.getpid()))
+
 def kill_server():
-    import json, psutil
-    for p in psutil.Process().parent().children():
-        if json.loads(p.environ()["TF_CONFIG"])["task"]["type"] == "ps":
-            p.kill()
+    os.kill(int(pid_file("ps").read_text()), signal.SIGKILL)
     return False
 
 class Faults""",
@@ -123,7 +124,7 @@ class Faults""",
     )
     words = (*SERVERS, *QUIET, *WORDS[:3], "checkpoint.every=2ba", f"run.dir={tmp_path / 'run'}")
     words = (*LAUNCH, "--workers", 1, "--servers", 1, *ARGS, path, *words)
-    launcher = start(*words, python=sys.executable)  # whose ranks are the launcher's children
+    launcher = start(*words)
     out, errors = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, errors
     assert [line for line in out.splitlines() if "start" in line or "end" in line] == [

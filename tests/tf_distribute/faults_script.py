@@ -24,21 +24,23 @@ from ktrainer import PeerLost, Trainer
 # isort: split
 import keras
 import numpy as np
-import psutil
 from tensorflow.python.distribute.coordinator.values import RemoteValueImpl
 
-from tests.tf_distribute.launching import QUIET, SERVERS, task
+from tests.tf_distribute.launching import QUIET, SERVERS
 
+FOLDER = Path(sys.argv[1])
 ROWS, BATCH = 960, 16
 
 
 def main() -> None:
+    own = json.loads(os.environ["TF_CONFIG"])["task"]
+    pid_file(own["type"], own["index"]).write_text(str(os.getpid()))
     found = {
         "killed": killed_after_its_update(),
         "stopped": stopped_before_the_copy(),
         "server": stopped_server(),
     }
-    (Path(sys.argv[1]) / "found.json").write_text(json.dumps(found))
+    (FOLDER / "found.json").write_text(json.dumps(found))
     stopped_server_that_is_asked()
 
 
@@ -83,6 +85,11 @@ def stopped_server_that_is_asked() -> None:
         it.fit(build, data(), callbacks=ask)
 
 
+def pid_file(job: str, index: int) -> Path:
+    """Where a task writes its process id."""
+    return FOLDER / f"{job}-{index}.pid"
+
+
 class Stop:
     """Sends a signal to a task, once."""
 
@@ -99,9 +106,7 @@ class Stop:
         self._send(signal.SIGCONT)
 
     def _send(self, number: int) -> None:
-        launcher: Any = psutil.Process(os.getppid())
-        name = f'"{self.job}", "index": {self.index}'
-        task(launcher, "TF_CONFIG", name).send_signal(number)
+        os.kill(int(pid_file(self.job, self.index).read_text()), number)
 
 
 class At(keras.callbacks.Callback):

@@ -64,9 +64,9 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`start(*words, **environment)` starts Python, which ends with the test."""
     with ExitStack() as stack:
 
-        def popen(*words: object, python: str | None = None, **env: str) -> subprocess.Popen[str]:
+        def popen(*words: object, **env: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [python or warm_python(**env), *map(str, words)],
+                [warm_python(**env), *map(str, words)],
                 cwd=ROOT,
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -83,8 +82,7 @@ def test_models_precisions_and_callbacks(start: Start, tmp_path: Path) -> None:
 def test_workers_and_servers_that_fail_or_stop(start: Start, tmp_path: Path) -> None:
     """A lost worker is restarted; a stopped process, or one that held weights, is named."""
     command = [*LAUNCH, "--workers", 2, "--servers", 1, HERE / "faults_script.py", tmp_path]
-    # Its coordinator looks for processes under the launcher.
-    launcher = start(*command, python=sys.executable, PYTHONPATH=str(ROOT))
+    launcher = start(*command, PYTHONPATH=str(ROOT))
     _, errors = launcher.communicate(timeout=200)
     assert (launcher.returncode, (tmp_path / "found.json").exists()) == (1, True), errors
     found = json.loads((tmp_path / "found.json").read_text())

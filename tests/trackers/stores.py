@@ -1,7 +1,12 @@
-"""What trackers hold, read through their own libraries."""
+"""What trackers hold, read through their own libraries.
+
+python tests/trackers/stores.py FOLDER TRACKER...    prints their rows
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +112,7 @@ READERS: dict[str, Any] = {
     "mlflow": of_mlflow,
     "trackio": of_trackio,
 }
+
+
+if __name__ == "__main__":
+    print("ROWS" + json.dumps(all_rows(Path(sys.argv[1]), sys.argv[2:])))

@@ -16,13 +16,14 @@ from ktrainer import ConfigError
 from ktrainer.config import load_config
 from ktrainer.config.watch_checks import require_trackers
 from ktrainer.runs.run_record import RunRecord
-from tests.processes import ktrainer, python, script
+from tests.processes import ktrainer, script
 from tests.runs.recorded import train
 from tests.trackers.tracked import TRACKERS
 from tests.trackers.tracked import words as words_of
 
 INSTALLED = [name for name in TRACKERS if find_spec(name) is not None]
 SCRIPT = Path(__file__).with_name("tracked.py")
+STORES = SCRIPT.with_name("stores.py")
 needs_one = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed: make trackers")
 
 
@@ -37,11 +38,7 @@ def _env(folder: Path) -> dict[str, str]:
 
 def stores(folder: Path, names: list[str]) -> Any:
     """The rows in stores, read by a process that has these stores from its start."""
-    code = (
-        "import json, sys; from pathlib import Path; from tests.trackers.stores import all_rows; "
-        "print('ROWS' + json.dumps(all_rows(Path(sys.argv[1]), sys.argv[2:])))"
-    )
-    done = python("-c", code, folder, *names, cwd=folder, TRACKIO_DIR=str(folder / "trackio"))
+    done = script(STORES, folder, *names, cwd=folder, TRACKIO_DIR=str(folder / "trackio"))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("ROWS")]
     return json.loads(line[4:])
@@ -92,13 +89,13 @@ def test_a_killed_run_continues_in_the_same_run_of_the_tracker(tmp_path: Path) -
 def test_twenty_kills(tmp_path: Path) -> None:
     """At any moment of training; then the rows are those of the undisturbed run."""
     whole, cut = tmp_path / "whole" / "run", tmp_path / "cut" / "run"
-    words = ("trainer.epochs=40",)
+    words = ("trainer.epochs=24",)
     for folder in (whole, cut):
         folder.parent.mkdir()
     assert tracked(whole, 0.0, *words).returncode == 0
     moments = random.Random(5)
     for _ in range(20):
-        assert tracked(cut, moments.uniform(0.05, 1.0), *words).returncode == -signal.SIGKILL
+        assert tracked(cut, moments.uniform(0.05, 0.6), *words).returncode == -signal.SIGKILL
     done = tracked(cut, 0.0, *words)
     assert done.returncode == 0, done.stderr
     assert len(RunRecord(cut).starts) > 10  # some were killed before they began
