@@ -16,7 +16,7 @@ from ktrainer.callbacks import TensorBoardLog
 from ktrainer.config import load_config
 from tests.contracts.running import with_ktrainer
 from tests.contracts.zoo import ZOO
-from tests.processes import python
+from tests.processes import script
 from tests.small import build, data
 
 Values = dict[tuple[str, int], Any]
@@ -164,17 +164,18 @@ with Trainer.from_cli([TensorBoardLog("logs")]) as trainer:
 @pytest.mark.exhaustive
 def test_two_processes_that_write_to_one_folder(tmp_path: Path) -> None:
     """The second one says so; after the first has ended, nobody does."""
-    said = []
+    said, path = [], tmp_path / "writes.py"
+    path.write_text(WRITES)
 
     class Other(Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             super().on_epoch_end(epoch, logs)
-            said.append(python("-c", WRITES, "logging.progress=none", cwd=tmp_path).stderr)
+            said.append(script(path, "logging.progress=none", cwd=tmp_path).stderr)
 
     words = ["logging.progress=none", "logging.every=1ba", f"run.dir={tmp_path / 'run'}"]
     with Trainer(overrides=words, callbacks=[TensorBoardLog(tmp_path / "logs"), Other()]) as it:
         it.fit(build, data())
-    said.append(python("-c", WRITES, "logging.progress=none", cwd=tmp_path).stderr)
+    said.append(script(path, "logging.progress=none", cwd=tmp_path).stderr)
     during, after = said
     warning = "another process writes to the TensorBoard folder logs, too"
     assert during.count(warning) == 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from ktrainer.backends.tf_distribute.server_interface import all_on_loopback
 from ktrainer.config.cluster_environment import ClusterSpec
 from tests.distributed.test_cluster_world import free_ports
-from tests.processes import python
+from tests.processes import script
 
 # The server answers at 127.0.0.1 before and after; at another address of this host before only.
 SCRIPT = """
@@ -37,9 +38,10 @@ print(json.dumps([found, moved, product]))
 
 
 @pytest.mark.exhaustive
-def test_a_server_is_moved_and_serves() -> None:
+def test_a_server_is_moved_and_serves(tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    done = python("-c", SCRIPT, port)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = script(tmp_path / "script.py", port)
     assert done.returncode == 0, done.stderr
     found, moved, product = json.loads(done.stdout)
     assert found == [[True, True], [False, True]]
