@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Done, ktrainer, python, script, warm_python
+from tests.dist.harness.hosts import Hosts
+from tests.processes import ROOT, Done, ktrainer, python, script, warm_python, warm_python_on
 
 SCRIPT = """
 import json, os, signal, sys
@@ -53,6 +54,44 @@ def test_what_imports_read_is_read() -> None:
     assert warm_python(TF_CPP_MIN_LOG_LEVEL="0") == sys.executable
     assert warm_python(PYTHONPATH="/somewhere") == sys.executable
     assert warm_python(OTHER="0") == warm_python()
+
+
+ON_HOST = """
+import json, os, platform, socket, sys, tempfile
+ready = "tensorflow" in sys.modules
+spaces = {kind: os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")}
+facts = [platform.node(), socket.gethostbyname(socket.gethostname()), tempfile.gettempdir(),
+         os.listdir("/dev/shm"), spaces, os.readlink("/proc/self") == str(os.getpid())]
+print(json.dumps({"facts": facts, "ready": ready}), flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("agent", [False, True], ids=["started", "agent"])
+def test_on_a_host(hosts: Callable[[int], Hosts], tmp_path: Path, agent: bool) -> None:
+    """Its name, address, folders and process numbers, also under the agent; it ends with it."""
+    made = hosts(2)
+    warm = warm_python_on(made)
+    path = tmp_path / "script.py"
+    path.write_text(ON_HOST)
+
+    def run_on_host(program: str) -> Any:
+        words = [program, str(path)]
+        if agent:
+            words = [str(made.agent), made.names[1], f"PYTHONPATH={ROOT}", *words]
+        done = made.run(0 if agent else 1, *words, env={"PYTHONPATH": str(ROOT)})
+        return found(done)
+
+    fork, own = run_on_host(warm), run_on_host(sys.executable)
+    assert (fork["ready"], own["ready"]) == (True, False)
+    assert fork["facts"] == own["facts"]
+    path.write_text("import time; print(__name__, flush=True); time.sleep(60)")
+    process = made.start(1, warm, path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "__main__\n"
+    made.kill(1)
+    assert process.wait(5) != 0
+    assert not made.pids(1)
 
 
 def test_a_killed_script(tmp_path: Path, within: Callable[..., None]) -> None:

@@ -50,12 +50,12 @@ READ = ("CUDA_", "KERAS", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS", "PYTHON", "
 _PROGRAM = f"""#!/bin/sh
 stub() {{
   read -r host < /proc/sys/kernel/hostname
-  socket=FOLDER/$host
+  socket=FOLDER/$host.$(readlink /proc/self/ns/pid)
   [ -S "$socket" ] || socket=FOLDER/socket
   exec "{sys.executable}" -I -S "{rank_stub.__file__}" "$socket" "{sys.executable}" "$@"
 }}
 case "$1 $2 $3" in
-"-m {__name__} "*) stub "$@" ;;
+"-m {__name__} "*) stub "$@" $$ ;;
 "-m {rank_process.__name__} "*) stub "$@" ;;
 "-m {data_service_process.__name__} "*) stub "$@" ;;
 "-m {CLI} plan") stub "$@" ;;
@@ -91,14 +91,24 @@ class WarmPython:
         return str(self.path) if same else sys.executable
 
     def executable_on(self, made: Hosts, environment: Mapping[str, str]) -> str:
-        """`executable` for commands on hosts, of which each gets a process to fork."""
+        """`executable` for commands on hosts.
+
+        Each gets two processes to fork: the agent's commands have process numbers of the host.
+        """
         program = self.executable(environment)
         if program == str(self.path):
-            for host, name in enumerate(made.names):
-                path = self.path.with_name(name)
-                if not path.exists():
-                    made.serve(program, "-m", __name__, made.first(host), path)
+            for host in range(len(made.names)):
+                first = made.first(host)
+                if not (path := self._socket(made, host, first)).exists():
+                    command = (program, "-m", __name__)
+                    made.serve(*command, path, first)
+                    own = self._socket(made, host, os.getpid())
+                    made.serve(*made.command(host, [*command, own]))
         return program
+
+    def _socket(self, made: Hosts, host: int, process: int) -> Path:
+        space = os.readlink(f"/proc/{process}/ns/pid")
+        return self.path.with_name(f"{made.names[host]}.{space}")
 
     def _start(self) -> None:
         path = self.path.with_name("socket")
@@ -159,14 +169,14 @@ def _serve(listener: socket.socket, program: str) -> None:
         _run_script(words)
 
 
-def _enter(first: str, path: str) -> socket.socket:
-    """Enter a host's namespaces, those of its process `first`; returns what stubs connect to."""
+def _enter(path: str, process: str, *_: str) -> socket.socket:
+    """Enter the namespaces of a process of a host; returns what stubs connect to."""
     listener, libc = listen(Path(path)), ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts", "ipc", "pid", "mnt"):  # the last one changes /proc
-        with open(f"/proc/{first}/ns/{kind}") as namespace:
+        with open(f"/proc/{process}/ns/{kind}") as namespace:
             if libc.setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"setns to {namespace.name}")
-    if (pid := os.fork()) != 0:  # only what is started from now on has the host's process numbers
+    if (pid := os.fork()) != 0:  # only what is started from now on has those process numbers
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
     end_with_parent()
     print("up", flush=True)
