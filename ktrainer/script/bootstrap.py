@@ -29,6 +29,7 @@ _WITH_KERAS = ("backends", "callbacks", "checkpoint", "data", "elastic", "steps"
 _routing: Routing | None = None
 _replaced = Replacements()
 _first = True
+_numpy_seeds = random.Random()  # for NumPy's generators without a seed, such as default_rng()
 
 
 def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = None) -> None:
@@ -49,8 +50,10 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     if seed is not None:
         random.seed(seed)
+        _numpy_seeds.seed(seed)
         around = partial(_untouched_seed, random.getstate())
         _AfterImport("numpy", partial(_seed_numpy, seed))
+        _AfterImport("scipy.stats", lambda: None, around=around)
         _AfterImport("torch", partial(_seed_torch, seed))
     start = partial(_start, seed, horovod)
     _AfterImport("tensorflow", partial(_unless_importing, "keras", start), around=around)
@@ -69,15 +72,15 @@ def watch(rank: int, ranks: int) -> None:
 
 def before_import(report: Callable[[list[str]], None]) -> None:
     """Call `report` once when TensorFlow or Keras is about to be imported, with the names of the
-    environment variables that have changed since now, and "random's state" if that has, from which
-    the import draws; not if one of them is imported."""
-    given, state, modules = dict(os.environ), random.getstate(), ("tensorflow", "keras")
+    environment variables that have changed since now, and "random's state" if that has, or NumPy's
+    seeds have been drawn: the import draws from both. Not if one of them is imported."""
+    given, states, modules = dict(os.environ), _random_states(), ("tensorflow", "keras")
 
     @functools.cache
     def act() -> None:
         names = given.keys() | os.environ.keys()
         changed = sorted(name for name in names if given.get(name) != os.environ.get(name))
-        report(changed + ["random's state"] * (random.getstate() != state))
+        report(changed + ["random's state"] * (_random_states() != states))
 
     if not any(module in sys.modules for module in modules):
         for module in modules:
@@ -162,20 +165,25 @@ def _seed_numpy(seed: int) -> None:
     from numpy.random import bit_generator
 
     np.random.seed(seed)
-    # Generators without a seed, such as default_rng(), draw theirs here.
-    vars(bit_generator)["randbits"] = random.Random(seed).getrandbits
+    vars(bit_generator)["randbits"] = _numpy_seeds.getrandbits
 
 
 def _seed_torch(seed: int) -> None:
     sys.modules["torch"].manual_seed(seed)
 
 
+def _random_states() -> tuple[object, object]:
+    return random.getstate(), _numpy_seeds.getstate()
+
+
 @contextmanager
 def _untouched_seed(seeded: object) -> Iterator[None]:
-    """Let the block take no numbers from `random` if it is as it was seeded: the import of Keras
-    does (that of rich), which a fork of a restart has behind it."""
-    keep = random.getstate() == seeded
+    """Let the block take no seeds of NumPy's generators, nor numbers from `random` if it is as it
+    was seeded: the import of Keras does (scipy.stats, and rich), which a fork of a restart has
+    behind it."""
+    keep, numpy_seeds = random.getstate() == seeded, _numpy_seeds.getstate()
     yield
+    _numpy_seeds.setstate(numpy_seeds)
     if keep:
         random.setstate(seeded)  # type: ignore[arg-type]
 

@@ -100,15 +100,16 @@ def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: 
         ("", (), "; TensorFlow is imported again, since they ended before there was a process"),
         ("os.environ['TF_A'] = os.environ['TF_B'] = '0'", (), "since the script sets TF_A, TF_B"),
         ("import random; random.seed(3)", (), "since the script sets random's state before it"),
+        ("import numpy; numpy.random.default_rng()", ("-n", 2), "sets random's state before it"),
         ("os.environ['TF_A'] = '0'", ("--no-warm",), "restart 1 of 3\n"),
     ],
-    ids=["soon", "variables", "random", "unwanted"],
+    ids=["soon", "variables", "random", "numpy", "unwanted"],
 )
 def test_the_reason_why_there_are_no_forks_is_said(
     launch: Launch, script: Script, tmp_path: Path, before: str, options: Any, said: str
 ) -> None:
     """A variable that the script sets for TensorFlow's import would not be read, and the import
-    draws from `random`."""
+    draws from `random`, and seeds of NumPy's generators."""
     kill = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "tensorflow.py").write_text(kill)
     text = f"import os\n{before}\nimport tensorflow\n"
@@ -120,18 +121,22 @@ def test_the_reason_why_there_are_no_forks_is_said(
     assert os.fspath(tmp_path) not in done.stderr
 
 
-def test_the_import_takes_no_numbers_of_a_seed_of_the_launch() -> None:
-    """Else those of the script would be others after a restart, which has the import behind it."""
-    text = "from ktrainer.script import bootstrap; bootstrap.install(0, 7, False); import keras"
+def test_imports_take_no_numbers_of_a_seed_of_the_launch() -> None:
+    """Else those of the script would be others after a restart, which has them behind it."""
+    install = "from ktrainer.script import bootstrap; bootstrap.install(0, 7, False); "
+    draw = "import random, numpy as np; print(random.random(), np.random.default_rng().random())"
+    orders = ("{}import keras; ", "import tensorflow; {}import keras; ", "import scipy.stats; {}",
+              "{}import scipy.stats; import keras; ", "{}import numpy; ")  # fmt: skip
     drawn = [
         subprocess.run(
-            [sys.executable, "-c", f"{before}{text}; import random; print(random.random())"],
+            [sys.executable, "-c", order.format(install) + draw],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=60,
             check=True,
         ).stdout
-        for before in ("", "import tensorflow; ")
+        for order in orders
     ]
-    assert drawn[0] == drawn[1] == f"{random.Random(7).random()}\n"
+    assert len(set(drawn)) == 1, drawn
+    assert drawn[0].split()[0] == str(random.Random(7).random())
