@@ -56,7 +56,7 @@ def measured_schedule(record: RunRecord) -> MeasuredSchedule | None:
         found = _read(json.loads(path.read_bytes()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return MeasuredSchedule(note=f"{path.name} cannot be read: {type(error).__name__}.")
-    if found.steps:
+    if found.steps or found.note:
         return found
     return MeasuredSchedule(note=f"{path.name} has no actions of a pipeline: {_HOW}.")
 
@@ -80,14 +80,20 @@ def _read(trace: Mapping[str, Any]) -> MeasuredSchedule:
         if span["cat"] == STEPS:
             steps.setdefault(str(span["name"]), {})[span["pid"]] = span
     inner = [span for span in spans if span["cat"] != STEPS]
+    if not any(span["cat"] == STAGES for span in inner):
+        return MeasuredSchedule()
     kept: list[dict[str, Any]] = []
-    for name in [*steps][: -MOST_STEPS - 1 : -1]:
+    room = MOST_SPANS
+    for name in reversed(steps):
         step = _drawn_step(name, steps[name], inner, partitions)
-        if sum(len(lane["spans"]) for each in [*kept, step] for lane in each["lanes"]) > MOST_SPANS:
+        room -= sum(len(lane["spans"]) for lane in step["lanes"])
+        if room < 0 or len(kept) == MOST_STEPS:
             break
         kept = [step, *kept] if step["lanes"] else kept
-    note = f"Of {len(steps)} traced steps, {len(kept)} can be shown here." if inner else ""
-    return MeasuredSchedule(kept, note if len(kept) < len(steps) else "")
+    if not kept and room < 0:
+        return MeasuredSchedule(note=f"The last step has over {MOST_SPANS:,} actions and messages.")
+    note = f"Of {len(steps)} traced steps, {len(kept)} can be shown here."
+    return MeasuredSchedule(kept, note if 0 < len(kept) < len(steps) else "")
 
 
 def _is_span(event: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ktrainer.runs.report_page import report_page
-from ktrainer.runs.report_schedule import MOST_STEPS, measured_schedule, seconds_by_kind
+from ktrainer.runs.report_schedule import MOST_SPANS, MOST_STEPS, measured_schedule, seconds_by_kind
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from tests.processes import ktrainer
@@ -121,6 +121,19 @@ def test_replicas_several_stages_of_a_rank_and_many_steps(tmp_path: Path) -> Non
     assert found.note == f"Of 30 traced steps, {MOST_STEPS} can be shown here."
     names = [lane["name"] for lane in found.steps[0]["lanes"]]
     assert names == [f"partition {p}, rank {r}" for p, r in [(0, 0), (0, 2), (1, 1), (1, 3)]]
+
+
+def test_steps_without_actions_and_with_too_many(tmp_path: Path) -> None:
+    events = [span("steps", f"step {n}", 0, n * 10.0, 9.0) for n in range(2 * MOST_STEPS)]
+    found = measured_schedule(of_trace(tmp_path, [*events, span("pipeline", "F0", 0, 1.0, 1.0)]))
+    assert found is not None
+    assert [step["label"] for step in found.steps] == ["step 0"]
+    events = [span("steps", "step 1", 0, 0.0, 9.0)]
+    events += [span("pipeline", f"F{n}", 0, 1.0, 1.0) for n in range(MOST_SPANS + 1)]
+    found = measured_schedule(of_trace(tmp_path, events))
+    assert found is not None
+    assert found.steps == []
+    assert found.note == "The last step has over 20,000 actions and messages."
 
 
 def test_what_a_report_says_where_nothing_can_be_drawn(tmp_path: Path, tab: Browser) -> None:
