@@ -19,7 +19,8 @@ import json, os, signal, sys
 ready = "tensorflow" in sys.modules  # before the script imports it
 def value(): return os.environ["GIVEN"]
 facts = [sys.argv, sys.path[0], __name__, __file__, os.getcwd(), value(), sys.executable,
-         type(sys.modules["__main__"].value).__name__, [*map(str, map(signal.getsignal, (2, 15)))]]
+         value.__code__.co_filename, type(sys.modules["__main__"].value).__name__,
+         [*map(str, map(signal.getsignal, (2, 15)))]]
 print(json.dumps({"facts": facts, "ready": ready}), flush=True)
 exec(sys.argv[1])
 """
@@ -32,9 +33,9 @@ def found(done: Done) -> Any:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script(tmp_path: Path, end: str) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    cold, warm = (run(path, end, cwd=tmp_path, GIVEN="x") for run in (python, script))
+    name = "script.py"  # in the working folder
+    (tmp_path / name).write_text(SCRIPT)
+    cold, warm = (run(name, end, cwd=tmp_path, GIVEN="x") for run in (python, script))
     assert (found(warm)["ready"], found(cold)["ready"]) == (True, False)
     assert found(warm)["facts"] == found(cold)["facts"]
     assert warm.returncode == cold.returncode

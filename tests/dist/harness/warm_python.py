@@ -184,9 +184,9 @@ def _enter(path: str, process: str, *_: str) -> socket.socket:
 
 
 def _run_script(words: list[str]) -> None:
-    script = ModuleType("__main__")
-    script.__file__ = words[0]
+    script, path = ModuleType("__main__"), Path(words[0]).absolute()
+    script.__file__ = str(path)
     script.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = script
-    sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-    exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), script.__dict__)
+    sys.argv, sys.path[0] = words, str(path.resolve().parent)
+    exec(compile(path.read_bytes(), path, "exec"), script.__dict__)
