@@ -252,7 +252,7 @@ def planted(cause: str, slow_rank: int = 1, share: str = "0.1") -> list[Any]:
 def slow_map(number: tf.Tensor, row: Any) -> Any:
     def wait(value: Any) -> Any:
         if value >= PLANTED:
-            time.sleep(SECONDS)
+            time.sleep(3 * SECONDS)  # longer than steps on a busy machine, which would hide it
         return value
 
     with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
