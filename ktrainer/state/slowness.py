@@ -1,7 +1,7 @@
 """Rules that name what slows training, from the ranks' times.
 
-Every few steps the ranks compare a `Window` each: by share of its time, the median over the steps
-since the last window, which a single hiccup does not move. A cause is named when it is there in
+Every few steps the ranks compare a `Window` each: by share of its time, the median over its steps,
+which a single hiccup does not move. A cause is named when it is there in
 `WINDOWS` windows in a row, once a `fit`, and again after it was away for long. Ranks that compute
 longer are named when it lasts `LEAST_DURATION` as well: on a machine that others use too, a process
 may lose its core for a moment.

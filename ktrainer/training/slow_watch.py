@@ -45,11 +45,13 @@ class _Mark:
         at: the time of it.
         updates: that the call has made.
         seconds: by share, so far.
+        faults: pages that were read from the disk, so far.
     """
 
     at: float
     updates: int
     seconds: Mapping[str, float]
+    faults: int
 
 
 class SlowWatch:
@@ -84,8 +86,7 @@ class SlowWatch:
 
     def _restart(self) -> None:
         """Begin a window."""
-        self._marks = [_Mark(time.perf_counter(), 0, self._times.read())]
-        self._steps, self._faults = 0, disk_faults()
+        self._marks, self._steps = [self._mark_of(0)], 0
         self._has_longer = False  # whether an update took longer than usual
 
     def ranks_changed(self) -> None:
@@ -101,12 +102,15 @@ class SlowWatch:
         self._steps += updates
         if self._rules is None or len(self._marks) == _MOST_MARKS:
             return
-        last, now = self._marks[-1], time.perf_counter()
-        is_longer = now - last.at > _LONGER * self._usual * updates
+        last, now = self._marks[-1], self._mark_of(updates)
+        is_longer = now.at - last.at > _LONGER * self._usual * updates
         if is_longer and not self._has_longer:
             self._marks, self._steps = [last], updates
         self._has_longer |= is_longer
-        self._marks.append(_Mark(now, updates, self._times.read()))
+        self._marks.append(now)
+
+    def _mark_of(self, updates: int) -> _Mark:
+        return _Mark(time.perf_counter(), updates, self._times.read(), disk_faults())
 
     @property
     def due(self) -> bool:
@@ -173,7 +177,7 @@ class SlowWatch:
             median((b.at - a.at) / b.updates for a, b in pairwise(marks)),
             time.perf_counter() - marks[0].at,
             None if self._usage is None else processor_share(self._usage),
-            (disk_faults() - self._faults) / self._steps,
+            (disk_faults() - marks[0].faults) / self._steps,
             self._state.feed.slow_stage() if waits else None,
         )
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -18,6 +19,10 @@ import tensorflow as tf
 from ktrainer import Callback, Trainer
 from ktrainer.errors import Interrupted
 from ktrainer.runtime.history_file import read_events
+from ktrainer.state.progress import Progress
+from ktrainer.state.time_shares import TimeShares
+from ktrainer.state.warning_log import WarningLog
+from ktrainer.training import slow_watch
 from tests.dist.harness.hosts import Hosts
 from tests.processes import ROOT, ktrainer, warm_python_on
 from tests.tf_distribute.running import under
@@ -228,6 +233,36 @@ def test_the_times_of_an_epoch_at_whose_end_a_rank_is_lost(tmp_path: Path) -> No
     events = times_in(tmp_path / "run")
     assert events[0]["epoch"] == 2
     assert events[0]["ranks"][0]["callback Sleeps"] >= 20 * 0.02
+
+
+# -- windows
+
+
+def test_a_window_that_a_longer_step_begins_has_nothing_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither times nor pages that were read from the disk."""
+    now, faults = 0.0, 0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(slow_watch, "disk_faults", lambda: faults)
+    context: Any = SimpleNamespace(
+        world=SimpleNamespace(size=1, replicas=1, local_size=1, rank=0, is_root=True),
+        backend=SimpleNamespace(communication_seconds=0.0),
+        config=SimpleNamespace(logging=SimpleNamespace(slow=0.1)),
+    )
+    state: Any = SimpleNamespace(
+        times=TimeShares(), progress=Progress(), warnings=WarningLog(), slow=[]
+    )
+    watch = slow_watch.SlowWatch(context, state)
+    for seconds, pages in [(0.01, 0)] * 5 + [(0.01, 30)] * 4 + [(0.04, 3)] * 2:
+        now, faults = now + seconds, faults + pages
+        watch.mark(1)
+        if now == pytest.approx(0.05):
+            assert watch.due
+            watch.compare([])
+    window = watch._window()
+    assert (window.duration, window.step_seconds) == pytest.approx((0.08, 0.04))
+    assert window.faults == 3.0
 
 
 # -- planted causes
