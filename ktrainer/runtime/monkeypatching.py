@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 Replacement = tuple[Any, str, Any]  # owner, name of its attribute, new value
@@ -127,3 +130,31 @@ def as_in_this_thread(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return in_scopes
+
+
+def wrap_import(
+    finder: MetaPathFinder,
+    name: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None,
+    around: Callable[[], AbstractContextManager[None]],
+) -> ModuleSpec | None:
+    """Find a module for `finder`, by those behind it; the module is executed in `around()`.
+
+    The finder stays in `sys.meta_path` until then: libraries that work with several frameworks look
+    for a module without importing it.
+    """
+    later = sys.meta_path[sys.meta_path.index(finder) + 1 :]
+    found = (each.find_spec(name, path, target) for each in later)
+    spec = next((each for each in found if each is not None), None)
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def execute_around(module: ModuleType) -> None:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+            with around():
+                execute(module)
+
+        spec.loader.exec_module = execute_around  # type: ignore[method-assign]
+    return spec

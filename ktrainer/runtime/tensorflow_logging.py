@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
 import warnings
@@ -11,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from ktrainer.runtime.monkeypatching import wrap_import
 
 _LEVEL, _SILENT = "TF_CPP_MIN_LOG_LEVEL", "3"
 _BACKEND = "KERAS_BACKEND"
@@ -89,14 +90,4 @@ class _MutedImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "tensorflow":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_muted(module: ModuleType) -> None:
-                with muted():
-                    execute(module)
-
-            spec.loader.exec_module = execute_muted  # type: ignore[method-assign]
-        return spec
+        return wrap_import(self, name, path, target, muted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import random
 import sys
@@ -18,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.runtime.garbage_collection import paused_collection
-from ktrainer.runtime.monkeypatching import Replacements
+from ktrainer.runtime.monkeypatching import Replacements, wrap_import
 from ktrainer.script.shared_folders import share_folders
 
 if TYPE_CHECKING:
@@ -239,19 +238,14 @@ class _AfterImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != self._module:
             return None
-        sys.meta_path.remove(self)
+        return wrap_import(self, name, path, target, self._execution)
+
+    @contextmanager
+    def _execution(self) -> Iterator[None]:
         self._before()
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_act(module: ModuleType) -> None:
-                with paused_collection(), self._around():
-                    execute(module)
-                self._action()
-
-            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
-        return spec
+        with paused_collection(), self._around():
+            yield
+        self._action()
 
 
 class _KerasFirst(MetaPathFinder):

@@ -349,3 +349,14 @@ def test_what_a_script_imports_before_keras(line: str, tmp_path: Path) -> None:
     said = "print('RESULT', '{}')\n"
     (tmp_path / "script.py").write_text(f"{line}\n{whole}import keras\n{said}")
     assert result(run_importing(tmp_path, "script.py", "trainer.epochs=1")) == {}
+
+
+def test_a_script_that_looks_for_keras_before_it_imports_it(tmp_path: Path) -> None:
+    """As libraries do that work with several frameworks."""
+    (tmp_path / "script.py").write_text(
+        "from importlib.util import find_spec\n"
+        "assert find_spec('keras') and find_spec('tensorflow')\n"
+        "import json, sys, keras\n"
+        "print('RESULT', json.dumps('ktrainer.script.routing' in sys.modules))\n"
+    )
+    assert result(run_importing(tmp_path, "script.py")) is True
