@@ -64,6 +64,7 @@ class UpdatesPerCall:
         self._ended = 0.0  # the last call; 0: what followed is none of the next one's time
         self._limit: int | None = None  # of updates in the last call, for what was due after them
         self._start_comparison(FIRST_UPDATES)
+        self._first_pass = True  # of the data, which may be cached in the next one
         self._error: BaseException | None = None  # of the data, for the next call
         self._unused_updates = 0  # of the last call
 
@@ -97,6 +98,8 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
+            if self._first_pass:
+                self._first_pass, self._compare_again = False, self._updates
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
@@ -155,8 +158,8 @@ class UpdatesPerCall:
         """Whether calls of many updates are faster, or are still tried; they are slower where data
         takes longer than the step, as the two no longer overlap.
 
-        Compared again whenever there are three times as many updates: data is cached by then, or
-        another program has ended.
+        Compared again after the first pass over the data, and whenever there are three times as
+        many updates: data is cached by then, or another program has ended.
         """
         if self._updates >= self._compare_again:
             self._start_comparison(COMPARED_UPDATES)
