@@ -99,7 +99,7 @@ class UpdatesPerCall:
         if not updates:
             self._ended = 0.0
             if self._first_pass:
-                self._first_pass, self._compare_again = False, self._updates
+                self._first_pass, self._compare_again = False, float(self._updates)
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
@@ -149,7 +149,8 @@ class UpdatesPerCall:
 
     def _start_comparison(self, single: int) -> None:
         """Measure so many single updates from here on, and then some in longer calls."""
-        self._single_until, self._compare_again = self._updates + single, math.inf
+        self._single_until = self._updates + single
+        self._compare_again = math.inf  # updates from which on the two are compared again
         # The first calls of a kind compile and fill caches.
         self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
         self._compared: bool | None = None  # whether many are faster; None: not known yet
@@ -167,7 +168,7 @@ class UpdatesPerCall:
             return False
         if self._compared is None and self._many.updates >= FIRST_UPDATES:
             self._compared = self._many.median < self._one.median
-            self._compare_again = 3 * self._updates
+            self._compare_again = 3.0 * self._updates
         return self._compared is not False
 
     def _is_late(self) -> bool:
