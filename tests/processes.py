@@ -8,10 +8,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.dist.harness.group import ROOT
-from tests.dist.harness.hosts import Hosts
 from tests.dist.harness.warm_python import WarmPython
+
+if TYPE_CHECKING:
+    from tests.dist.harness.hosts import Hosts
 
 Done = subprocess.CompletedProcess[str]
 

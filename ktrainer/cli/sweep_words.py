@@ -99,7 +99,7 @@ class SweepWords:
             )
 
     def hint(self, sampler: str, trials: int) -> str:
-        """Something unexpected about so many trials; empty where there is nothing."""
+        """A note on the number of trials; empty if there is none."""
         try:
             count = grid_size(self.spaces)
         except ConfigError:  # of real numbers

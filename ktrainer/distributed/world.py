@@ -32,7 +32,7 @@ class World(ABC):
         step: the global step, kept by the loop; named in the messages of waits that fail.
         deadline: seconds that any wait may last.
         deadline_setting: how its user sets that, for error messages.
-        times: whose communication the waits of its thread are counted as; None: not counted.
+        times: shares of time, which count its waits as communication; None: nothing does.
         alone: whether this process has yet to join others (`ElasticWorld`).
         heals: whether ranks may be lost and others join while it is in use (`ElasticWorld`).
         interrupted_by: the error that ended a wait before the operation that it was for. Other

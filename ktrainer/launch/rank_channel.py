@@ -16,6 +16,7 @@ import os
 import selectors
 import socket
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -156,10 +157,9 @@ class RankPipes:
         os.set_blocking(file.fileno(), False)
         self._selector.register(file, selectors.EVENT_READ, (name, -1))
 
-    def read(self, seconds: float) -> list[tuple[str, int, bytes]]:
+    def read(self, seconds: float) -> Iterator[tuple[str, int, bytes]]:
         """Pipe, rank and data of what has arrived, waiting at most so many seconds; at a pipe's
         end its data is empty."""
-        found = []
         for key, _ in self._selector.select(seconds):
             try:
                 data = os.read(key.fd, _CHUNK)
@@ -167,8 +167,7 @@ class RankPipes:
                 continue
             if not data:
                 self._close(key)
-            found.append((*key.data, data))
-        return found
+            yield (*key.data, data)
 
     def notes(self, rank: int, data: bytes) -> list[Note]:
         """The notes that are complete with `data` of a rank."""

@@ -276,8 +276,9 @@ class RankGroup:
 
     def _read(self, seconds: float) -> bool:
         """Handle data that has arrived; return whether there was any."""
-        found = self._pipes.read(seconds)
-        for pipe, rank, data in found:
+        found = False
+        for pipe, rank, data in self._pipes.read(seconds):
+            found = True
             if not data:
                 if pipe == "notes" and (self._hosts is None or rank in self._started):
                     self._record_end(rank)
@@ -288,7 +289,7 @@ class RankGroup:
                 self._mpirun_output = (self._mpirun_output + data)[-_MPIRUN_OUTPUT:]
             else:
                 self._mergers[pipe].feed(rank, data)
-        return bool(found)
+        return found
 
     def _receive(self, rank: int, note: Note) -> None:
         if note.event == "started":

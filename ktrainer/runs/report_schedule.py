@@ -80,11 +80,14 @@ def _read(trace: Mapping[str, Any]) -> MeasuredSchedule:
         if span["cat"] == STEPS:
             steps.setdefault(str(span["name"]), {})[span["pid"]] = span
     inner = [span for span in spans if span["cat"] != STEPS]
-    if not any(span["cat"] == STAGES for span in inner):
+    if not (acted := [span["ts"] for span in inner if span["cat"] == STAGES]):
         return MeasuredSchedule()
+    first, last = min(acted), max(acted)
     kept: list[dict[str, Any]] = []
     room = MOST_SPANS
     for name in reversed(steps):
+        if not any(s["ts"] <= last and first <= s["ts"] + s["dur"] for s in steps[name].values()):
+            continue
         step = _drawn_step(name, steps[name], inner, partitions)
         room -= sum(len(lane["spans"]) for lane in step["lanes"])
         if room < 0 or len(kept) == MOST_STEPS:

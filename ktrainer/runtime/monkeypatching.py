@@ -145,7 +145,8 @@ def wrap_import(
     for a module without importing it.
     """
     later = sys.meta_path[sys.meta_path.index(finder) + 1 :]
-    found = (each.find_spec(name, path, target) for each in later)
+    finders = (getattr(each, "find_spec", None) for each in later)  # old ones have no such method
+    found = (find(name, path, target) for find in finders if find is not None)
     spec = next((each for each in found if each is not None), None)
     if spec is not None and spec.loader is not None:
         execute = spec.loader.exec_module
@@ -156,5 +157,5 @@ def wrap_import(
             with around():
                 execute(module)
 
-        spec.loader.exec_module = execute_around  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_around
     return spec

@@ -71,15 +71,15 @@ def watch(rank: int, ranks: int) -> None:
 
 def before_import(report: Callable[[list[str]], None]) -> None:
     """Call `report` once when TensorFlow or Keras is about to be imported, with the names of the
-    environment variables that have changed since now, and "random's state" if that has, or NumPy's
-    seeds have been drawn: the import draws from both. Not if one of them is imported."""
-    given, states, modules = dict(os.environ), _random_states(), ("tensorflow", "keras")
+    environment variables that have changed since now, and "random's state" if that has: the import
+    draws from it. Not if one of them is imported."""
+    given, state, modules = dict(os.environ), random.getstate(), ("tensorflow", "keras")
 
     @functools.cache
     def act() -> None:
         names = given.keys() | os.environ.keys()
         changed = sorted(name for name in names if given.get(name) != os.environ.get(name))
-        report(changed + ["random's state"] * (_random_states() != states))
+        report(changed + ["random's state"] * (random.getstate() != state))
 
     if not any(module in sys.modules for module in modules):
         for module in modules:
@@ -171,20 +171,18 @@ def _seed_torch(seed: int) -> None:
     sys.modules["torch"].manual_seed(seed)
 
 
-def _random_states() -> tuple[object, object]:
-    return random.getstate(), _numpy_seeds.getstate()
-
-
 @contextmanager
 def _untouched_seed(seeded: object) -> Iterator[None]:
     """Let the block take no seeds of NumPy's generators, nor numbers from `random` if it is as it
     was seeded: the import of Keras does (scipy.stats, and rich), which a fork of a restart has
     behind it."""
     keep, numpy_seeds = random.getstate() == seeded, _numpy_seeds.getstate()
-    yield
-    _numpy_seeds.setstate(numpy_seeds)
-    if keep:
-        random.setstate(seeded)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        _numpy_seeds.setstate(numpy_seeds)
+        if keep:
+            random.setstate(seeded)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -193,12 +191,13 @@ def _kept_random_states() -> Iterator[None]:
     them."""
     import numpy as np
 
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy, seeds = random.getstate(), np.random.get_state(), _numpy_seeds.getstate()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        _numpy_seeds.setstate(seeds)
 
 
 def _on_tensorflow() -> None:

@@ -114,14 +114,23 @@ class SlowRules:
         share: `logging.slow`.
         compares: whether ranks have equal work, and their communication is known.
         linked: whether ranks are on several hosts, and their communication is known.
+        waits_hidden: whether waits for other ranks are a part of computing: where communication is
+            not known.
 
     Attributes:
         suspects: what was slow in the last window and has not been named: a kind (`data`,
             `callback NAME`, `compute`, `link`), and for `compute` the rank.
     """
 
-    def __init__(self, share: float, compares: bool = False, linked: bool = False) -> None:
-        self.share, self._compares, self._linked = share, compares, linked
+    def __init__(
+        self,
+        share: float,
+        compares: bool = False,
+        linked: bool = False,
+        waits_hidden: bool = False,
+    ) -> None:
+        self.share, self._compares = share, compares
+        self._linked, self._waits_hidden = linked, waits_hidden
         self._windows = 0
         self._named: dict[Key, int] = {}  # the last window with it
         self._ranks_named: set[int | None] = set()
@@ -268,9 +277,8 @@ class SlowRules:
         return before
 
     def _blames_another(self, rank: int, ranks: int, late: set[int | None]) -> bool:
-        """Whether steps are known to be long because of another rank: in Horovod and tf.distribute
-        the wait for it is a part of computing."""
-        if late - {rank}:
+        """Whether steps are known to be long because of another rank."""
+        if self._waits_hidden and late - {rank}:
             return True
         others = [("compute", other) for other in range(ranks) if other != rank]
         return any(key in self._streaks and not self._is_new(key) for key in others)

@@ -87,6 +87,10 @@ class WarningLog:
                 taken.append(self._new.popleft())
         return taken
 
+    def give_back(self, taken: Sequence[NotedWarning]) -> None:
+        """Have the next `take` return these first."""
+        self._new.extendleft(reversed(taken))
+
     def _keep(self, noted: NotedWarning) -> None:
         known = self._known
         if noted.key in known:

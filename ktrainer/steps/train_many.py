@@ -55,10 +55,11 @@ def stack_local_batches(
 
 
 def _kind(leaf: Any) -> Any:
-    """Equal for leaves that stack; of tensors without their shape, which takes a while to ask."""
-    if leaf is None:
-        return None
-    return type(leaf), leaf.dtype, leaf.shape if isinstance(leaf, np.ndarray) else None
+    """Leaves of which it differs do not stack. Of tensors it has no shape, which takes a while to
+    ask for; those of other shapes cannot be packed."""
+    if isinstance(leaf, np.ndarray):
+        return np.ndarray, tf.as_dtype(leaf.dtype), leaf.shape
+    return None if leaf is None else (type(leaf), leaf.dtype)
 
 
 def _stack(leaves: Sequence[Any]) -> Any:

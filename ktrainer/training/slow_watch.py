@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -78,6 +79,7 @@ class SlowWatch:
                 share,
                 compares=known and world.replicas == world.size,
                 linked=known and world.local_size < world.size,
+                waits_hidden=not known,
             )
         self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
         self._usage: tuple[int, int] | None = None  # at the last window, of a suspect rank
@@ -104,7 +106,7 @@ class SlowWatch:
             return
         last, now = self._marks[-1], self._mark_of(updates)
         is_longer = now.at - last.at > _LONGER * self._usual * updates
-        if is_longer and not self._has_longer:
+        if is_longer and not self._has_longer and self._usage is None:
             self._marks, self._steps = [last], updates
         self._has_longer |= is_longer
         self._marks.append(now)
@@ -128,8 +130,9 @@ class SlowWatch:
         assert self._rules is not None
         rules, world, began = self._rules, self._world, time.perf_counter()
         asks_for_link = ("link", None) in rules.suspects
-        mine = (self._communication(), asks_for_link, self._window(), self._warnings())
-        every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
+        with self._taken_warnings() as warnings:
+            mine = (self._communication(), asks_for_link, self._window(), warnings)
+            every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
         communication, asks, windows, warned = zip(*every, strict=True)
         self._hear(warned)
         self._apportion(communication)
@@ -158,8 +161,8 @@ class SlowWatch:
         callbacks the times. All ranks call this together."""
         world = self._world
         self._apportion(world.allgather(self._communication(), "communication of an epoch"))
-        with self._times.taking() as row:
-            mine = (row, self._stage_of_epoch(row), self._warnings())
+        with self._times.taking() as row, self._taken_warnings() as warnings:
+            mine = (row, self._stage_of_epoch(row), warnings)
             every = world.allgather(mine, "times of an epoch")
         rows, stages, warned = map(list, zip(*every, strict=True))
         self._hear(warned)
@@ -190,10 +193,16 @@ class SlowWatch:
 
     # -- warnings
 
-    def _warnings(self) -> list[NotedWarning]:
-        """Those of this rank that rank 0 does not know."""
-        warnings = self._state.warnings
-        return [] if self._world.is_root or not warnings.has_new else warnings.take()
+    @contextmanager
+    def _taken_warnings(self) -> Iterator[list[NotedWarning]]:
+        """Those of this rank that rank 0 does not know; given back if the block fails."""
+        log = self._state.warnings
+        taken = [] if self._world.is_root or not log.has_new else log.take()
+        try:
+            yield taken
+        except BaseException:
+            log.give_back(taken)
+            raise
 
     def _hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
         if self._world.is_root and any(every):
@@ -226,7 +235,7 @@ def _slowest_link(world: World) -> str:
 def _large(marks: Sequence[_Mark]) -> list[str]:
     """The shares that are worth a comparison."""
     before, after = marks[0].seconds, marks[-1].seconds
-    least = LEAST_SHARE * sum(mark.updates for mark in marks)
+    least = LEAST_SHARE * sum(mark.updates for mark in marks[1:])
     return [s for s, seconds in after.items() if seconds - before.get(s, 0.0) > least]
 
 

@@ -24,7 +24,7 @@ MAX_SECONDS = 0.05  # of a call: signals and the display wait as long
 MAX_UPDATES = 64  # more are hardly faster
 MAX_BYTES = 10 * 2**20  # of the batches of a call, which are copied together
 FIRST_UPDATES = 100  # one by one: in a shorter training, compiling the loop does not pay
-COMPARED_UPDATES = 30  # one by one, whenever compared again: a few milliseconds
+COMPARED_UPDATES = 30  # one by one, whenever compared again
 
 STEP_EVENTS = frozenset(
     (
@@ -98,8 +98,9 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
-            if self._first_pass:
-                self._first_pass, self._compare_again = False, float(self._updates)
+            if self._first_pass and self._updates > FIRST_UPDATES:
+                self._compare_again = float(self._updates)
+            self._first_pass = False
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:

@@ -100,16 +100,15 @@ def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script, end: 
         ("", (), "; TensorFlow is imported again, since they ended before there was a process"),
         ("os.environ['TF_A'] = os.environ['TF_B'] = '0'", (), "since the script sets TF_A, TF_B"),
         ("import random; random.seed(3)", (), "since the script sets random's state before it"),
-        ("import numpy; numpy.random.default_rng()", ("-n", 2), "sets random's state before it"),
         ("os.environ['TF_A'] = '0'", ("--no-warm",), "restart 1 of 3\n"),
     ],
-    ids=["soon", "variables", "random", "numpy", "unwanted"],
+    ids=["soon", "variables", "random", "unwanted"],
 )
 def test_the_reason_why_there_are_no_forks_is_said(
     launch: Launch, script: Script, tmp_path: Path, before: str, options: Any, said: str
 ) -> None:
     """A variable that the script sets for TensorFlow's import would not be read, and the import
-    draws from `random`, and seeds of NumPy's generators."""
+    draws from `random`."""
     kill = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     (tmp_path / "tensorflow.py").write_text(kill)
     text = f"import os\n{before}\nimport tensorflow\n"

@@ -128,7 +128,7 @@ def test_a_rank_without_its_core_makes_communication_long_for_all() -> None:
 @pytest.mark.parametrize("share", ["data", "foo"])
 def test_a_wait_for_another_rank_that_looks_like_computing_is_not_named(share: str) -> None:
     """As inside of Horovod, whose threads share the processors with those that compute."""
-    rules, late = SlowRules(0.1), window(**{share: 0.06})
+    rules, late = SlowRules(0.1, waits_hidden=True), window(**{share: 0.06})
     found = named(rules, *[[window()] * 2] * 9, *[[window(4 * STEP, cpu=0.4), late]] * 9)
     assert [slow.rank for slow in found] == [1]
 

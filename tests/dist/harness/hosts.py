@@ -299,7 +299,7 @@ class Hosts:
 
     def pids(self, host: int) -> list[int]:
         """Numbers, in the test's process namespace, of all processes of a host; one that is up and
-        idle has three."""
+        idle has three, and those that `WarmPython` forks."""
         done = _call("ip", "netns", "pids", self.names[host], check=False)
         return [int(pid) for pid in done.stdout.split()]
 

@@ -142,11 +142,15 @@ def _ports() -> Iterable[str]:
     # The sockets are asked: to read the kernel's tables of connections takes many times as long.
     for entry, target in _open_files():
         if target.startswith("socket:"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry))) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):
-                    yield "{}:{}".format(*one.getsockname())
+            with contextlib.suppress(OSError):
+                one = socket.socket(fileno=int(entry))
+                try:
+                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(
+                        socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                    ):
+                        yield "{}:{}".format(*one.getsockname())
+                finally:
+                    one.detach()  # it belongs to another object
 
 
 def _open_files() -> Iterable[tuple[str, str]]:

@@ -23,13 +23,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ktrainer.launch import data_service_process, rank_process, rank_stub
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_stubs import listen
 from ktrainer.launch.warm_process import fork_when_asked
 from tests.dist.harness import leaks
-from tests.dist.harness.hosts import Hosts
+
+if TYPE_CHECKING:
+    from tests.dist.harness.hosts import Hosts
 
 ROOT = Path(__file__).resolve().parents[3]
 IMPORTED = (
@@ -48,14 +51,19 @@ LAUNCH = (
 READ = ("CUDA_", "KERAS", "KMP_", "LD_", "MKL_", "OMP_", "OPENBLAS", "PYTHON", "TF_", "XLA_")
 
 _PROGRAM = f"""#!/bin/sh
-stub() {{
-  read -r host < /proc/sys/kernel/hostname
-  socket=FOLDER/$host.$(readlink /proc/self/ns/pid)
-  [ -S "$socket" ] || socket=FOLDER/socket
+fork_of() {{
+  socket=$1; shift
   exec "{sys.executable}" -I -S "{rank_stub.__file__}" "$socket" "{sys.executable}" "$@"
 }}
+stub() {{
+  read -r host < /proc/sys/kernel/hostname
+  [ "$host" != "HOST" ] || fork_of FOLDER/socket "$@"
+  socket=FOLDER/$host.$(readlink /proc/self/ns/pid)
+  [ ! -S "$socket" ] || fork_of "$socket" "$@"
+  exec "{sys.executable}" "$@"
+}}
 case "$1 $2 $3" in
-"-m {__name__} "*) stub "$@" $$ ;;
+"-m {__name__} "*) fork_of FOLDER/socket "$@" $$ ;;
 "-m {rank_process.__name__} "*) stub "$@" ;;
 "-m {data_service_process.__name__} "*) stub "$@" ;;
 "-m {CLI} plan") stub "$@" ;;
@@ -75,8 +83,11 @@ class WarmPython:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-python-")
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
+        self._hosts: set[tuple[str, int]] = set()  # with processes to fork, and their first ones
         self.path = Path(self._folder.name) / "python"
-        self.path.write_text(_PROGRAM.replace("FOLDER", self._folder.name))
+        self.path.write_text(
+            _PROGRAM.replace("FOLDER", self._folder.name).replace("HOST", socket.gethostname())
+        )
         self.path.chmod(0o755)
         # mpirun starts it on other hosts, and looks for it beside this program.
         self.path.with_name("prted").symlink_to(Path(sys.executable).with_name("prted"))
@@ -93,15 +104,17 @@ class WarmPython:
     def executable_on(self, made: Hosts, environment: Mapping[str, str]) -> str:
         """`executable` for commands on hosts.
 
-        Each gets two processes to fork: the agent's commands have process numbers of the host.
+        Each gets two processes to fork: the agent's commands have process numbers of the host. What
+        a prelude mounts is not mounted in forks.
         """
         program = self.executable(environment)
         if program == str(self.path):
             for host in range(len(made.names)):
                 first = made.first(host)
-                if not (path := self._socket(made, host, first)).exists():
+                if (made.names[host], first) not in self._hosts:
+                    self._hosts.add((made.names[host], first))
                     command = (program, "-m", __name__)
-                    made.serve(*command, path, first)
+                    made.serve(*command, self._socket(made, host, first), first)
                     own = self._socket(made, host, os.getpid())
                     made.serve(*made.command(host, [*command, own]))
         return program
@@ -171,6 +184,7 @@ def _serve(listener: socket.socket, program: str) -> None:
 
 def _enter(path: str, process: str, *_: str) -> socket.socket:
     """Enter the namespaces of a process of a host; returns what stubs connect to."""
+    Path(path).unlink(missing_ok=True)  # of a host that is down now
     listener, libc = listen(Path(path)), ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts", "ipc", "pid", "mnt"):  # the last one changes /proc
         with open(f"/proc/{process}/ns/{kind}") as namespace:
