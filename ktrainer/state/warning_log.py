@@ -87,9 +87,15 @@ class WarningLog:
                 taken.append(self._new.popleft())
         return taken
 
-    def give_back(self, taken: Sequence[NotedWarning]) -> None:
-        """Have the next `take` return these first."""
-        self._new.extendleft(reversed(taken))
+    @contextmanager
+    def taking(self) -> Iterator[list[NotedWarning]]:
+        """`take`, undone if the block fails: the next one then returns these first."""
+        taken = self.take()
+        try:
+            yield taken
+        except BaseException:
+            self._new.extendleft(reversed(taken))
+            raise
 
     def _keep(self, noted: NotedWarning) -> None:
         known = self._known

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -130,7 +130,7 @@ class SlowWatch:
         assert self._rules is not None
         rules, world, began = self._rules, self._world, time.perf_counter()
         asks_for_link = ("link", None) in rules.suspects
-        with self._taken_warnings() as warnings:
+        with self._taking_warnings() as warnings:
             mine = (self._communication(), asks_for_link, self._window(), warnings)
             every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
         communication, asks, windows, warned = zip(*every, strict=True)
@@ -161,7 +161,7 @@ class SlowWatch:
         callbacks the times. All ranks call this together."""
         world = self._world
         self._apportion(world.allgather(self._communication(), "communication of an epoch"))
-        with self._times.taking() as row, self._taken_warnings() as warnings:
+        with self._times.taking() as row, self._taking_warnings() as warnings:
             mine = (row, self._stage_of_epoch(row), warnings)
             every = world.allgather(mine, "times of an epoch")
         rows, stages, warned = map(list, zip(*every, strict=True))
@@ -193,16 +193,9 @@ class SlowWatch:
 
     # -- warnings
 
-    @contextmanager
-    def _taken_warnings(self) -> Iterator[list[NotedWarning]]:
-        """Those of this rank that rank 0 does not know; given back if the block fails."""
-        log = self._state.warnings
-        taken = [] if self._world.is_root or not log.has_new else log.take()
-        try:
-            yield taken
-        except BaseException:
-            log.give_back(taken)
-            raise
+    def _taking_warnings(self) -> AbstractContextManager[list[NotedWarning]]:
+        """Those of this rank that rank 0 does not know."""
+        return nullcontext([]) if self._world.is_root else self._state.warnings.taking()
 
     def _hear(self, every: Sequence[Sequence[NotedWarning]]) -> None:
         if self._world.is_root and any(every):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +20,7 @@ from ktrainer.runtime.monkeypatching import (
     entered_in_this_thread,
     replaced,
     replaced_in,
+    wrap_import,
 )
 
 
@@ -76,3 +83,22 @@ def test_a_replacement_acts_where_its_scope_is_entered() -> None:
             assert in_another_thread(lambda: owner.name()) == "original"
             assert in_another_thread(as_in_this_thread(lambda: owner.name())) == "replacement"
         assert owner.name() == "original"
+
+
+def test_finders_without_find_spec_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python's own import does."""
+
+    class Around(MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            return wrap_import(self, name, path, target, nullcontext) if name == "found" else None
+
+    (tmp_path / "found.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    finder: Any = Around()
+    monkeypatch.setattr(sys, "meta_path", [finder, SimpleNamespace(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "found", raising=False)
+    assert importlib.import_module("found").value == 3
+    assert finder not in sys.meta_path
+    monkeypatch.delitem(sys.modules, "found")

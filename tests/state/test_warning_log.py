@@ -108,6 +108,22 @@ def test_those_of_other_ranks() -> None:
     assert log.take() == [NotedWarning(12, "reader", "slow disk")]
 
 
+def test_those_that_could_not_be_sent_come_first_the_next_time() -> None:
+    log = WarningLog()
+    log.note(1, "UserWarning", "odd")
+    log.note(2, "UserWarning", "even")
+
+    def send() -> None:
+        with log.taking() as taken:
+            assert [each.message for each in taken] == ["odd", "even"]
+            log.note(3, "UserWarning", "late")
+            raise OSError("a rank is lost")
+
+    with pytest.raises(OSError, match="a rank is lost"):
+        send()
+    assert [each.message for each in log.take()] == ["odd", "even", "late"]
+
+
 def test_a_fit_in_a_callback_has_its_own() -> None:
     outer, inner = WarningLog(), WarningLog()
     show, factory = warnings.showwarning, logging.getLogRecordFactory()

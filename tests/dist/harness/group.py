@@ -20,7 +20,7 @@ import psutil
 
 from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
-from ktrainer.launch.process_tree import wait_until_ended
+from ktrainer.launch.process_tree import is_alive, wait_until_ended
 from tests.dist.harness import leaks, wire
 from tests.dist.harness.errors import Outcome, RankError, RankLost, RanksTimeout
 from tests.dist.harness.warm import WarmProcesses
@@ -165,12 +165,7 @@ class Ranks:
 
     def survivors(self) -> list[int]:
         """Process ids of ranks that still run."""
-        alive = []
-        for process in self._processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process.pid)
-        return alive
+        return [process.pid for process in self._processes if is_alive(process)]
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:
