@@ -145,7 +145,7 @@ def wrap_import(
     for a module without importing it.
     """
     later = sys.meta_path[sys.meta_path.index(finder) + 1 :]
-    finders = (getattr(each, "find_spec", None) for each in later)  # old ones have no such method
+    finders = (getattr(each, "find_spec", None) for each in later)  # as Python 3.12 does
     found = (find(name, path, target) for find in finders if find is not None)
     spec = next((each for each in found if each is not None), None)
     if spec is not None and spec.loader is not None:

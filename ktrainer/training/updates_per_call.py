@@ -98,8 +98,8 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
-            if self._first_pass and self._updates > FIRST_UPDATES:
-                self._compare_again = float(self._updates)
+            if self._first_pass:
+                self._start_comparison(max(COMPARED_UPDATES, FIRST_UPDATES - self._updates))
             self._first_pass = False
         return updates
 

@@ -122,20 +122,26 @@ def test_the_reason_why_there_are_no_forks_is_said(
 
 def test_imports_take_no_numbers_of_a_seed_of_the_launch() -> None:
     """Else those of the script would be others after a restart, which has them behind it."""
-    install = "from ktrainer.script import bootstrap; bootstrap.install(0, 7, False); "
     draw = "import random, numpy as np; print(random.random(), np.random.default_rng().random())"
     orders = ("{}import keras; ", "import tensorflow; {}import keras; ", "import scipy.stats; {}",
               "{}import scipy.stats; import keras; ", "{}import numpy; ")  # fmt: skip
-    drawn = [
-        subprocess.run(
-            [sys.executable, "-c", order.format(install) + draw],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        ).stdout
-        for order in orders
-    ]
+    drawn = [_printed_under_a_seed(order + draw) for order in orders]
     assert len(set(drawn)) == 1, drawn
     assert drawn[0].split()[0] == str(random.Random(7).random())
+    first = "import numpy as np; np.random.default_rng(); "
+    orders = ("{}" + first + "import keras; ", "import keras; {}" + first)
+    later = [_printed_under_a_seed(order + draw) for order in orders]
+    assert later[0] == later[1] != drawn[0]
+
+
+def _printed_under_a_seed(text: str) -> str:
+    """The output of a script, of which `{}` is where the launch's seed 7 is set."""
+    install = "from ktrainer.script import bootstrap; bootstrap.install(0, 7, False); "
+    return subprocess.run(
+        [sys.executable, "-c", text.format(install)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
