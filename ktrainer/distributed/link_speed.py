@@ -1,49 +1,84 @@
-"""The slowest link between hosts, measured by a few messages."""
+"""The speeds of links between hosts, measured by a few messages."""
 
 from __future__ import annotations
 
 import itertools
+import platform
 import time
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from ktrainer.distributed.host_groups import host_name
-from ktrainer.distributed.sum_in_place import exchange
 from ktrainer.distributed.world import World
 
 if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
+Speeds = Mapping[tuple[int, int], tuple[float, float]]
+
 _MOST_PAIRS = 28  # of 8 hosts; with more hosts each is measured with the next one only
-_BYTES = 2**16
+_BYTES = 2**20  # more than what a limited link lets pass at once
+_LEAST_SECONDS = 0.005  # by which messages on a slower link take longer
 _WHAT = "speed of links"
 
 
-def slowest_link(world: World) -> str:
-    """A sentence on the slowest link between two hosts, by messages between one rank of each;
-    empty where all hosts have one name. All ranks call this together."""
-    hosts = world.allgather(host_name(), _WHAT)
-    ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    pairs = list(itertools.combinations(ranks, 2))
-    if len(pairs) > _MOST_PAIRS:
-        pairs = [(min(pair), max(pair)) for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
-    mine = [pair for pair in pairs if world.rank in pair]
-    measured = {pair: _measure(cast("MpiComm", world), pair) for pair in mine}
-    found = {k: v for each in world.allgather(measured, _WHAT) for k, v in each.items()}
+def link_speeds(world: World) -> Speeds:
+    """(seconds one way, bytes a second) between two hosts, by a rank of each; empty where all hosts
+    have one name. All ranks call this together."""
+    return _speeds(world, world.allgather(platform.node(), _WHAT))
+
+
+def slow_link(world: World, before: Speeds, ratio: float) -> tuple[str, bool]:
+    """A sentence on the link that has become slower than the others have, and whether its messages
+    take `ratio` times as long as before. All ranks call this together."""
+    hosts = world.allgather(platform.node(), _WHAT)
+    found = _speeds(world, hosts)
     if not found:
-        return ""
-    (one, other), (latency, seconds) = max(found.items(), key=lambda item: item[1][1])
-    where = f"rank {one} ({hosts[one]}) and rank {other} ({hosts[other]})"
-    slowest = "the link" if len(found) == 1 else f"the slowest of {len(found)} links"
+        return "", False
+    then = {pair: before.get(pair, speed) for pair, speed in found.items()}
+    pair = max(found, key=lambda pair: _seconds(found[pair]) / _seconds(then[pair]))
+    (latency, speed), (latency_before, speed_before) = found[pair], then[pair]
+    where = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in pair)
+    which = "the link" if len(found) == 1 else f"the slowest of {len(found)} links"
+    now, usual = _seconds(found[pair]), _seconds(then[pair])
     return (
-        f"{slowest}, between {where}, takes {latency * 1e3:.3g} ms one way and has "
-        f"{_BYTES / max(seconds, 1e-9) / 1e6:.3g} MB/s"
+        f"{which}, between {where}, takes {latency * 1e3:.3g} ms one way and has "
+        f"{speed / 1e6:.3g} MB/s, before {latency_before * 1e3:.3g} ms and "
+        f"{speed_before / 1e6:.3g} MB/s",
+        now > ratio * usual and now - usual > _LEAST_SECONDS,
     )
 
 
-def _measure(world: MpiComm, pair: tuple[int, int]) -> tuple[float, float]:
-    """Seconds of the shortest message between two ranks, and of `_BYTES` beyond that."""
+def _seconds(speed: tuple[float, float]) -> float:
+    """What a message of `_BYTES` takes on a link."""
+    return max(1e-9, speed[0] + _BYTES / speed[1])
+
+
+def _speeds(world: World, hosts: list[str]) -> Speeds:
+    ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    pairs = list(itertools.combinations(ranks, 2))
+    if world.name != "mpi":  # their messages pass through rank 0, or through all ranks
+        pairs = [(0, rank) for rank in ranks[1:]]
+    elif len(pairs) > _MOST_PAIRS:
+        pairs = [(min(pair), max(pair)) for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
+    measured: dict[tuple[int, int], tuple[float, float]] = {}
+    for pair in pairs:
+        if world.name != "mpi":
+            measured[pair] = _measure(_by_all(world, pair))
+        elif world.rank in pair:
+            measured[pair] = _measure(_by_two(cast("MpiComm", world), pair))
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for each in world.allgather(measured, _WHAT):
+        for pair, speed in each.items():  # a rank whose messages are buffered sees less of them
+            found[pair] = max(found.get(pair, speed), speed, key=_seconds)
+    return found
+
+
+def _by_two(world: MpiComm, pair: tuple[int, int]) -> Callable[[int], float]:
+    """The time of messages that two ranks send each other, by their size."""
+    from ktrainer.distributed.sum_in_place import exchange  # imports MPI
+
     (other,) = {*pair} - {world.rank}
 
     def seconds(size: int) -> float:
@@ -52,6 +87,25 @@ def _measure(world: MpiComm, pair: tuple[int, int]) -> tuple[float, float]:
         exchange(world, world.comm, [(other, sent, received)], _WHAT)
         return time.perf_counter() - begin
 
+    return seconds
+
+
+def _by_all(world: World, pair: tuple[int, int]) -> Callable[[int], float]:
+    """The same in a world that has collectives only: the other ranks send nothing."""
+
+    def seconds(size: int) -> float:
+        sent = bytes(size if world.rank in pair else 0)
+        begin = time.perf_counter()
+        world.allgather(sent, _WHAT)
+        # All ranks go on by the same time.
+        return float(world.oob_allreduce(time.perf_counter() - begin, "max", _WHAT))
+
+    return seconds
+
+
+def _measure(seconds: Callable[[int], float]) -> tuple[float, float]:
+    """Seconds of the shortest message, and bytes of long ones a second beyond that."""
     seconds(1)  # they may not arrive together
     short = min(seconds(1) for _ in range(3))
-    return short, max(0.0, min(seconds(_BYTES) for _ in range(2)) - short)
+    long = min(seconds(_BYTES) for _ in range(2))
+    return short, _BYTES / max(long - short, 1e-9)

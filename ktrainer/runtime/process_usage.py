@@ -31,10 +31,11 @@ def processor_time() -> tuple[int, int]:
     return ran, waited
 
 
-def processor_share(before: tuple[int, int]) -> float | None:
+def processor_share(before: tuple[int, int]) -> tuple[float | None, float]:
     """The part that this process got of the processor time that its threads asked for since
-    `before`, which `processor_time` has returned; None where it is not known."""
+    `before`, which `processor_time` has returned, and the seconds that they waited for it; None
+    where it is not known."""
     ran, waited = (now - then for now, then in zip(processor_time(), before, strict=True))
     if ran <= 0 or waited < 0:
-        return None
-    return ran / (ran + waited)
+        return None, 0.0
+    return ran / (ran + waited), waited / 1e9

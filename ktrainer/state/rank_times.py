@@ -1,15 +1,49 @@
-"""Comparisons of times over ranks."""
+"""Times of ranks, and comparisons of them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-
-from ktrainer.state.time_shares import COMMUNICATION
+from dataclasses import dataclass
+from typing import NamedTuple
 
 LEAST_RATIO = 1.5  # of a computing time to the usual one
 LEAST_EXCESS = 0.005  # seconds a step
+
+
+@dataclass(frozen=True)
+class Window:
+    """The last few steps of a rank.
+
+    Attributes:
+        seconds: of a step, by share.
+        step_seconds: of a step in all.
+        duration: seconds from its begin to its end.
+        cpu: the part that its threads got of the processor time that they asked for; None: not
+            measured, or they waited for it too little to matter.
+        faults: pages a step that were read from the disk.
+        stage: the slow stage of its input; None: not looked for.
+    """
+
+    seconds: Mapping[str, float]
+    step_seconds: float
+    duration: float
+    cpu: float | None = None
+    faults: float = 0.0
+    stage: str | None = None
+
+
+class Link(NamedTuple):
+    """The slowest link.
+
+    Attributes:
+        text: a sentence on it.
+        slower: whether it was measured to be much slower than before.
+    """
+
+    text: str
+    slower: bool
 
 
 def is_longer(seconds: float, usual: float, least_excess: float = 0.0) -> bool:
@@ -31,13 +65,9 @@ def medians_of_others(values: Sequence[float]) -> list[float]:
     return found
 
 
-def least_communication(ranks: Sequence[Mapping[str, float]]) -> float:
-    """Seconds in communication of the rank that waits least for others.
-
-    Args:
-        ranks: seconds by share of each rank.
-    """
-    return min(seconds.get(COMMUNICATION, 0.0) for seconds in ranks)
+def least_seconds(ranks: Sequence[Window], *shares: str) -> float:
+    """Seconds in some shares, of the rank with the fewest: one that waits least for others."""
+    return min(sum(window.seconds.get(share, 0.0) for share in shares) for window in ranks)
 
 
 def waits_for_last(communication: Sequence[float]) -> tuple[int, list[float]]:

@@ -62,16 +62,17 @@ def longer_than_before(who: str, seconds: float, before: float, why: str) -> str
     return f"steps take {_times(seconds, before)} as before ({_ms(seconds)}): {who} {why}"
 
 
-def slow_link(seconds: float, before: float, link: str | None) -> str:
+def slow_link(seconds: float, before: float, link: str, hidden: bool) -> str:
     """Communication that takes longer than before.
 
     Args:
         link: a sentence on the slowest link.
+        hidden: whether it is known only that steps take longer.
     """
-    return (
-        f"communication takes {_times(seconds, before)} as before ({_ms(seconds)} a step), though "
-        f"no rank is late: {link}"
-    )
+    times, takes = _times(seconds, before), _ms(seconds)
+    if hidden:
+        return f"steps take {times} as before ({takes}) on all ranks: {link}"
+    return f"communication takes {times} as before ({takes} a step), though no rank is late: {link}"
 
 
 def reason(cpu: float | None, least: float | None, faults: float) -> tuple[str, str]:

@@ -12,7 +12,9 @@ may lose its core for a moment.
                     rank does not get its core
     memory          the same, as its memory is read from the disk
     compute         a rank computes longer than the others, and nothing shows why
-    link            communication takes longer than before, though all ranks arrive together
+    link            communication takes longer than before, though all ranks arrive together, or,
+                    where it is a part of computing, the steps of all ranks; and a link is measured
+                    to be slower than before
     waiting         over an epoch, others wait for one rank for twice `logging.slow` of the time
 
 Each has a least time besides: what takes less is not worth a line.
@@ -27,11 +29,11 @@ from dataclasses import dataclass
 from statistics import median
 
 from ktrainer.state import slow_texts
-from ktrainer.state.rank_times import is_longer, least_communication, medians_of_others
-from ktrainer.state.time_shares import CALLBACK, WAITING
+from ktrainer.state.rank_times import Link, Window, is_longer, least_seconds, medians_of_others
+from ktrainer.state.time_shares import CALLBACK, COMMUNICATION, WAITING
 
 WINDOWS, WINDOWS_UNEXPLAINED = 2, 3  # in a row, before a cause is named
-LEAST_DURATION, LEAST_DURATION_UNEXPLAINED = 0.2, 1.0  # seconds that a rank computes longer
+LEAST_DURATION, LEAST_DURATION_UNEXPLAINED = 0.1, 1.0  # seconds that a rank computes longer
 LEAST_PAST, PAST = 5, 20  # windows that a rank's own past consists of
 NEW_NORMAL = 40  # windows in a row, after which a longer time is the past
 AGAIN = 100  # windows without a cause, after which it is named again
@@ -57,28 +59,6 @@ class Slow:
     rank: int | None
     cause: str
     message: str
-
-
-@dataclass(frozen=True)
-class Window:
-    """The last few steps of a rank.
-
-    Attributes:
-        seconds: of a step, by share.
-        step_seconds: of a step in all.
-        duration: seconds from its begin to its end.
-        cpu: the part that its threads got of the processor time that they asked for; None: not
-            measured.
-        faults: pages a step that were read from the disk.
-        stage: the slow stage of its input; None: not looked for.
-    """
-
-    seconds: Mapping[str, float]
-    step_seconds: float
-    duration: float
-    cpu: float | None = None
-    faults: float = 0.0
-    stage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,9 +93,8 @@ class SlowRules:
     Args:
         share: `logging.slow`.
         compares: whether ranks have equal work, and their communication is known.
-        linked: whether ranks are on several hosts, and their communication is known.
-        waits_hidden: whether waits for other ranks are a part of computing: where communication is
-            not known.
+        linked: whether ranks are on several hosts.
+        waits_hidden: whether communication is not known, and waits are a part of computing.
 
     Attributes:
         suspects: what was slow in the last window and has not been named: a kind (`data`,
@@ -138,11 +117,11 @@ class SlowRules:
         self._streaks: dict[Key, _Streak] = {}
         self._past: defaultdict[Key, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
 
-    def judge(self, step: int, ranks: Sequence[Window], link: str | None = None) -> list[Slow]:
+    def judge(self, step: int, ranks: Sequence[Window], link: Link | None = None) -> list[Slow]:
         """Compare a window of each rank; return what is named.
 
         Args:
-            link: a sentence on the slowest link; None: links were not measured.
+            link: the slowest one; None: links were not measured.
         """
         self._windows += 1
         shares = list(self._large_shares(ranks))
@@ -207,7 +186,7 @@ class SlowRules:
         if not share.startswith(WAITING) or part < 2 * self.share:
             return ""
         slow = int(share.removeprefix(WAITING))
-        if slow in self._ranks_named:  # which is why they wait
+        if self._ranks_named & {slow, None}:  # a rank or a link, which is why they wait
             return ""
         return slow_texts.wait_in_epoch(epoch, rank, slow, part, seconds)
 
@@ -248,7 +227,7 @@ class SlowRules:
         """
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
         # Which is work too, but for waits for others and for the network.
-        sums = 0.0 if self._linked else least_communication([window.seconds for window in ranks])
+        sums = 0.0 if self._linked else least_seconds(ranks, COMMUNICATION)
         least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
         medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
         for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
@@ -284,21 +263,27 @@ class SlowRules:
         return any(key in self._streaks and not self._is_new(key) for key in others)
 
     def _slow_link(
-        self, ranks: Sequence[Window], link: str | None, explained: bool
+        self, ranks: Sequence[Window], link: Link | None, explained: bool
     ) -> Iterator[_Cause]:
-        """Communication that takes longer than before on the rank that arrives last.
+        """Communication, or steps that it is hidden in, that takes longer than before on the rank
+        that waits least.
 
         Args:
             explained: some rank is the reason.
         """
         if not self._linked or explained:
             return
-        key, seconds = ("link", None), least_communication([w.seconds for w in ranks])
+        key, hidden = ("link", None), self._waits_hidden
+        shares = (COMMUNICATION, "compute") if hidden else (COMMUNICATION,)
+        seconds = least_seconds(ranks, *shares)
         before = self._before(key, seconds)
-        if seconds < LINK_RATIO * before or seconds - before < LEAST_SECONDS:
+        slower = is_longer(seconds, before) if hidden else seconds >= LINK_RATIO * before
+        if not slower or seconds - before < LEAST_SECONDS:
             return
-        text = slow_texts.slow_link(seconds, before, link)
-        yield _Cause(key, None, "link", text, WINDOWS if link else math.inf)
+        # It may take longer for other reasons, as on a busy machine.
+        is_sure = link is not None and link.slower
+        text = slow_texts.slow_link(seconds, before, link.text if link else "", hidden)
+        yield _Cause(key, None, "link", text, WINDOWS if is_sure else math.inf)
 
 
 def _cause_of_computing(rank: int, name: str, text: str, slower: bool) -> _Cause:

@@ -5,7 +5,8 @@ comparison expensive, by any rank's clock: the ranks agree on that with the vote
 Where nothing is suspect, and steps are as long as in the last window, it is twice as long.
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
 suspect, the next window has what would explain it: the slow stage of the input, the processor time
-of the rank, the speed of links. The same message carries warnings to rank 0.
+of the rank, the speed of links, which are measured in the first window too. The same message
+carries warnings to rank 0.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.base import emit
 from ktrainer.runtime.process_usage import disk_faults, processor_share, processor_time
-from ktrainer.state.rank_times import waits_for_last
-from ktrainer.state.slowness import LEAST_EPOCH_SECONDS, Slow, SlowRules, Window
+from ktrainer.state.rank_times import Link, Window, waits_for_last
+from ktrainer.state.slowness import LEAST_EPOCH_SECONDS, LINK_RATIO, Slow, SlowRules
 from ktrainer.state.time_shares import COMMUNICATION, WAITED, WAITING, communication_of
 from ktrainer.state.warning_log import NotedWarning
 
 if TYPE_CHECKING:
-    from ktrainer.distributed import World
     from ktrainer.state.train_state import TrainState
     from ktrainer.training.context import RunContext
 
@@ -35,6 +35,7 @@ LEAST_STEPS, LEAST_SECONDS = 3, 0.04
 MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % of the time
 LEAST_SHARE = 1e-4  # seconds of a step
 _LONGER = 1.25  # times the usual step, after which a comparison is not put off
+_LEAST_QUEUED = 0.15  # of the time: steps that are 1.5 times as long lose a third of it
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
 
@@ -73,16 +74,18 @@ class SlowWatch:
         """Begin with the present ranks."""
         context, world = self._context, self._world
         known = context.backend.communication_seconds is not None
+        self._linked = world.local_size < world.size
+        self._speeds: Any = None  # of links, in the first window
         self._rules: SlowRules | None = None
         if (share := context.config.logging.slow) is not None:
             self._rules = SlowRules(
                 share,
                 compares=known and world.replicas == world.size,
-                linked=known and world.local_size < world.size,
+                linked=self._linked,
                 waits_hidden=not known,
             )
         self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
-        self._usage: tuple[int, int] | None = None  # at the last window, of a suspect rank
+        self._usage: tuple[int, int] | None = None  # at the last window, if a rank was suspect
         self._usual = 0.0  # seconds of a step in the last window
         self._restart()
 
@@ -136,10 +139,11 @@ class SlowWatch:
         communication, asks, windows, warned = zip(*every, strict=True)
         self._hear(warned)
         self._apportion(communication)
-        link = _slowest_link(world) if any(asks) else None
+        link = self._measure_links(any(asks)) if self._linked else None
         found = rules.judge(self._state.progress.step, windows, link)
         self._usual = (began - self._marks[0].at) / self._steps
-        suspect = ("compute", world.rank) in rules.suspects
+        # Of all ranks: one may wait, unseen, for another that is short of processors.
+        suspect = any(kind == "compute" for kind, _ in rules.suspects)
         self._usage = processor_time() if suspect else None
         self._say(found, callbacks)
         self._restart()
@@ -179,10 +183,20 @@ class SlowWatch:
             {share: _median(marks, share) for share in _large(marks)},
             median((b.at - a.at) / b.updates for a, b in pairwise(marks)),
             time.perf_counter() - marks[0].at,
-            None if self._usage is None else processor_share(self._usage),
+            self._processor_share(),
             (disk_faults() - marks[0].faults) / self._steps,
             self._state.feed.slow_stage() if waits else None,
         )
+
+    def _processor_share(self) -> float | None:
+        """The part that this rank got of the processor time that its threads asked for; None where
+        no rank was suspect, or its threads have waited for little: one that itself waits, for the
+        network or another rank, gets a small part of the little that it asks for."""
+        if self._usage is None:
+            return None
+        share, waited = processor_share(self._usage)
+        seconds = time.perf_counter() - self._marks[0].at
+        return share if waited >= _LEAST_QUEUED * seconds else None
 
     def _stage_of_epoch(self, row: Mapping[str, float]) -> str:
         """The slow stage of the input, if steps have waited for it."""
@@ -190,6 +204,16 @@ class SlowWatch:
         if rules is None or wait < max(LEAST_EPOCH_SECONDS, rules.share * row["seconds"]):
             return ""
         return self._state.feed.slow_stage() or ""
+
+    def _measure_links(self, suspect: bool) -> Link | None:
+        """The slowest link, if one is suspect: compared with the first window."""
+        from ktrainer.distributed.link_speed import link_speeds, slow_link
+
+        if self._speeds is None:
+            self._speeds = link_speeds(self._world)
+        if not suspect:
+            return None
+        return Link(*slow_link(self._world, self._speeds, LINK_RATIO))
 
     # -- warnings
 
@@ -217,12 +241,6 @@ class SlowWatch:
         for slow in found:
             self._state.slow.append(slow)
             emit(callbacks, "on_slow", slow)
-
-
-def _slowest_link(world: World) -> str:
-    from ktrainer.distributed.link_speed import slowest_link  # imports MPI
-
-    return slowest_link(world)
 
 
 def _large(marks: Sequence[_Mark]) -> list[str]:

@@ -26,13 +26,14 @@ def test_a_process_that_shares_its_core_gets_a_part_of_it() -> None:
         since, end = processor_time(), time.monotonic() + 0.5
         while time.monotonic() < end:
             pass
-        share = processor_share(since)
+        share, waited = processor_share(since)
     finally:
         os.sched_setaffinity(0, before)
         spinner.kill()
         spinner.communicate()
     assert share is not None
     assert 0.0 < share < 0.75
+    assert waited == pytest.approx(0.5 * (1 - share), abs=0.05)  # of this one thread
 
 
 def test_pages_that_are_read_from_the_disk_count(tmp_path: Path) -> None:

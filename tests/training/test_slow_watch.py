@@ -436,11 +436,13 @@ class Plant(Callback):
     def on_slow(self, slow):
         if self.world.is_root:
             print("SLOW", json.dumps([slow.step, slow.rank, slow.cause, slow.message]), flush=True)
+        self.model.stop_training = slow.cause == "link"
 
 trainer = Trainer.from_cli(callbacks=[Plant()])
 keras.utils.set_random_seed(0)
-model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(8)])
-model.compile("sgd", "mse")
+with trainer.scope():
+    model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(8)])
+    model.compile("sgd", "mse")
 x = np.random.default_rng(0).normal(size=(2048, 256)).astype("float32")
 data = tf.data.Dataset.from_tensors((x, x[:, :8])).repeat(90)
 trainer.fit(model, data)
@@ -448,18 +450,56 @@ trainer.fit(model, data)
 
 
 @pytest.mark.exhaustive
-def test_a_link_that_becomes_slow_is_named(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "keys",
+    [
+        "backend=data_parallel",
+        "backend=data_parallel backend.engine=horovod",
+        "backend=pipeline backend.partitions=2",
+        "backend=tf_distribute backend.strategy=multi_worker_mirrored",
+    ],
+)
+def test_a_link_that_becomes_slow_is_named(
+    hosts: Callable[[int], Hosts], keys: str, tmp_path: Path
+) -> None:
     made = hosts(2)
     (tmp_path / "train.py").write_text(LINK)
     words = ["--hosts", ",".join(made.names), "--rsh", str(made.agent), "--threads", "1"]
-    words += ["train.py", "backend=data_parallel", "logging.progress=none"]
+    words += ["train.py", *keys.split(), "logging.progress=none"]
     env = {"PYTHONPATH": str(ROOT)}
     python = warm_python_on(made, **env)
     command = [python, "-m", "ktrainer.cli.main", "run", *words, f"run.dir={tmp_path}/run"]
     done = made.run(0, *command, env=env, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
-    found = said(done.stdout)
+    check_link(made, done.stdout)
+
+
+@pytest.mark.exhaustive
+def test_a_link_that_becomes_slow_is_named_without_mpi(
+    hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    made = hosts(2)
+    (tmp_path / "train.py").write_text(LINK)
+    workers = [f"{address}:2222" for address in made.addresses]
+    words = ["backend=tf_distribute", "backend.strategy=multi_worker_mirrored"]
+    words += ["logging.progress=none", f"run.dir={tmp_path}/run"]
+    processes = []
+    for host in range(2):
+        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": host}}
+        env = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)}
+        python = warm_python_on(made, PYTHONPATH=str(ROOT))
+        processes.append(made.start(host, python, "train.py", *words, env=env, cwd=tmp_path))
+    outputs = [process.communicate(timeout=150) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    check_link(made, outputs[0][0])
+
+
+def check_link(made: Hosts, output: str) -> None:
+    found = said(output)
     links = [each for each in found if each[2] == "link"]
-    assert links, (found, done.stdout, done.stderr)
-    assert 60 <= links[0][0] <= 75  # 67 where nothing else runs
+    assert links, (found, output)
+    if any(cause == "cpu" for _, _, cause, _ in found):
+        pytest.skip("other processes took a rank's core")  # whose threads poll the network
+    assert 60 <= links[0][0] <= 70  # 65 to 67 where nothing else runs
     assert all(name in links[0][3] for name in made.names)
+    assert links[0][3].count("MB/s") == 2  # now and before
