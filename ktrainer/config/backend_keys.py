@@ -54,6 +54,9 @@ class DataParallelConfig(BackendConfig):
             never. true: ask Horovod for it too, which only does so with NCCL.
         op: average: the gradient of the mean loss. sum: that of the sum over processes.
         bucket_mb: largest bucket of gradients that are summed at once, in MiB, for the mpi engine.
+            null: 25 on one host; between hosts 1 to 25, by the measured latency and bandwidth of
+            the slowest link, with a first bucket of 1. It stays 25 where a host has more than two
+            processes, and beyond 64 hosts.
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
             uses most of the rows.
         local_layers: layers that stay each process's own, as regular expressions that match whole
@@ -68,7 +71,7 @@ class DataParallelConfig(BackendConfig):
     powersgd_rank: int = number(4, at_least=1)
     hierarchical: bool | None = None
     op: Literal["average", "sum"] = "average"
-    bucket_mb: float = number(25.0, above=0)
+    bucket_mb: float | None = number(None, above=0)
     sparse_as_dense: bool = False
     local_layers: list[str] = field(default_factory=list)
 

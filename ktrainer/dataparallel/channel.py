@@ -21,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ktrainer.dataparallel.calls import Call, call_of, difference, rows_spec, specs_of
+from ktrainer.distributed.bucket_sizes import BucketSizes
 from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.errors import DivergenceError, WorldError
@@ -159,7 +160,7 @@ class ChannelSums(MpiGradients):
         other = copy.copy(self)
         other._operation, other._mean = operation, mean
         other._settings = _settings(compression, bucket_mb, mean)
-        other.set_wire(compression, bucket_mb)
+        other.set_wire(compression, BucketSizes(bucket_mb, bucket_mb))
         return other
 
     @property

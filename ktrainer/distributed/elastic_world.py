@@ -80,6 +80,7 @@ class ElasticWorld(MpiWorld):
         self.alone = stable_rank is not None
         self._stable_rank = self.rank if stable_rank is None else stable_rank
         self.join_handshake: Any = None  # of a joining rank; see `joining_ranks`
+        self.bucket_sizes: tuple[float, float] | None = None  # once chosen
         self.on_change: list[Callable[[], None]] = []
         self._copies: list[MPI.Intracomm] = []
         self._called = False

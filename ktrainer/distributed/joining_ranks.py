@@ -13,6 +13,7 @@ joining rank is admitted, the latter ends, and the new rank 0 starts another.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -31,6 +32,7 @@ from ktrainer.errors import DeadlineExceeded
 
 STABLE_RANK = "KTRAINER_STABLE_RANK"  # set in joining ranks
 LOCAL_RANK = "KTRAINER_LOCAL_RANK"
+_BUCKETS = "KTRAINER_BUCKET_SIZES"  # that the others have chosen, in MiB
 _READY, _JOIN, _VERDICT, _MEET, _PROCESS = 1, 2, 3, 4, 5
 _POLL_SECONDS = 0.02
 _DISMISS_SECONDS = 2.0
@@ -44,18 +46,25 @@ class SpawnedRank:
         local_rank: which device of this host it uses.
         size: how many ranks there will be with it.
         command: what it runs; default: the command that this process was started with.
+        bucket_sizes: that the others have compiled their step with, if they have chosen them.
 
     Attributes:
         failed: it could not be started, or has failed since.
     """
 
     def __init__(
-        self, stable_rank: int, local_rank: int, size: int, command: list[str] | None = None
+        self,
+        stable_rank: int,
+        local_rank: int,
+        size: int,
+        command: list[str] | None = None,
+        bucket_sizes: tuple[float, float] | None = None,
     ) -> None:
         self.stable_rank, self.failed, self._unwanted = stable_rank, False, False
         self.bridge: MPI.Intracomm | None = None
         self._ready = False
-        words = {STABLE_RANK: stable_rank, LOCAL_RANK: local_rank, JOINED_SIZE: size}
+        words: dict[str, Any] = {STABLE_RANK: stable_rank, LOCAL_RANK: local_rank}
+        words |= {JOINED_SIZE: size, _BUCKETS: json.dumps(bucket_sizes, separators=(",", ":"))}
         self._words = [f"{name}={value}" for name, value in words.items()]
         self._words += command or [sys.executable, *sys.orig_argv[1:]]
         # Starting a process takes a second or so, which training need not wait for.
@@ -151,6 +160,7 @@ def open_elastic_world(start_deadline: float) -> ElasticWorld:
         world = ElasticWorld(start_deadline=start_deadline)
     else:
         world = ElasticWorld(int(os.environ[STABLE_RANK]))
+        world.bucket_sizes = json.loads(os.environ[_BUCKETS])
         world.join_handshake = JoinHandshake()
     # Of a joining rank only now: rank 0 may have been about to connect to what closes here.
     keep_on_interface(world.comm)

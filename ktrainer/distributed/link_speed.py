@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Speeds = Mapping[tuple[int, int], tuple[float, float]]
 
 _MOST_PAIRS = 28  # of 8 hosts; with more hosts each is measured with the next one only
-_BYTES = 2**20  # more than what a limited link lets pass at once
+_BYTES = 2**20
 _LEAST_SECONDS = 0.005  # by which messages on a slower link take longer
 _WHAT = "speed of links"
 
@@ -26,14 +26,14 @@ _WHAT = "speed of links"
 def link_speeds(world: World) -> Speeds:
     """(seconds one way, bytes a second) between two hosts, by a rank of each; empty where all hosts
     have one name. All ranks call this together."""
-    return _speeds(world, world.allgather(platform.node(), _WHAT))
+    return speeds_between(world, world.allgather(platform.node(), _WHAT))
 
 
 def slow_link(world: World, before: Speeds, ratio: float) -> tuple[str, bool]:
     """A sentence on the link that has become slower than the others have, and whether its messages
     take `ratio` times as long as before. All ranks call this together."""
     hosts = world.allgather(platform.node(), _WHAT)
-    found = _speeds(world, hosts)
+    found = speeds_between(world, hosts)
     if not found:
         return "", False
     then = {pair: before.get(pair, speed) for pair, speed in found.items()}
@@ -55,7 +55,8 @@ def _seconds(speed: tuple[float, float]) -> float:
     return max(1e-9, speed[0] + _BYTES / speed[1])
 
 
-def _speeds(world: World, hosts: list[str]) -> Speeds:
+def speeds_between(world: World, hosts: list[str]) -> Speeds:
+    """`link_speeds` for the host of each rank."""
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     pairs = list(itertools.combinations(ranks, 2))
     if world.name != "mpi":  # their messages pass through rank 0, or through all ranks
@@ -107,5 +108,6 @@ def _measure(seconds: Callable[[int], float]) -> tuple[float, float]:
     """Seconds of the shortest message, and bytes of long ones a second beyond that."""
     seconds(1)  # they may not arrive together
     short = min(seconds(1) for _ in range(3))
+    seconds(_BYTES)  # what a limited link lets pass at once has passed then
     long = min(seconds(_BYTES) for _ in range(2))
     return short, _BYTES / max(long - short, 1e-9)

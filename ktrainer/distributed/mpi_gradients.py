@@ -32,6 +32,7 @@ from mpi4py import MPI
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, wire_type
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
+from ktrainer.distributed.bucket_sizes import LARGEST, BucketSizes, choose_bucket_sizes
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
@@ -60,7 +61,8 @@ class MpiGradients(GradientCollectives):
 
     Args:
         world: the processes, or a group of them; gradients use a communicator of their own.
-        bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own).
+        bucket_mb: largest bucket, in MiB (a gradient larger than this is a bucket of its own);
+            None: as suits the links between hosts, with a smaller first bucket.
         compression: `"none"`, or `"fp16"` or `"bf16"` for 16-bit floats on the wire.
         sparse_as_dense: turn IndexedSlices into dense tensors before reducing them; otherwise
             their rows are gathered from all ranks.
@@ -73,7 +75,7 @@ class MpiGradients(GradientCollectives):
     def __init__(
         self,
         world: MpiComm,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = LARGEST,
         compression: str = "none",
         sparse_as_dense: bool = False,
         hierarchical: bool = True,
@@ -85,12 +87,23 @@ class MpiGradients(GradientCollectives):
         if isinstance(world, ElasticWorld):
             self.atomic = True
             world.on_change.append(self.open)
-        self.set_wire(compression, bucket_mb)
+        sizes = BucketSizes(bucket_mb, bucket_mb) if bucket_mb is not None else self._choose_sizes()
+        self.set_wire(compression, sizes)
         self.sparse_as_dense = sparse_as_dense
 
-    def set_wire(self, compression: str, bucket_mb: float) -> None:
-        """Set what floats are sent as, and the largest bucket in MiB."""
-        self._compression, self._bucket_bytes = compression, int(bucket_mb * 2**20)
+    def set_wire(self, compression: str, sizes: BucketSizes) -> None:
+        """Set what floats are sent as, and the largest buckets."""
+        self._compression = compression
+        self._first_bytes, self._bucket_bytes = (int(size * 2**20) for size in sizes)
+
+    def _choose_sizes(self) -> BucketSizes:
+        """The sizes that suit the links; on healing worlds those that were chosen first, which the
+        steps of all ranks are compiled with."""
+        if not isinstance(self.world, ElasticWorld):
+            return choose_bucket_sizes(self.world)
+        if self.world.bucket_sizes is None:
+            self.world.bucket_sizes = choose_bucket_sizes(self.world)
+        return BucketSizes(*self.world.bucket_sizes)
 
     def open(self) -> None:
         """Open communicators of the world's ranks; again when these have changed."""
@@ -159,20 +172,21 @@ class MpiGradients(GradientCollectives):
     def _buckets(self, gradients: Sequence[Gradient]) -> list[list[int]]:
         """Indices of gradients, last variable first: dense ones grouped by dtype and size."""
         buckets: list[list[int]] = []
-        open_bucket: dict[tf.DType, tuple[list[int], int]] = {}
+        open_bucket: dict[tf.DType, tuple[list[int], int, int]] = {}
         for i in reversed(range(len(gradients))):
             gradient = gradients[i]
             if isinstance(gradient, tf.IndexedSlices):
                 buckets.append([i])
                 continue
             nbytes = (gradient.shape.num_elements() or 0) * gradient.dtype.size
-            bucket, filled = open_bucket.get(gradient.dtype, ([], 0))
-            if bucket and filled + nbytes > self._bucket_bytes:
-                bucket, filled = [], 0
+            empty: tuple[list[int], int, int] = ([], 0, self._first_bytes)
+            bucket, filled, most = open_bucket.get(gradient.dtype, empty)
+            if bucket and filled + nbytes > most:
+                bucket, filled, most = [], 0, self._bucket_bytes
             if not bucket:
                 buckets.append(bucket)
             bucket.append(i)
-            open_bucket[gradient.dtype] = (bucket, filled + nbytes)
+            open_bucket[gradient.dtype] = (bucket, filled + nbytes, most)
         return buckets
 
     def _wire_of(self, dtype: Any) -> np.dtype | None:

@@ -53,7 +53,8 @@ class JoiningPolicy:
                 _say(f"{MAY_JOIN} processes have joined: no more are started")
                 return False
             local_rank, size = free_local_rank(self.world), self.world.size + 1
-            self._recruit = SpawnedRank(self._next_rank, local_rank, size)
+            sizes = self.world.bucket_sizes
+            self._recruit = SpawnedRank(self._next_rank, local_rank, size, bucket_sizes=sizes)
             self._next_rank += 1
         return self._recruit is not None and self._recruit.ready()
 

@@ -13,7 +13,7 @@ from ktrainer.config import DataParallelConfig, PipelineConfig, TfDistributeConf
 from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError
-from ktrainer.plan.communication_cost import Link, Network
+from ktrainer.plan.communication_cost import Group, Link, Network
 from ktrainer.plan.run_plan import Plan, make_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, ScalingRequest
 from ktrainer.plan_report.rendering import bytes_text, table
@@ -117,11 +117,10 @@ def _predictions(
     backend = context.config.backend
     recorder = RecordingGradients(
         alone(context.world),
-        getattr(backend, "bucket_mb", 25.0),
-        backend.wire
+        compression=backend.wire
         if isinstance(backend, DataParallelConfig)
         else getattr(backend, "compression", "none"),
-        getattr(backend, "sparse_as_dense", False),
+        sparse_as_dense=getattr(backend, "sparse_as_dense", False),
     )
     make = _pipeline if isinstance(backend, PipelineConfig) else _data_parallel
     predicted = make(context, model, data, recorder, hosts, communication)
@@ -141,11 +140,19 @@ def _data_parallel(
 ) -> _Predicted:
     from ktrainer.plan_report.scaling_measurement import measure_step
 
-    programs, is_root = _programs(context, model, recorder), context.world.is_root
+    programs: dict[Any, dict[bool, Any]] = {}
+    is_root, backend = context.world.is_root, context.config.backend
+    assert isinstance(backend, DataParallelConfig)
 
     def predicted(processes: int, at_once: int) -> PredictedStep | None:
         several = processes > 1
-        program, reduces = programs[several], recorder if several else None
+        sizes = _bucket_sizes(
+            backend, Group.of(range(processes), hosts.per_host), communication.network.between
+        )
+        recorder.set_wire(backend.wire, sizes)
+        if sizes not in programs:
+            programs[sizes] = _programs(context, model, recorder)
+        program, reduces = programs[sizes][several], recorder if several else None
 
         def train(feed: Any) -> Any:
             program.build(feed.spec)
@@ -155,6 +162,17 @@ def _data_parallel(
         return predict(step, processes, hosts, communication) if is_root else None
 
     return predicted
+
+
+def _bucket_sizes(backend: DataParallelConfig, group: Group, link: Link) -> tuple[float, float]:
+    """The buckets of processes with such a link between their hosts."""
+    from ktrainer.distributed.bucket_sizes import BucketSizes, depend_on_links, suitable_sizes
+
+    if backend.bucket_mb is not None:
+        return BucketSizes(backend.bucket_mb, backend.bucket_mb)
+    if not depend_on_links(group.hosts, group.fullest):
+        return BucketSizes()
+    return suitable_sizes(link.latency, 1 / link.per_byte if link.per_byte else math.inf)
 
 
 def _programs(context: RunContext, model: Any, recorder: Any) -> dict[bool, Any]:

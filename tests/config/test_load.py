@@ -205,7 +205,7 @@ WORDS = {
     "data.batch": st.sampled_from(["global", "per_worker"]),
     "backend": st.sampled_from(["data_parallel"]),
     "backend.engine": st.sampled_from(["auto", "mpi", "horovod"]),
-    "backend.bucket_mb": st.floats(0.1, 1e4),
+    "backend.bucket_mb": st.none() | st.floats(0.1, 1e4),
     "checkpoint.every": st.sampled_from(["null", "1ep", "500ba", "10m"]),
     "callbacks.a.type": st.sampled_from(["loss_guard", "EarlyStopping"]),
     "callbacks.a.patience": st.integers(0, 9),

@@ -201,10 +201,10 @@ def test_sums_in_place_overwrite_nothing_else(ranks: Callable[..., Any]) -> None
         assert found == [expected] * 6
 
 
-def _overlap(kind: str) -> list[float]:
+def _overlap(kind: str, bucket_mb: float | None = 1.0) -> list[float]:
     """Reduce gradients of which the first one is not there until a collective has begun."""
     here: Any = distributed.current_world()
-    collectives = MpiGradients(here, bucket_mb=1.0)
+    collectives = MpiGradients(here, bucket_mb=bucket_mb)
     begun, reduce_slices, sum_buckets = (
         threading.Event(),
         collectives.gather_slices,
