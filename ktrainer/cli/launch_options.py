@@ -140,7 +140,10 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="key=value, --config FILE, the script's own words"
+        "args",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="key=value, --config FILE, the script's own words",
     )
 
 

@@ -85,7 +85,10 @@ def _run(name: str, words: list[str]) -> int:
     try:
         module = import_module(COMMANDS[name][0])
         module.add_arguments(parser)
-        args = parser.parse_intermixed_args(words) if name == "config" else parser.parse_args(words)
+        if name == "config":
+            args = parser.parse_intermixed_args(words)
+        else:
+            args = parse_words(parser, words)
         return int(module.run(args))
     except KtrainerError as error:
         print(f"ktrainer {name}: error: {error}", file=sys.stderr)
@@ -96,6 +99,17 @@ def _run(name: str, words: list[str]) -> int:
         # Output is closed, as in `ktrainer config | head`: keep Python from reporting it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """The words of a command that has added its arguments. A script's `args` keep the `--`, which
+    argparse drops where it follows the script at once."""
+    if parser.get_default("args") is None or "--" not in words:
+        return parser.parse_args(words)
+    end = words.index("--")
+    args = parser.parse_args(words[:end])
+    args.args += words[end:]
+    return args
 
 
 def _usage() -> str:

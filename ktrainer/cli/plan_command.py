@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "args",
         nargs=argparse.REMAINDER,
+        default=[],
         metavar="...",
         help="key=value, the options above, and a script's own words",
     )

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ktrainer.cli import run_command
+from ktrainer.cli.main import parse_words
 from ktrainer.errors import ConfigError
 
 
@@ -41,7 +42,7 @@ def run_script(
     kept = io.BytesIO()
     try:
         with _output_kept(kept):
-            code = run_command.run(parser.parse_args(words))
+            code = run_command.run(parse_words(parser, words))
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -12,6 +12,7 @@ import yaml
 from ktrainer.cli import run_command
 from ktrainer.cli.launch_config import checked_config
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
+from ktrainer.cli.main import parse_words
 from ktrainer.cli.script_trial import launch_options, run_script
 from ktrainer.config import parse_known_cli
 from ktrainer.launch.launch_folders import private_folder
@@ -61,7 +62,7 @@ def _check(words: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
     run_command.add_arguments(parser)
-    args = parser.parse_args(words)
+    args = parse_words(parser, words)
     config = checked_config(args.args, args.ranks or 1, args.workers, {})
     if config is not None:
         refuse_own_batches(config)

@@ -44,6 +44,11 @@ def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
     assert untouched == "['seed=3', 'a=b'] [] __main__\n"
 
 
+def test_words_with_an_equals_sign_are_the_scripts_after_a_separator(script: Script) -> None:
+    done = run(script("import sys; print(sys.argv[1:])"), "--", "a=b")
+    assert (done.returncode, done.stdout) == (0, "['a=b']\n"), done.stderr
+
+
 def test_the_words_are_not_inherited_by_children(script: Script) -> None:
     path = script(
         "import subprocess, sys\n"
