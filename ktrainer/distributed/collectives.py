@@ -28,6 +28,7 @@ from ktrainer.distributed.sum_in_place import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
 DEFAULT_LANE = "order"
+OUTSIDE_XLA = "_ktrainer_outside_xla"  # an attribute of ops of a step that XLA is not to compile
 _HALVES = (tf.float16, tf.bfloat16)
 _WIRES = {"none": None, "fp16": tf.float16, "bf16": tf.bfloat16}
 
@@ -46,9 +47,17 @@ def _order_variable(lane: str) -> tf.Tensor:
 
 
 def _advance_order(lane: str) -> tf.Operation:
-    return tf.raw_ops.AssignAddVariableOp(
-        resource=_order_variable(lane), value=tf.ones([], tf.int64)
+    return keep_outside_xla(
+        tf.raw_ops.AssignAddVariableOp(
+            resource=_order_variable(lane), value=tf.ones([], tf.int64)
+        )
     )
+
+
+def keep_outside_xla(op: tf.Operation) -> tf.Operation:
+    """`op`, left to TensorFlow where XLA compiles the step that it is in."""
+    op._set_attr(OUTSIDE_XLA, tf.compat.v1.AttrValue(b=True))
+    return op
 
 
 class InOrder:
@@ -122,12 +131,12 @@ class InOrder:
 
         with tf.control_dependencies([_advance_order(self._lane)]):
             order = tf.raw_ops.ReadVariableOp(resource=_order_variable(self._lane), dtype=tf.int64)
+            keep_outside_xla(order.op)
             *outputs, done = tf.numpy_function(
                 counted, [order, *inputs], [*dtypes, tf.int64], stateful=False
             )
-        self._last = [
-            tf.raw_ops.AssignAddVariableOp(resource=_order_variable(self._lane), value=done)
-        ]
+        advance = tf.raw_ops.AssignAddVariableOp(resource=_order_variable(self._lane), value=done)
+        self._last = [keep_outside_xla(advance)]
         return outputs
 
     def after_all(self, tensors: Sequence[Any]) -> list[Any]:

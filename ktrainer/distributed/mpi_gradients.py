@@ -29,7 +29,13 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
-from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, wire_type
+from ktrainer.distributed.collectives import (
+    Gradient,
+    GradientCollectives,
+    InOrder,
+    keep_outside_xla,
+    wire_type,
+)
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.bucket_sizes import LARGEST, BucketSizes, choose_bucket_sizes
@@ -328,8 +334,12 @@ def _private(
     ones once (each has an attribute of its own), or by folding constants and dropping a factor of 1
     (the factor is read from a variable).
     """
-    scale = weight * tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.float64)
+    one = tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.float64)
+    keep_outside_xla(one.op)
+    scale = weight * one
     products = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
     for product in products:
-        product.op._set_attr("_ktrainer_product", tf.compat.v1.AttrValue(i=next(_products)))
+        keep_outside_xla(product.op)._set_attr(
+            "_ktrainer_product", tf.compat.v1.AttrValue(i=next(_products))
+        )
     return products, tf.cast(weight != 0, tf.float64)

@@ -43,6 +43,7 @@ from ktrainer.steps.step_helpers import (
 from ktrainer.steps.step_options import GradientHook, StepOptions
 from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update
+from ktrainer.steps.xla_segments import compile_segments
 
 _WEIGHT = tf.TensorSpec([], tf.float64)
 _WHOLE_BATCHES = "set data.batch=per_worker, or train with backend=local"
@@ -104,7 +105,7 @@ class CompiledProgram(Program):
 
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
-        if self.options.accumulate == 1 and not (self.options.xla and self.collectives):
+        if self.options.accumulate == 1:
             (local_batch,) = local_batches
             return self._call(
                 local_batches,
@@ -130,10 +131,8 @@ class CompiledProgram(Program):
         """One update per local batch, all in one compiled call; the logs of the last, and the
         number of updates."""
         ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
-        # Under XLA with ranks a call holds no more than one local batch's computation.
-        alone = self.options.xla and self.collectives is not None
         step = self._function("train", padding=False)
-        if alone or not can_compile_many(step):
+        if not can_compile_many(step):
             return super().train_many(local_batches, ends)
         stacked = stack_local_batches(local_batches, _weight)
         if stacked is None:
@@ -220,8 +219,10 @@ class CompiledProgram(Program):
             if self.model.run_eagerly:
                 traced = on_tensors(traced)
             else:
-                xla = self.options.xla and self.collectives is None
                 specs = [self._specs[kind], _WEIGHT] if kind in self._specs else []
+                xla = self.options.xla
+                if xla and self.collectives is not None and kind != "predict":
+                    traced, xla = compile_segments(traced), False
                 traced = CompiledStep(traced, *specs, xla=xla)
             self._functions[key] = traced
         return self._functions[key]

@@ -1,0 +1,300 @@
+"""XLA for steps that communicate: what lies between the collectives is compiled, they are not.
+
+A step is traced as it is without XLA, and its graph is divided:
+
+    boundaries    host functions and Horovod's operations, which XLA cannot compile, and assertions,
+                  which it would leave out
+    segments      the ops that the next boundary needs, each segment a function that XLA compiles
+    the update    the ops that depend on a boundary and that none needs: as they are
+
+So the gradients of the first bucket are a program of their own, and are summed while the next
+program computes. A level keeps segments apart that wait for different boundaries:
+
+    level of an op    1 + the last boundary that it depends on; 0: it depends on none
+    need of an op     the first boundary that depends on it
+
+Each segment has the ops of one level and one need, so that no two of them wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from ktrainer.distributed.collectives import OUTSIDE_XLA
+from ktrainer.errors import ModelError
+
+_LEAST_BYTES = 2**20  # of what boundaries are given, for a segment of their own
+_BOUNDARIES = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Assert", "Horovod")
+_PASSED_ON = (tf.variant, tf.resource)  # which XLA makes, but does not hand out
+
+Segment = tuple[int, int]  # level, need
+
+
+def compile_segments(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` with all that lies between its collectives compiled with XLA, to be traced.
+
+    Raises:
+        ModelError: when it is traced: a loop's backward pass depends on a collective that is called
+            after the loop's forward pass began.
+    """
+    kept: list[Any] = []  # graphs own their host functions
+
+    def in_segments(*args: Any) -> Any:
+        if tf.executing_eagerly():
+            return step(*args)
+        traced = tf.function(step, autograph=False).get_concrete_function(*args)
+        kept.append(traced)
+        given = [x for x in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(x)]
+        return _import(traced, _SegmentedGraph(traced.graph), given)
+
+    return in_segments
+
+
+def _import(traced: Any, segmented: _SegmentedGraph, given: Sequence[tf.Tensor]) -> Any:
+    """The outputs of a traced function, its ops put into the graph that is being traced."""
+    graph, here = traced.graph, tf.compat.v1.get_default_graph()
+    captured = {inner.name: here.capture(outer) for outer, inner in graph.captures}
+    feeds = [tensor.name for tensor in graph.inputs if tensor.name not in captured]
+    inputs = {**captured, **dict(zip(feeds, given, strict=True))}
+    definition = segmented.definition()
+    used = {_tensor(name) for node in definition.node for name in node.input}
+    wanted = list({x.name: x for x in traced.outputs if x.name not in inputs}.values())
+    found = tf.graph_util.import_graph_def(
+        definition,
+        input_map={name: value for name, value in inputs.items() if name in used},
+        return_elements=[segmented.renamed(tensor.name) for tensor in wanted],
+        name="",
+    )
+    for tensor, value in zip(wanted, found or [], strict=True):
+        value.set_shape(tensor.shape)
+        inputs[tensor.name] = value
+    outputs = iter([inputs[tensor.name] for tensor in traced.outputs])
+    return tf.nest.map_structure(
+        lambda leaf: next(outputs) if tf.is_tensor(leaf) else leaf,
+        traced.structured_outputs,
+        expand_composites=True,
+    )
+
+
+class _SegmentedGraph:
+    """A traced graph, divided into segments.
+
+    Args:
+        graph: a `FuncGraph`.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._traced = graph.as_graph_def()
+        self._ops = graph.get_operations()  # in topological order
+        self._with_boundaries = self._functions_with_boundaries()
+        self._boundaries = [op for op in self._ops if self._is_boundary(op)]
+        self._levels = self._find_levels()
+        self._needs = self._find_needs()
+        self._segments = self._divide()
+        self._outputs: dict[str, str] = {}  # of segments, by the names that they had
+
+    def _is_boundary(self, op: tf.Operation) -> bool:
+        return op.type.startswith(_BOUNDARIES) or not self._with_boundaries.isdisjoint(
+            _functions_of(op.node_def)
+        )
+
+    def _functions_with_boundaries(self) -> set[str]:
+        """Names of the functions in which something is communicated."""
+        library = self._traced.library.function
+        bodies = {each.signature.name: each.node_def for each in library}
+        found: set[str] = set()
+        communicating = tuple(kind for kind in _BOUNDARIES if kind != "Assert")
+        while True:
+            more = {
+                name
+                for name, nodes in bodies.items()
+                for node in nodes
+                if node.op.startswith(communicating) or not found.isdisjoint(_functions_of(node))
+            }
+            if more == found:
+                return found
+            found = more
+
+    def _find_levels(self) -> dict[str, int]:
+        levels: dict[str, int] = {}
+        numbers = {op.name: i for i, op in enumerate(self._boundaries)}
+        for op in self._ops:
+            before = [(levels[x.name], numbers.get(x.name, -1) + 1) for x in _before(op)]
+            levels[op.name] = max((level for pair in before for level in pair), default=0)
+        return levels
+
+    def _find_needs(self) -> dict[str, int]:
+        """The number of the first boundary that needs an op, by the op's name."""
+        needs: dict[str, int] = {}
+        for number, op in zip(_groups(self._boundaries), self._boundaries, strict=True):
+            waiting = _before(op)
+            while waiting:
+                other = waiting.pop()
+                if other.name not in needs:
+                    needs[other.name] = number
+                    waiting += [*_before(other), *self._readers_inside(other)]
+        last = len(self._boundaries)
+        for op in self._ops:
+            if self._levels[op.name] == 0:
+                needs.setdefault(op.name, last)
+        return needs
+
+    def _readers_inside(self, op: tf.Operation) -> list[tf.Operation]:
+        """The ops that read what `op` makes and XLA does not hand out."""
+        if op.type == "Placeholder":
+            return []
+        readers = [x for out in op.outputs if out.dtype in _PASSED_ON for x in out.consumers()]
+        for reader in readers:
+            if self._levels[reader.name] != self._levels[op.name]:
+                raise ModelError(
+                    f"the gradient of {op.name} needs a value that is communicated after it, which "
+                    "XLA cannot compile; set trainer.xla=false"
+                )
+        return readers
+
+    def _divide(self) -> dict[Segment, list[tf.Operation]]:
+        segments: dict[Segment, list[tf.Operation]] = defaultdict(list)
+        numbers = {op.name for op in self._boundaries}
+        for op in self._ops:
+            left = op.type in ("Placeholder", "Const") or op.name in numbers
+            if left or op.name not in self._needs or OUTSIDE_XLA in op.node_def.attr:
+                continue
+            segments[self._levels[op.name], self._needs[op.name]].append(op)
+        return segments
+
+    # -- the graph with a call in place of each segment
+
+    def definition(self) -> Any:
+        """The definition of the graph in which each segment is one call."""
+        calls = {op.name: _name(key) for key, ops in self._segments.items() for op in ops}
+        made = [self._call_of(key, ops, calls) for key, ops in self._segments.items()]
+        result = tf.compat.v1.GraphDef()
+        result.versions.CopyFrom(self._traced.versions)
+        result.library.CopyFrom(self._traced.library)
+        for node, function in made:
+            result.node.add().CopyFrom(node)
+            result.library.MergeFrom(function.graph.as_graph_def().library)
+            result.library.function.add().CopyFrom(function.function_def)
+        inputs = {op.name for op in self._ops if op.type == "Placeholder"}
+        for node in self._traced.node:
+            if node.name not in calls and node.name not in inputs:
+                result.node.add().CopyFrom(node)
+        for node in result.node:
+            node.attr.pop("_class", None)  # may name ops that are not there
+            names = dict.fromkeys(self._renamed_input(name, calls) for name in node.input)
+            controls = [name for name in names if name.startswith("^") and name[1:] not in inputs]
+            data = [self.renamed(name) for name in node.input if not name.startswith("^")]
+            del node.input[:]
+            node.input.extend([*data, *(name for name in controls if name[1:] != node.name)])
+        _drop_repeated(result.library)
+        return result
+
+    def renamed(self, name: str) -> str:
+        """The name of a tensor in that graph."""
+        return self._outputs.get(_tensor(name), name)
+
+    @staticmethod
+    def _renamed_input(name: str, calls: dict[str, str]) -> str:
+        return f"^{calls.get(name[1:], name[1:])}" if name.startswith("^") else name
+
+    def _call_of(
+        self, key: Segment, ops: list[tf.Operation], calls: dict[str, str]
+    ) -> tuple[Any, Any]:
+        """The node that calls a segment, and the segment's concrete function."""
+        inside = {op.name for op in ops}
+        read = {x.name: x for op in ops for x in op.inputs if x.op.name not in inside}
+        constants = {x.op.name for x in read.values() if x.op.type == "Const"}
+        feeds = [x for x in read.values() if x.op.type != "Const"]
+        fetches = [x for op in ops for x in op.outputs if self._is_read_outside(x, inside)]
+        function = self._function(inside | constants, feeds, fetches)
+        node = tf.compat.v1.NodeDef(name=_name(key), op="StatefulPartitionedCall")
+        node.input.extend(x.name for x in feeds)
+        before = {x.name for op in ops for x in op.control_inputs} - inside
+        node.input.extend(f"^{name}" for name in sorted(before))
+        node.attr["f"].func.name = function.function_def.signature.name
+        node.attr["Tin"].list.type.extend(x.dtype.as_datatype_enum for x in feeds)
+        node.attr["Tout"].list.type.extend(x.dtype.as_datatype_enum for x in fetches)
+        node.attr["_XlaMustCompile"].b = True
+        self._outputs |= {x.name: f"{node.name}:{i}" for i, x in enumerate(fetches)}
+        return node, function
+
+    def _is_read_outside(self, tensor: tf.Tensor, inside: set[str]) -> bool:
+        readers = tensor.consumers()
+        returned = any(tensor is output for output in self._graph.outputs)
+        return returned or any(op.name not in inside for op in readers)
+
+    def _function(
+        self, names: set[str], feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor]
+    ) -> Any:
+        """A concrete function of the named ops, from the values of `feeds` to those of `fetches`."""
+        part = tf.compat.v1.GraphDef()
+        part.versions.CopyFrom(self._traced.versions)
+        part.library.CopyFrom(self._traced.library)
+        for node in self._traced.node:
+            if node.name in names:
+                copy = part.node.add()
+                copy.CopyFrom(node)
+                copy.attr.pop("_class", None)
+                kept = [x for x in node.input if not x.startswith("^") or x[1:] in names]
+                del copy.input[:]
+                copy.input.extend(kept)
+
+        def run(*values: tf.Tensor) -> Any:
+            given = dict(zip((x.name for x in feeds), values, strict=True))
+            wanted = [x.name for x in fetches]
+            return tf.graph_util.import_graph_def(
+                part, input_map=given, return_elements=wanted, name=""
+            )
+
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in feeds]
+        compiled = tf.function(run, jit_compile=True, autograph=False)
+        return compiled.get_concrete_function(*specs)
+
+
+def _groups(boundaries: Sequence[tf.Operation]) -> list[int]:
+    """For each boundary, the number of the last one that shares its segments: a program for each
+    small gradient would take longer than it saves."""
+    numbers, waiting, nbytes = [0] * len(boundaries), [], 0
+    for number, op in enumerate(boundaries):
+        waiting.append(number)
+        nbytes += sum((x.shape.num_elements() or 0) * x.dtype.size for x in op.inputs)
+        if nbytes >= _LEAST_BYTES or number == len(boundaries) - 1:
+            for each in waiting:
+                numbers[each] = number
+            waiting, nbytes = [], 0
+    return numbers
+
+
+def _before(op: tf.Operation) -> list[tf.Operation]:
+    return [*(x.op for x in op.inputs), *op.control_inputs]
+
+
+def _functions_of(node: Any) -> set[str]:
+    """Names of the functions that a node calls."""
+    named = {value.func.name for value in node.attr.values() if value.HasField("func")}
+    lists = [value.list.func for value in node.attr.values() if value.HasField("list")]
+    return named | {each.name for functions in lists for each in functions}
+
+
+def _name(key: Segment) -> str:
+    return "xla_segment_{}_{}".format(*key)
+
+
+def _tensor(name: str) -> str:
+    """The name of a tensor as it is written in a node's inputs, in full."""
+    return name if ":" in name or name.startswith("^") else f"{name}:0"
+
+
+def _drop_repeated(library: Any) -> None:
+    """Keep the first of functions with one name: segments share functions."""
+    every = {each.signature.name: each for each in reversed(library.function)}
+    kept = [tf.compat.v1.GraphDef().library.function.add() for _ in every]
+    for copy, each in zip(kept, every.values(), strict=True):
+        copy.CopyFrom(each)
+    del library.function[:]
+    library.function.extend(kept)
