@@ -48,9 +48,7 @@ def _order_variable(lane: str) -> tf.Tensor:
 
 def _advance_order(lane: str) -> tf.Operation:
     return keep_outside_xla(
-        tf.raw_ops.AssignAddVariableOp(
-            resource=_order_variable(lane), value=tf.ones([], tf.int64)
-        )
+        tf.raw_ops.AssignAddVariableOp(resource=_order_variable(lane), value=tf.ones([], tf.int64))
     )
 
 

@@ -1,4 +1,4 @@
-"""An update that accumulates several local batches on this rank, or one compiled with XLA."""
+"""An update that accumulates several local batches on this rank."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ from ktrainer.steps.update_in_parts import (
     UpdateInParts,
     count_denominators,
 )
+from ktrainer.steps.xla_segments import compile_segments
 
 _SCALAR = tf.TensorSpec([], tf.float64)
 
 
 class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
-    """Updates of `model` from several local batches, or from one compiled with XLA.
+    """Updates of `model` from several local batches.
 
     What has the same shape in all of them is added up in place, in the function that computes it.
+    The last one's backward pass and the sums over ranks are one function, so that they overlap.
 
     Args:
         spec: of local batches, their number of rows unknown.
@@ -99,13 +101,38 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
     def add(self, total: list[Tensors], more: list[Tensors]) -> list[Tensors]:
         return total + more  # concatenated once, before they are applied
 
+    def finish(
+        self,
+        parts: Sequence[LocalBatchLike],
+        denominators: tf.Tensor,
+        total: list[Tensors] | None,
+    ) -> Any:
+        if self.collectives is None or total is None or self._before is not None:
+            return super().finish(parts, denominators, total)
+        last, slices = parts[-1], _columns(total)
+        padding = last.examples == 0
+
+        def finish(batch: Any, weight: tf.Tensor, counted: tf.Tensor, *rest: Any) -> Any:
+            return self._finish(batch, weight, counted, padding, *rest)
+
+        function = self._function(
+            f"finish, {padding}",
+            compile_segments(finish) if self.options.xla else finish,
+            self._spec,
+            _SCALAR,
+            tf.TensorSpec(denominators.shape, tf.float64),
+            _SCALAR,
+            tf.nest.map_structure(_of_any_length, slices),
+        )
+        weights = self._weight(last), np.float64(sum(self._weight(part) for part in parts))
+        return function(last.batch, weights[0], denominators, weights[1], slices)
+
     def apply(self, parts: Sequence[LocalBatchLike], total: list[Tensors], logs: Any) -> Any:
         weight = np.float64(sum(self._weight(part) for part in parts))
         before, loss = self._before, tf.zeros([], tf.float64)
         if before is not None:
             loss = tf.math.multiply_no_nan(before.loss(), weight)
-        slices = [_concatenated(column) for column in zip(*total, strict=True)]
-        bad = self._function("update", self._update)(weight, slices, loss)
+        bad = self._function("update", self._update)(weight, _columns(total), loss)
         if before is not None and bad is not None:
             before.restore(bad, self._assigned)
             logs = before.logs(bad, logs, self._logged)
@@ -162,13 +189,44 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
     def _compute(
         self, batch: Any, weight: tf.Tensor, denominators: tf.Tensor, padding: bool
     ) -> tuple[Any, Tensors]:
+        logs, parts = self._gradients_of(batch, weight, denominators, padding)
+        return logs, self._add_in_place(parts)
+
+    def _gradients_of(
+        self, batch: Any, weight: tf.Tensor, denominators: tf.Tensor, padding: bool
+    ) -> tuple[Any, Tensors]:
+        """The logs of a local batch, and its weighted gradients."""
         context = self._context(batch, weight, denominators=tf.unstack(denominators))
         with unmoved(moved_by_padding(self.model) if padding else []):
             with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
                 logs = self._logged.noting(self._step)(batch)
-            rest = self._add_in_place(self._gradients.take(context))
+            parts = self._gradients.take(context)
         self._assigned.update(context.assigned)
-        return logs, rest
+        return logs, parts
+
+    def _finish(
+        self,
+        batch: Any,
+        weight: tf.Tensor,
+        denominators: tf.Tensor,
+        padding: bool,
+        whole: tf.Tensor,
+        slices: Tensors,
+    ) -> Any:
+        """Compute the last local batch and apply the update.
+
+        Args:
+            whole: the weight of all local batches.
+            slices: of the gradients of the others.
+        """
+        logs, parts = self._gradients_of(batch, weight, denominators, padding)
+        sums, rest = [], []
+        for total, tensors, others in zip(self._sums, parts, slices, strict=True):
+            sums.append([] if total is None else [total + tensors[0]])
+            mine = tensors if total is None else tensors[1:]
+            rest.append(_concatenated([others, mine]))
+        self._apply(whole, sums, rest, tf.zeros([], tf.float64))
+        return logs
 
     def _add_in_place(self, parts: Tensors) -> Tensors:
         """Add what has one shape to the sums; returns the rest: slices, or indices alone."""
@@ -184,6 +242,13 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         return rest
 
     def _update(self, weight: tf.Tensor, rest: Tensors, loss: tf.Tensor) -> tf.Tensor | None:
+        sums = [[] if total is None else [tf.identity(total)] for total in self._sums]
+        return self._apply(weight, sums, rest, loss)
+
+    def _apply(
+        self, weight: tf.Tensor, sums: Tensors, rest: Tensors, loss: tf.Tensor
+    ) -> tf.Tensor | None:
+        """Sum gradients over ranks, and apply them; returns what the guard has found."""
         times = 1
         if self.collectives is not None and not self.options.average:
             times = self.collectives.size
@@ -199,7 +264,6 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
             local=local_variables(self.model),
             powersgd=powersgd_of(self.model),
         )
-        sums = [[] if total is None else [tf.identity(total)] for total in self._sums]
         gradients = self._gradients.whole([a + b for a, b in zip(sums, rest, strict=True)])
         optimizer, variables = self._gradients.optimizer, self._gradients.variables
         with keras_patches(context, [optimizer]):
@@ -231,6 +295,15 @@ def _zeros(kind: type | None, tensors: Sequence[tf.Tensor], variable: Any) -> tf
         return None
     shape = variable.shape if kind is tf.Tensor else tensors[0].shape
     return tf.Variable(tf.zeros(shape, tensors[0].dtype))
+
+
+def _columns(total: Sequence[Tensors]) -> Tensors:
+    """The slices of each variable in several parts."""
+    return [_concatenated(column) for column in zip(*total, strict=True)]
+
+
+def _of_any_length(tensor: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 def _concatenated(parts: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:

@@ -4,9 +4,10 @@ Three ways to run an update, from the simplest that will do:
 
     plain         one process, one local batch an update: the model's own `train_step`, compiled
     inline        several ranks: the same, and gradients are reduced where the optimizer is applied
-    accumulated   several local batches an update, or XLA with several ranks: `train_step` is run
-                  for each with the gradients taken out of it; they are added up, reduced and
-                  applied once
+    accumulated   several local batches an update: `train_step` is run for each with the gradients
+                  taken out of it; they are added up, reduced and applied once
+
+XLA compiles all of a step in one process; with several ranks, what lies between their collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import check_local_layers, local_variables
-from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
+from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
@@ -71,7 +72,6 @@ class CompiledProgram(Program):
         collectives: GradientCollectives | None = None,
         rank: int = 0,
     ) -> None:
-        refuse_xla(options, collectives)
         self.model, self.options, self.collectives, self.rank = model, options, collectives, rank
         self._functions: dict[tuple[str, bool, int], Callable[..., Any]] = {}
         self.variant = 0
@@ -269,6 +269,7 @@ class CompiledProgram(Program):
             rows=rows_of(batch),
             local=local_variables(self.model),
             powersgd=powersgd_of(self.model),
+            xla=self.options.xla,
         )
         if not self.options.average and self.collectives is not None:
             context.gradient_weight = weight * self.collectives.size

@@ -76,7 +76,8 @@ class StepContext(TracedContext):
         capture: keep what `optimizer.apply` is called with in `captured`, and do not apply it.
         assigned: variables that the step assigned, by id.
         applies: how many times an optimizer was applied.
-        xla: whether the step is compiled with XLA, in which nothing can be communicated.
+        xla: whether the step is compiled with XLA; with `capture`, in a piece, in which nothing can
+            be communicated.
         compiled: the name of a function with `jit_compile=True` that the step calls, while that is
             traced; nothing can be communicated in it either, nor may its tensors be kept here.
         merge_replicas: `merge_replicas(update, gradients)` runs `update(gradients)` once for all
@@ -249,10 +250,11 @@ class StepContext(TracedContext):
             ModelError: the step, or a function that it calls, is compiled with XLA.
         """
         self.refuse_compiled(what)
-        if self.xla:
+        if self.xla and self.capture:
             raise ModelError(
-                f"this model communicates in its forward pass ({what}), which XLA cannot compile; "
-                "set trainer.xla=false, or remove it"
+                f"this model communicates in its forward pass ({what}), which XLA cannot compile "
+                "where gradients accumulate, or on replicas of tf.distribute; set "
+                "trainer.xla=false, or remove it"
             )
 
     def refuse_compiled(self, what: str) -> None:

@@ -9,8 +9,8 @@ Denominators come first, for a masked loss must know its own before the first ba
 are counted by a function of its own, traced from the same step without touching any state, of which
 TensorFlow keeps only what leads to the masks.
 
-Parts are the batches that accumulate into one update, also those of a step that is compiled with
-XLA, in which nothing can be communicated; and, under a pipeline, microbatches.
+Parts are the batches that accumulate into one update; of replicas of tf.distribute, also the one of
+a step that is compiled with XLA, in which nothing can be communicated; of a pipeline, microbatches.
 """
 
 from __future__ import annotations
@@ -39,10 +39,19 @@ class UpdateInParts(ABC, Generic[Part]):
         counts = [self.count(part) for part in parts]
         denominators = total_denominators(counts, self.reduce_denominators)
         total: Any = None
-        for part in parts:
-            logs, gradients = self.compute(part, denominators)
+        for part in parts[:-1]:
+            _, gradients = self.compute(part, denominators)
             total = gradients if total is None else self.add(total, gradients)
-        return self.apply(parts, total, logs)
+        return self.finish(parts, denominators, total)
+
+    def finish(self, parts: Sequence[Part], denominators: tf.Tensor, total: Any) -> Any:
+        """Compute the last part and apply the update; returns the logs.
+
+        Args:
+            total: the gradients of the other parts; None: there are none.
+        """
+        logs, gradients = self.compute(parts[-1], denominators)
+        return self.apply(parts, gradients if total is None else self.add(total, gradients), logs)
 
     @abstractmethod
     def count(self, part: Part) -> tf.Tensor:
@@ -136,8 +145,8 @@ def captured_gradients(
     if len(context.captured) != 1:
         raise ModelError(
             f"{type(model).__name__}.train_step applies {len(context.captured)} optimizers; "
-            "trainer.accumulate > 1, and trainer.xla with several ranks, need a step that applies "
-            "exactly one, once. Set trainer.accumulate=1 and trainer.xla=false."
+            "trainer.accumulate > 1, and trainer.xla with replicas of tf.distribute, need a step "
+            "that applies exactly one, once. Set trainer.accumulate=1 and trainer.xla=false."
         )
     return context.captured[0]
 

@@ -19,37 +19,35 @@ Each segment has the ops of one level and one need, so that no two of them wait 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 from ktrainer.distributed.collectives import OUTSIDE_XLA
-from ktrainer.errors import ModelError
 
 _LEAST_BYTES = 2**20  # of what boundaries are given, for a segment of their own
-_BOUNDARIES = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "Assert", "Horovod")
-_PASSED_ON = (tf.variant, tf.resource)  # which XLA makes, but does not hand out
+_COMMUNICATION = ("PyFunc", "EagerPyFunc", "Horovod")  # types of ops begin so
+_NOT_HANDED_OUT = (tf.variant, tf.resource)  # lists of tensors, of loops
 
 Segment = tuple[int, int]  # level, need
 
 
 def compile_segments(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` with all that lies between its collectives compiled with XLA, to be traced.
-
-    Raises:
-        ModelError: when it is traced: a loop's backward pass depends on a collective that is called
-            after the loop's forward pass began.
-    """
-    kept: list[Any] = []  # graphs own their host functions
+    """`step` with all that lies between its collectives compiled with XLA, to be traced."""
+    kept: list[Any] = []  # graphs own their host functions, and concrete functions what they run
 
     def in_segments(*args: Any) -> Any:
         if tf.executing_eagerly():
             return step(*args)
-        traced = tf.function(step, autograph=False).get_concrete_function(*args)
-        kept.append(traced)
+        # As for XLA: loops and broadcasts have other gradients then.
+        whole = tf.function(step, jit_compile=True, autograph=False)
+        traced = whole.get_concrete_function(*args)
+        segmented = _SegmentedGraph(traced.graph)
+        kept.append((traced, segmented))
         given = [x for x in tf.nest.flatten(args, expand_composites=True) if tf.is_tensor(x)]
-        return _import(traced, _SegmentedGraph(traced.graph), given)
+        return _import(traced, segmented, given)
 
     return in_segments
 
@@ -90,43 +88,64 @@ class _SegmentedGraph:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._traced = graph.as_graph_def()
-        self._ops = graph.get_operations()  # in topological order
-        self._with_boundaries = self._functions_with_boundaries()
-        self._boundaries = [op for op in self._ops if self._is_boundary(op)]
+        self._ops = _by_depth(graph.get_operations())
+        communicating = self._functions_that_communicate()
+        self._boundaries = [op for op in self._ops if _is_boundary(op, communicating)]
         self._levels = self._find_levels()
+        if self._loops_wait():
+            loops = {
+                x for op in self._ops for x in (_readers_inside(op) and [op, *_readers_inside(op)])
+            }
+            self._boundaries = [op for op in self._ops if op in self._boundaries or op in loops]
+            self._levels = self._find_levels()
         self._needs = self._find_needs()
         self._segments = self._divide()
         self._outputs: dict[str, str] = {}  # of segments, by the names that they had
+        self._functions: list[Any] = []
 
-    def _is_boundary(self, op: tf.Operation) -> bool:
-        return op.type.startswith(_BOUNDARIES) or not self._with_boundaries.isdisjoint(
-            _functions_of(op.node_def)
-        )
-
-    def _functions_with_boundaries(self) -> set[str]:
+    def _functions_that_communicate(self) -> set[str]:
         """Names of the functions in which something is communicated."""
-        library = self._traced.library.function
-        bodies = {each.signature.name: each.node_def for each in library}
+        bodies = {each.signature.name: each.node_def for each in self._traced.library.function}
         found: set[str] = set()
-        communicating = tuple(kind for kind in _BOUNDARIES if kind != "Assert")
         while True:
             more = {
                 name
                 for name, nodes in bodies.items()
                 for node in nodes
-                if node.op.startswith(communicating) or not found.isdisjoint(_functions_of(node))
+                if node.op.startswith(_COMMUNICATION) or not found.isdisjoint(_functions_of(node))
             }
             if more == found:
                 return found
             found = more
 
     def _find_levels(self) -> dict[str, int]:
-        levels: dict[str, int] = {}
+        """The level of each op; what XLA does not hand out is made where it is read."""
         numbers = {op.name: i for i, op in enumerate(self._boundaries)}
-        for op in self._ops:
-            before = [(levels[x.name], numbers.get(x.name, -1) + 1) for x in _before(op)]
-            levels[op.name] = max((level for pair in before for level in pair), default=0)
+        levels = dict.fromkeys((op.name for op in self._ops), 0)
+        changes = True
+        while changes:
+            changes = False
+            for op in self._ops:
+                before = [max(levels[x.name], numbers.get(x.name, -1) + 1) for x in _before(op)]
+                inside = [] if op.name in numbers else _readers_inside(op)
+                after = [levels[x.name] for x in inside if x.name not in numbers]
+                level = max([*before, *after], default=0)
+                changes |= level != levels[op.name] and bool(after)
+                levels[op.name] = level
         return levels
+
+    def _loops_wait(self) -> bool:
+        """Whether a loop's outputs are communicated before its backward pass, so that no segment
+        can have both."""
+        first: dict[str, int] = {}
+        for number, op in enumerate(self._boundaries):
+            waiting = _before(op)
+            while waiting:
+                other = waiting.pop()
+                if other.name not in first:
+                    first[other.name] = number
+                    waiting += _before(other)
+        return any(self._levels[name] > number for name, number in first.items())
 
     def _find_needs(self) -> dict[str, int]:
         """The number of the first boundary that needs an op, by the op's name."""
@@ -137,25 +156,12 @@ class _SegmentedGraph:
                 other = waiting.pop()
                 if other.name not in needs:
                     needs[other.name] = number
-                    waiting += [*_before(other), *self._readers_inside(other)]
+                    waiting += [*_before(other), *_readers_inside(other)]
         last = len(self._boundaries)
         for op in self._ops:
             if self._levels[op.name] == 0:
                 needs.setdefault(op.name, last)
         return needs
-
-    def _readers_inside(self, op: tf.Operation) -> list[tf.Operation]:
-        """The ops that read what `op` makes and XLA does not hand out."""
-        if op.type == "Placeholder":
-            return []
-        readers = [x for out in op.outputs if out.dtype in _PASSED_ON for x in out.consumers()]
-        for reader in readers:
-            if self._levels[reader.name] != self._levels[op.name]:
-                raise ModelError(
-                    f"the gradient of {op.name} needs a value that is communicated after it, which "
-                    "XLA cannot compile; set trainer.xla=false"
-                )
-        return readers
 
     def _divide(self) -> dict[Segment, list[tf.Operation]]:
         segments: dict[Segment, list[tf.Operation]] = defaultdict(list)
@@ -220,6 +226,7 @@ class _SegmentedGraph:
         node.attr["Tin"].list.type.extend(x.dtype.as_datatype_enum for x in feeds)
         node.attr["Tout"].list.type.extend(x.dtype.as_datatype_enum for x in fetches)
         node.attr["_XlaMustCompile"].b = True
+        self._functions.append(function)
         self._outputs |= {x.name: f"{node.name}:{i}" for i, x in enumerate(fetches)}
         return node, function
 
@@ -231,7 +238,7 @@ class _SegmentedGraph:
     def _function(
         self, names: set[str], feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor]
     ) -> Any:
-        """A concrete function of the named ops, from the values of `feeds` to those of `fetches`."""
+        """A concrete function of the named ops, from the values of `feeds` to `fetches`."""
         part = tf.compat.v1.GraphDef()
         part.versions.CopyFrom(self._traced.versions)
         part.library.CopyFrom(self._traced.library)
@@ -256,6 +263,23 @@ class _SegmentedGraph:
         return compiled.get_concrete_function(*specs)
 
 
+def _is_boundary(op: tf.Operation, communicating: set[str]) -> bool:
+    """Whether an op stays between segments.
+
+    Args:
+        communicating: names of functions.
+    """
+    is_kind = op.type.startswith((*_COMMUNICATION, "Assert"))
+    return is_kind or not communicating.isdisjoint(_functions_of(op.node_def))
+
+
+def _readers_inside(op: tf.Operation) -> list[tf.Operation]:
+    """The ops that read what `op` makes and XLA does not hand out."""
+    if op.type == "Placeholder":
+        return []
+    return [x for out in op.outputs if out.dtype in _NOT_HANDED_OUT for x in out.consumers()]
+
+
 def _groups(boundaries: Sequence[tf.Operation]) -> list[int]:
     """For each boundary, the number of the last one that shares its segments: a program for each
     small gradient would take longer than it saves."""
@@ -268,6 +292,17 @@ def _groups(boundaries: Sequence[tf.Operation]) -> list[int]:
                 numbers[each] = number
             waiting, nbytes = [], 0
     return numbers
+
+
+def _by_depth(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """Ops after those that they depend on: the gradients of the last layers, which need the
+    shortest backward pass, before those of the first ones."""
+    known = {op.name: op for op in ops}
+    sorter = TopologicalSorter({op.name: [x.name for x in _before(op)] for op in ops})
+    depths: dict[str, int] = {}
+    for name in sorter.static_order():
+        depths[name] = 1 + max((depths[x.name] for x in _before(known[name])), default=0)
+    return sorted(ops, key=lambda op: depths[op.name])
 
 
 def _before(op: tf.Operation) -> list[tf.Operation]:
