@@ -335,6 +335,7 @@ def _private(
     (the factor is read from a variable).
     """
     one = tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.float64)
+    one.set_shape([])  # else products have none
     keep_outside_xla(one.op)
     scale = weight * one
     products = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]

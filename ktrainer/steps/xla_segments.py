@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import OUTSIDE_XLA
 
-_LEAST_BYTES = 2**20  # of what boundaries are given, for a segment of their own
+_LEAST_BYTES = 2**18  # of what boundaries are given, for a segment of their own
 _COMMUNICATION = ("PyFunc", "EagerPyFunc", "Horovod")  # types of ops begin so
 _NOT_HANDED_OUT = (tf.variant, tf.resource)  # lists of tensors, of loops
 
@@ -218,7 +218,10 @@ class _SegmentedGraph:
         feeds = [x for x in read.values() if x.op.type != "Const"]
         fetches = [x for op in ops for x in op.outputs if self._is_read_outside(x, inside)]
         function = self._function(inside | constants, feeds, fetches)
-        node = tf.compat.v1.NodeDef(name=_name(key), op="StatefulPartitionedCall")
+        # TensorFlow runs functions that have a state one after the other, host functions too.
+        stateful = any(op.op_def is None or op.op_def.is_stateful for op in ops)
+        kind = "StatefulPartitionedCall" if stateful else "PartitionedCall"
+        node = tf.compat.v1.NodeDef(name=_name(key), op=kind)
         node.input.extend(x.name for x in feeds)
         before = {x.name for op in ops for x in op.control_inputs} - inside
         node.input.extend(f"^{name}" for name in sorted(before))
