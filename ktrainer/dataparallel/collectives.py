@@ -162,7 +162,8 @@ def overlap(tensor: Any) -> Any:
     """`tensor` itself.
 
     In SageMaker's library it marks where an XLA-compiled model may start to reduce. Here the
-    all-reduce of a bucket overlaps the rest of the backward pass without a mark.
+    all-reduce of a bucket overlaps the rest of the backward pass without a mark, under
+    `trainer.xla` too.
     """
     return tf.convert_to_tensor(tensor)
 

@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 from mpi4py import MPI
 
+from ktrainer.distributed.bucket_sizes import LARGEST, BucketSizes, choose_bucket_sizes
 from ktrainer.distributed.collectives import (
     Gradient,
     GradientCollectives,
@@ -38,7 +39,6 @@ from ktrainer.distributed.collectives import (
 )
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
-from ktrainer.distributed.bucket_sizes import LARGEST, BucketSizes, choose_bucket_sizes
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory

@@ -3,7 +3,8 @@
 A step is traced as it is without XLA, and its graph is divided:
 
     boundaries    host functions and Horovod's operations, which XLA cannot compile, and assertions,
-                  which it would leave out
+                  which it would leave out; loops, where their outputs are communicated before
+                  their backward pass, which reads what XLA does not hand out
     segments      the ops that the next boundary needs, each segment a function that XLA compiles
     the update    the ops that depend on a boundary and that none needs: as they are
 
@@ -94,7 +95,7 @@ class _SegmentedGraph:
         self._levels = self._find_levels()
         if self._loops_wait():
             loops = {
-                x for op in self._ops for x in (_readers_inside(op) and [op, *_readers_inside(op)])
+                x for op in self._ops if (readers := _readers_inside(op)) for x in (op, *readers)
             }
             self._boundaries = [op for op in self._ops if op in self._boundaries or op in loops]
             self._levels = self._find_levels()

@@ -222,11 +222,11 @@ def _synchronized_under_xla() -> None:
     import keras
 
     extra = (keras.layers.BatchNormalization(synchronized=True),)
-    with make_trainer(trainer__xla="true") as trainer:
+    with make_trainer(trainer__xla="true", trainer__accumulate=2) as trainer:
         trainer.fit(small_model(8, extra), vectors())
 
 
-def test_xla_refuses_to_communicate_in_the_forward_pass(ranks: Callable[..., Any]) -> None:
+def test_xla_refuses_to_communicate_in_a_forward_pass_of_several(ranks: Callable[..., Any]) -> None:
     for outcome in ranks(2).outcomes(_synchronized_under_xla):
         assert isinstance(outcome.error, ModelError), outcome
         assert "trainer.xla=false" in str(outcome.error)
