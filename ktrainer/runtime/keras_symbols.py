@@ -383,8 +383,7 @@ tensorflow.python.framework.ops
     Operation._add_control_inputs
         pipeline: called; the order of gradients
     Operation._set_attr(self, attr_name, attr_value)
-        distributed: called; products of gradients that the optimizer does not merge, and what
-        XLA does not compile
+        distributed: called; products that the optimizer does not merge; what XLA does not compile
     Operation._is_stateful
         steps: read; values that a log is computed from
     get_gradient_function()._gradient_op_type
