@@ -26,7 +26,7 @@ from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import check_local_layers, local_variables
-from ktrainer.steps.loss_scope import gather_loss_inputs
+from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
@@ -72,6 +72,7 @@ class CompiledProgram(Program):
         collectives: GradientCollectives | None = None,
         rank: int = 0,
     ) -> None:
+        refuse_xla(options, collectives)
         self.model, self.options, self.collectives, self.rank = model, options, collectives, rank
         self._functions: dict[tuple[str, bool, int], Callable[..., Any]] = {}
         self.variant = 0

@@ -17,10 +17,13 @@ import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
+from ktrainer.distributed.collectives import GradientCollectives
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.all_gather import exchange_row_counts, gather_rows
 from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.step_context import GatheredRows, StepContext
+from ktrainer.steps.step_options import StepOptions
 
 
 def explain_coupled_call(split: str, place: str = "it") -> str:
@@ -37,6 +40,19 @@ def explain_coupled_call(split: str, place: str = "it") -> str:
         "a sum over the first axis, and compute each example from its own inputs, or, outside of "
         "pipelines, from those of all ranks with ktrainer.all_gather."
     )
+
+
+def refuse_xla(options: StepOptions, collectives: GradientCollectives | None) -> None:
+    """Refuse losses of the whole batch in steps that cannot gather it.
+
+    Raises:
+        ModelError: the steps are compiled with XLA, on several ranks.
+    """
+    if options.loss_scope == "global" and options.xla and collectives is not None:
+        raise ModelError(
+            "trainer.loss_scope=global gathers the outputs of all ranks inside of the step, as many "
+            "rows as they have, and XLA compiles for a known number; set trainer.xla=false."
+        )
 
 
 @contextmanager

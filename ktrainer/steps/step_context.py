@@ -214,7 +214,9 @@ class StepContext(TracedContext):
         """
         if self.collectives is None or self.record:
             return tensor
-        self.refuse_xla(why)
+        if self.capture:
+            self.refuse_xla(why)
+        self.refuse_compiled(why)
         return self.across(tensor)
 
     def across(self, tensor: tf.Tensor, weight_of_all: tf.Tensor | None = None) -> tf.Tensor:
@@ -250,11 +252,10 @@ class StepContext(TracedContext):
             ModelError: the step, or a function that it calls, is compiled with XLA.
         """
         self.refuse_compiled(what)
-        if self.xla and self.capture:
+        if self.xla:
             raise ModelError(
-                f"this model communicates in its forward pass ({what}), which XLA cannot compile "
-                "where gradients accumulate, or on replicas of tf.distribute; set "
-                "trainer.xla=false, or remove it"
+                f"this model communicates in its forward pass ({what}), which XLA cannot compile; "
+                "set trainer.xla=false, or remove it"
             )
 
     def refuse_compiled(self, what: str) -> None:

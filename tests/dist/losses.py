@@ -304,14 +304,12 @@ SUMS = {
 COUPLED = {
     "simclr": lambda: simclr(),
     "simclr_in_few_rows": lambda: simclr(**FEWER),
-    "simclr_by_xla": lambda: simclr(**{"trainer.xla": "true"}),
     "clip": lambda: clip(),
     "ranking": lambda: ranking(),
     "returned_whole": lambda: returned(**WHOLE),
     "added_whole": lambda: added(**WHOLE),
     "gathering_clip": lambda: gathering(),
     "own_against_all": lambda: gathering(OwnAgainstAll),
-    "own_against_all_by_xla": lambda: gathering(OwnAgainstAll, **{"trainer.xla": "true"}),
     "own_against_all_in_few_rows": lambda: gathering(OwnAgainstAll, **FEWER),
     "sums_of_gathered": lambda: gathering(SumsOfGathered),
 }

@@ -29,16 +29,7 @@ def compare(names: list[str], every: list[list[Outcome]]) -> None:
 # Some are enough in everyday runs; `make test-all` shares out the others.
 FIRST = ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]
 FIRST += ["differentiated_by_xla", "returned_whole"]
-SECOND = [
-    "simclr",
-    "simclr_by_xla",
-    "clip",
-    "own_against_all_by_xla",
-    "ranking",
-    "gathering_clip",
-    "own_against_all",
-    *ACCUMULATED,
-]
+SECOND = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all", *ACCUMULATED]
 THREE = ["differentiated_in_few_rows", "simclr_in_few_rows", "own_against_all_in_few_rows", "clip"]
 OTHERS = [name for name in LOSSES if name not in FIRST + SECOND]
 
@@ -97,8 +88,9 @@ def test_accumulated_updates_have_no_loss_of_the_whole_batch() -> None:
 
 def test_what_cannot_be_gathered_is_refused(ranks: Callable[..., Any]) -> None:
     for text in ranks(2).run(_refusals):
-        outside, views = text
+        outside, compiled, views = text
         assert "outside of a step, with 2 ranks" in outside
+        assert "trainer.xla=false" in compiled
         assert "one row for each example" in views
 
 
@@ -110,6 +102,9 @@ def _refusals() -> list[str]:
         with pytest.raises(ModelError) as caught:
             ktrainer.all_gather(np.zeros((2, 3)))
         found.append(str(caught.value))
+    with pytest.raises(ModelError) as caught:
+        train(losses.simclr(), backend="data_parallel", trainer__xla="true")
+    found.append(str(caught.value))
     with pytest.raises(ModelError) as caught:
         train(losses.doubled(), backend="data_parallel")
     return [*found, str(caught.value)]

@@ -26,6 +26,7 @@ from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.compiled_program import on_tensors, trace
 from ktrainer.steps.compiled_step import CompiledStep
+from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
@@ -57,11 +58,7 @@ class ReplicatedProgram(Program):
     ) -> None:
         if replicas.one_trace:  # compiled by XLA, as always on a TPU
             options = replace(options, xla=False)
-        if options.loss_scope == "global" and options.xla and replicas.collectives is not None:
-            raise ModelError(
-                "trainer.loss_scope=global gathers the outputs of all replicas inside of the step, "
-                "which XLA cannot compile; set trainer.xla=false"
-            )
+        refuse_xla(options, replicas.collectives)
         self.model, self.options, self.replicas, self.guard = model, options, replicas, guard
         self._agree = agree
         self._generation = generation()
