@@ -50,8 +50,8 @@ def refuse_xla(options: StepOptions, collectives: GradientCollectives | None) ->
     """
     if options.loss_scope == "global" and options.xla and collectives is not None:
         raise ModelError(
-            "trainer.loss_scope=global gathers the outputs of all ranks inside of the step, as many "
-            "rows as they have, and XLA compiles for a known number; set trainer.xla=false."
+            "trainer.loss_scope=global gathers the outputs of all ranks inside of the step, as "
+            "many rows as they have, and XLA compiles for a known number; set trainer.xla=false."
         )
 
 
