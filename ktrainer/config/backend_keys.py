@@ -56,7 +56,7 @@ class DataParallelConfig(BackendConfig):
         bucket_mb: largest bucket of gradients that are summed at once, in MiB, for the mpi engine.
             null: 25 on one host; between hosts 1 to 25, by the measured latency and bandwidth of
             the slowest link, with a first bucket of 1. It stays 25 where a host has more than two
-            processes, and beyond 64 hosts.
+            processes, and beyond 64 hosts (with hierarchical=false beyond 64 processes).
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
             uses most of the rows.
         local_layers: layers that stay each process's own, as regular expressions that match whole

@@ -23,25 +23,34 @@ class BucketSizes(NamedTuple):
     other: float = LARGEST
 
 
-def choose_bucket_sizes(world: World) -> BucketSizes:
+def choose_bucket_sizes(world: World, hierarchical: bool = True) -> BucketSizes:
     """The sizes that suit the links between the ranks; all ranks call this together, and get the
-    same."""
+    same.
+
+    Args:
+        hierarchical: as of `depend_on_links`.
+    """
     hosts = world.allgather(host_groups.host_name(), "hosts of ranks")
     on_host = Counter(hosts)
-    if not depend_on_links(len(on_host), max(on_host.values())):
+    if not depend_on_links(len(on_host), max(on_host.values()), hierarchical):
         return BucketSizes()
     latency, bandwidth = min(speeds_between(world, hosts).values(), key=lambda speed: speed[1])
     return suitable_sizes(latency, bandwidth)
 
 
-def depend_on_links(hosts: int, fullest: int) -> bool:
+def depend_on_links(hosts: int, fullest: int, hierarchical: bool = True) -> bool:
     """Whether sizes depend on links: of so many hosts, the fullest with so many ranks.
 
     Only where the order in which ranks are added up does not depend on the length of an array may
     sizes depend on a measurement: MPI adds up more than two ranks of a host, and more than
     `MOST_RANKS` hosts, as it likes.
+
+    Args:
+        hierarchical: whether sums are made within hosts first; else it is ranks, not hosts, of
+            which there may be at most `MOST_RANKS`.
     """
-    return 1 < hosts <= MOST_RANKS and fullest <= 2
+    added_up = hosts if hierarchical else hosts * fullest
+    return hosts > 1 and added_up <= MOST_RANKS and fullest <= 2
 
 
 def suitable_sizes(latency: float, bandwidth: float) -> BucketSizes:

@@ -17,36 +17,42 @@ if TYPE_CHECKING:
 
 Speeds = Mapping[tuple[int, int], tuple[float, float]]
 
-_MOST_PAIRS = 28  # of 8 hosts; with more hosts each is measured with the next one only
+_MOST_PAIRS = 28  # of 8 hosts; of more, each is measured with the next one only, or none at all
 _BYTES = 2**20
+_LEAST_BYTES = 2**16  # where all ranks get each message
 _LEAST_SECONDS = 0.005  # by which messages on a slower link take longer
 _WHAT = "speed of links"
 
 
 def link_speeds(world: World) -> Speeds:
     """(seconds one way, bytes a second) between two hosts, by a rank of each; empty where all hosts
-    have one name. All ranks call this together."""
+    have one name, and of more than 8 hosts without MPI. All ranks call this together."""
     return speeds_between(world, world.allgather(platform.node(), _WHAT))
 
 
 def slow_link(world: World, before: Speeds, ratio: float) -> tuple[str, bool]:
     """A sentence on the link that has become slower than the others have, and whether its messages
-    take `ratio` times as long as before. All ranks call this together."""
+    take `ratio` times as long as before, and `_LEAST_SECONDS` longer. All ranks call this
+    together."""
     hosts = world.allgather(platform.node(), _WHAT)
     found = speeds_between(world, hosts)
     if not found:
         return "", False
     then = {pair: before.get(pair, speed) for pair, speed in found.items()}
-    pair = max(found, key=lambda pair: _seconds(found[pair]) / _seconds(then[pair]))
+
+    def slowed(pair: tuple[int, int]) -> tuple[bool, float]:
+        now, usual = _seconds(found[pair]), _seconds(then[pair])
+        return now > ratio * usual and now - usual > _LEAST_SECONDS, now / usual
+
+    pair = max(found, key=slowed)
     (latency, speed), (latency_before, speed_before) = found[pair], then[pair]
     where = " and ".join(f"rank {rank} ({hosts[rank]})" for rank in pair)
-    which = "the link" if len(found) == 1 else f"the slowest of {len(found)} links"
-    now, usual = _seconds(found[pair]), _seconds(then[pair])
+    which = "the link" if len(found) == 1 else f"of {len(found)} links the one that slowed most"
     return (
         f"{which}, between {where}, takes {latency * 1e3:.3g} ms one way and has "
         f"{speed / 1e6:.3g} MB/s, before {latency_before * 1e3:.3g} ms and "
         f"{speed_before / 1e6:.3g} MB/s",
-        now > ratio * usual and now - usual > _LEAST_SECONDS,
+        slowed(pair)[0],
     )
 
 
@@ -59,14 +65,18 @@ def speeds_between(world: World, hosts: list[str]) -> Speeds:
     """`link_speeds` for the host of each rank."""
     ranks = [hosts.index(host) for host in dict.fromkeys(hosts)]
     pairs = list(itertools.combinations(ranks, 2))
+    many = len(pairs) > _MOST_PAIRS
     if world.name != "mpi":  # their messages pass through rank 0, or through all ranks
-        pairs = [(0, rank) for rank in ranks[1:]]
-    elif len(pairs) > _MOST_PAIRS:
+        pairs = [] if many else [(0, rank) for rank in ranks[1:]]
+    elif many:
         pairs = [(min(pair), max(pair)) for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)]
+        pairs = pairs[::2] + pairs[1::2]  # else each pair would wait for the one before
     measured: dict[tuple[int, int], tuple[float, float]] = {}
     for pair in pairs:
         if world.name != "mpi":
-            measured[pair] = _measure(_by_all(world, pair))
+            # All ranks get all messages, so that many ranks have to be content with short ones.
+            shared = _BYTES // (len(pairs) * (world.size - 1))
+            measured[pair] = _measure(_by_all(world, pair), max(_LEAST_BYTES, shared))
         elif world.rank in pair:
             measured[pair] = _measure(_by_two(cast("MpiComm", world), pair))
     found: dict[tuple[int, int], tuple[float, float]] = {}
@@ -104,10 +114,10 @@ def _by_all(world: World, pair: tuple[int, int]) -> Callable[[int], float]:
     return seconds
 
 
-def _measure(seconds: Callable[[int], float]) -> tuple[float, float]:
-    """Seconds of the shortest message, and bytes of long ones a second beyond that."""
+def _measure(seconds: Callable[[int], float], size: int = _BYTES) -> tuple[float, float]:
+    """Seconds of the shortest message, and bytes of those of `size` a second beyond that."""
     seconds(1)  # they may not arrive together
     short = min(seconds(1) for _ in range(3))
-    seconds(_BYTES)  # what a limited link lets pass at once has passed then
-    long = min(seconds(_BYTES) for _ in range(2))
-    return short, _BYTES / max(long - short, 1e-9)
+    seconds(size)  # what a limited link lets pass at once has passed then
+    long = min(seconds(size) for _ in range(2))
+    return short, size / max(long - short, 1e-9)

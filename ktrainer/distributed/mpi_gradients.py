@@ -106,9 +106,9 @@ class MpiGradients(GradientCollectives):
         """The sizes that suit the links; on healing worlds those that were chosen first, which the
         steps of all ranks are compiled with."""
         if not isinstance(self.world, ElasticWorld):
-            return choose_bucket_sizes(self.world)
+            return choose_bucket_sizes(self.world, self._hierarchical)
         if self.world.bucket_sizes is None:
-            self.world.bucket_sizes = choose_bucket_sizes(self.world)
+            self.world.bucket_sizes = choose_bucket_sizes(self.world, self._hierarchical)
         return BucketSizes(*self.world.bucket_sizes)
 
     def open(self) -> None:

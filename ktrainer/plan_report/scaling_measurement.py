@@ -8,6 +8,7 @@ as would run on it, each on as many of its cores: processes slow one another dow
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.config import DataServiceConfig
+from ktrainer.config import DataParallelConfig, DataServiceConfig
 from ktrainer.data import Feed, LocalBatch, ShuffleOrder, make_feed
+from ktrainer.distributed.bucket_sizes import BucketSizes, depend_on_links, suitable_sizes
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.distributed.mpi_progress import has_completed
 from ktrainer.distributed.sum_in_place import pieces
 from ktrainer.distributed.world import SingleWorld, World
+from ktrainer.plan.communication_cost import Group, Link
 from ktrainer.plan_report.scaling_model import Collective, MeasuredStep
 from ktrainer.runtime.hardware import available_cpus, cpu_slices
 from ktrainer.training.fit_settings import data_config
@@ -56,6 +59,21 @@ class RecordingGradients(MpiGradients):
     Attributes:
         recorded: collectives since `begin`.
     """
+
+    def set_buckets(self, backend: DataParallelConfig, group: Group, link: Link) -> BucketSizes:
+        """Take the buckets of such processes, and return their sizes.
+
+        Args:
+            group: the processes.
+            link: between their hosts.
+        """
+        sizes = BucketSizes()
+        if backend.bucket_mb is not None:
+            sizes = BucketSizes(backend.bucket_mb, backend.bucket_mb)
+        elif depend_on_links(group.hosts, group.fullest, backend.hierarchical is not False):
+            sizes = suitable_sizes(link.latency, 1 / link.per_byte if link.per_byte else math.inf)
+        self.set_wire(backend.wire, sizes)
+        return sizes
 
     def begin(self) -> None:
         """Start a record at the beginning of a step."""

@@ -146,10 +146,8 @@ def _data_parallel(
 
     def predicted(processes: int, at_once: int) -> PredictedStep | None:
         several = processes > 1
-        sizes = _bucket_sizes(
-            backend, Group.of(range(processes), hosts.per_host), communication.network.between
-        )
-        recorder.set_wire(backend.wire, sizes)
+        group = Group.of(range(processes), hosts.per_host)
+        sizes = recorder.set_buckets(backend, group, communication.network.between)
         if sizes not in programs:
             programs[sizes] = _programs(context, model, recorder)
         program, reduces = programs[sizes][several], recorder if several else None
@@ -162,17 +160,6 @@ def _data_parallel(
         return predict(step, processes, hosts, communication) if is_root else None
 
     return predicted
-
-
-def _bucket_sizes(backend: DataParallelConfig, group: Group, link: Link) -> tuple[float, float]:
-    """The buckets of processes with such a link between their hosts."""
-    from ktrainer.distributed.bucket_sizes import BucketSizes, depend_on_links, suitable_sizes
-
-    if backend.bucket_mb is not None:
-        return BucketSizes(backend.bucket_mb, backend.bucket_mb)
-    if not depend_on_links(group.hosts, group.fullest):
-        return BucketSizes()
-    return suitable_sizes(link.latency, 1 / link.per_byte if link.per_byte else math.inf)
 
 
 def _programs(context: RunContext, model: Any, recorder: Any) -> dict[bool, Any]:

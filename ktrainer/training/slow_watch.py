@@ -5,8 +5,8 @@ comparison expensive, by any rank's clock: the ranks agree on that with the vote
 Where nothing is suspect, and steps are as long as in the last window, it is twice as long.
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
 suspect, the next window has what would explain it: the slow stage of the input, the processor time
-of the rank, the speed of links, which are measured in the first window too. The same message
-carries warnings to rank 0.
+of the rank, the speed of links, which are measured in the first window too; but for a few
+times, that too may cost no more of the time. The same message carries warnings to rank 0.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % o
 LEAST_SHARE = 1e-4  # seconds of a step
 _LONGER = 1.25  # times the usual step, after which a comparison is not put off
 _LEAST_QUEUED = 0.15  # of the time: steps that are 1.5 times as long lose a third of it
+_FREE_MEASURES, _FREE_SECONDS = 3, 0.1  # of links, beyond 1 / `MOST_COSTS` of the time
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
 
@@ -76,6 +77,8 @@ class SlowWatch:
         known = context.backend.communication_seconds is not None
         self._linked = world.local_size < world.size
         self._speeds: Any = None  # of links, in the first window
+        self._began, self._measured = time.perf_counter(), 0.0  # seconds that links were measured
+        self._most_measured = 0.0  # seconds, at one time
         self._rules: SlowRules | None = None
         if (share := context.config.logging.slow) is not None:
             self._rules = SlowRules(
@@ -132,14 +135,18 @@ class SlowWatch:
         slow."""
         assert self._rules is not None
         rules, world, began = self._rules, self._world, time.perf_counter()
-        asks_for_link = ("link", None) in rules.suspects
+        asks_for_link = ("link", None) in rules.suspects and self._may_measure()
         with self._taking_warnings() as warnings:
             mine = (self._communication(), asks_for_link, self._window(), warnings)
             every = [mine] if world.size == 1 else world.allgather(mine, "times of the last steps")
         communication, asks, windows, warned = zip(*every, strict=True)
         self._hear(warned)
-        self._apportion(communication)
+        before_links = time.perf_counter()
         link = self._measure_links(any(asks)) if self._linked else None
+        measuring = time.perf_counter() - before_links
+        self._measured += measuring
+        self._most_measured = max(self._most_measured, measuring)
+        self._apportion(communication)  # without what measuring has added to it
         found = rules.judge(self._state.progress.step, windows, link)
         self._usual = (began - self._marks[0].at) / self._steps
         # Of all ranks: one may wait, unseen, for another that is short of processors.
@@ -147,7 +154,7 @@ class SlowWatch:
         self._usage = processor_time() if suspect else None
         self._say(found, callbacks)
         self._restart()
-        self._costs.append(self._marks[0].at - began)
+        self._costs.append(self._marks[0].at - began - measuring)
 
     def end_epoch(self, epoch: int, callbacks: Iterable[Any]) -> None:
         """`gather`, and name what stands out."""
@@ -214,6 +221,13 @@ class SlowWatch:
         if not suspect:
             return None
         return Link(*slow_link(self._world, self._speeds, LINK_RATIO))
+
+    def _may_measure(self) -> bool:
+        """Whether measuring the links again costs little: steps may take longer for other reasons,
+        again and again."""
+        affordable = (time.perf_counter() - self._began) / MOST_COSTS
+        free = max(_FREE_SECONDS, _FREE_MEASURES * self._most_measured)
+        return self._measured <= affordable + free
 
     # -- warnings
 

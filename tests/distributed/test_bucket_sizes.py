@@ -71,6 +71,8 @@ def test_fixed_costs_are_a_tenth_of_a_transfer() -> None:
 def test_where_bits_depend_on_buckets_these_depend_on_no_measurement() -> None:
     assert [depend_on_links(hosts, 1) for hosts in (1, 2, 64, 65)] == [False, True, True, False]
     assert [depend_on_links(2, fullest) for fullest in (1, 2, 3)] == [True, True, False]
+    assert depend_on_links(64, 2)
+    assert [depend_on_links(hosts, 2, hierarchical=False) for hosts in (32, 33)] == [True, False]
 
 
 def _with_sizes(layout: str) -> list[list[bytes]]:

@@ -17,10 +17,11 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Callback, Trainer
+from ktrainer.distributed import link_speed
 from ktrainer.errors import Interrupted
 from ktrainer.runtime.history_file import read_events
 from ktrainer.state.progress import Progress
-from ktrainer.state.time_shares import TimeShares
+from ktrainer.state.time_shares import COMMUNICATION, TimeShares
 from ktrainer.state.warning_log import WarningLog
 from ktrainer.training import slow_watch
 from tests.dist.harness.hosts import Hosts
@@ -263,6 +264,56 @@ def test_a_window_that_a_longer_step_begins_has_nothing_of_before(
     window = watch._window()
     assert (window.duration, window.step_seconds) == pytest.approx((0.08, 0.04))
     assert window.faults == 3.0
+
+
+class Linked:
+    """Two hosts that do the same."""
+
+    size = replicas = 2
+    rank, local_size, is_root = 0, 1, True
+
+    def allgather(self, value: Any, what: str) -> list[Any]:
+        return [value, value]
+
+
+def test_links_that_are_not_slow_are_measured_for_a_small_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As steps become longer again and again, of batches with longer rows: what measuring takes
+    makes comparisons no rarer, and no rank is said to have waited."""
+    now, measured, times = 0.0, [], TimeShares(began=0.0)
+
+    def measure(*_: Any) -> tuple[str, bool]:
+        nonlocal now
+        measured.append(now)
+        with times.of(COMMUNICATION):
+            now += 0.025
+        return "the link has 120 MB/s", False
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(slow_watch, "disk_faults", lambda: 0)
+    monkeypatch.setattr(slow_watch, "processor_share", lambda before: (None, 0.0))
+    monkeypatch.setattr(link_speed, "link_speeds", measure)
+    monkeypatch.setattr(link_speed, "slow_link", measure)
+    context: Any = SimpleNamespace(
+        world=Linked(),
+        backend=SimpleNamespace(communication_seconds=None),
+        config=SimpleNamespace(logging=SimpleNamespace(slow=0.1)),
+    )
+    state: Any = SimpleNamespace(times=times, progress=Progress(), warnings=WarningLog(), slow=[])
+    watch = slow_watch.SlowWatch(context, state)
+    compared = 0
+    for step in range(6_000):
+        with times.of("compute"):
+            now += 0.05 if step > 200 and step % 40 < 10 else 0.02
+        watch.mark(1)
+        if watch.due:
+            watch.compare([])
+            compared += 1
+    assert state.slow == []
+    assert 5 < len(measured) <= 5 + now / 150 / 0.025
+    assert compared > 6_000 / 15
+    assert watch._communication() < 0.1
 
 
 # -- planted causes
