@@ -56,6 +56,7 @@ COMMANDS = {
         "build Horovod for the installed TensorFlow, and keep the wheel",
     ),
 }
+_SEPARATOR = "\0"  # in place of a `--` while words are parsed; no word can be it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +108,11 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
     if parser.get_default("args") is None or "--" not in words:
         return parser.parse_args(words)
     end = words.index("--")
-    args = parser.parse_args(words[:end])
-    args.args += words[end:]
+    marked = [*words[:end], _SEPARATOR, *words[end + 1 :]]
+    args = parser.parse_args(marked)
+    if _SEPARATOR not in args.args:  # before the script it ends the options
+        return parser.parse_args(words)
+    args.args = ["--" if word == _SEPARATOR else word for word in args.args]
     return args
 
 

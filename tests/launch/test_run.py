@@ -49,6 +49,11 @@ def test_words_with_an_equals_sign_are_the_scripts_after_a_separator(script: Scr
     assert (done.returncode, done.stdout) == (0, "['a=b']\n"), done.stderr
 
 
+def test_a_separator_before_the_script_ends_the_options(script: Script) -> None:
+    done = run("--", script("import sys; print(sys.argv[1:])"), "word")
+    assert (done.returncode, done.stdout) == (0, "['word']\n"), done.stderr
+
+
 def test_the_words_are_not_inherited_by_children(script: Script) -> None:
     path = script(
         "import subprocess, sys\n"
