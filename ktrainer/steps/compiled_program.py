@@ -222,7 +222,7 @@ class CompiledProgram(Program):
             else:
                 specs = [self._specs[kind], _WEIGHT] if kind in self._specs else []
                 xla = self.options.xla
-                if xla and self.collectives is not None and kind != "predict":
+                if xla and self.collectives is not None:
                     traced, xla = compile_segments(traced), False
                 traced = CompiledStep(traced, *specs, xla=xla)
             self._functions[key] = traced

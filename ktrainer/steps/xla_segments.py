@@ -2,9 +2,10 @@
 
 A step is traced as it is without XLA, and its graph is divided:
 
-    boundaries    host functions and Horovod's operations, which XLA cannot compile, and assertions,
-                  which it would leave out; loops, where their outputs are communicated before
-                  their backward pass, which reads what XLA does not hand out
+    boundaries    host functions and Horovod's operations, which XLA cannot compile; assertions,
+                  which it would leave out; PowerSGD's QR, which must have the same bits on all
+                  processors; loops, where their outputs are communicated before their backward
+                  pass, which reads what XLA does not hand out
     segments      the ops that the next boundary needs, each segment a function that XLA compiles
     the update    the ops that depend on a boundary and that none needs: as they are
 
@@ -21,15 +22,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from graphlib import TopologicalSorter
 from typing import Any
 
 import tensorflow as tf
 
 from ktrainer.distributed.collectives import OUTSIDE_XLA
+from ktrainer.steps.xla_boundaries import before, by_depth, find_boundaries, group_boundaries
 
-_LEAST_BYTES = 2**18  # of what boundaries are given, for a segment of their own
-_COMMUNICATION = ("PyFunc", "EagerPyFunc", "Horovod")  # types of ops begin so
 _NOT_HANDED_OUT = (tf.variant, tf.resource)  # lists of tensors, of loops
 
 Segment = tuple[int, int]  # level, need
@@ -89,9 +88,8 @@ class _SegmentedGraph:
     def __init__(self, graph: Any) -> None:
         self._graph = graph
         self._traced = graph.as_graph_def()
-        self._ops = _by_depth(graph.get_operations())
-        communicating = self._functions_that_communicate()
-        self._boundaries = [op for op in self._ops if _is_boundary(op, communicating)]
+        self._ops = by_depth(graph.get_operations())
+        self._boundaries = find_boundaries(self._ops, self._traced.library)
         self._levels = self._find_levels()
         if self._loops_wait():
             loops = {
@@ -104,21 +102,6 @@ class _SegmentedGraph:
         self._outputs: dict[str, str] = {}  # of segments, by the names that they had
         self._functions: list[Any] = []
 
-    def _functions_that_communicate(self) -> set[str]:
-        """Names of the functions in which something is communicated."""
-        bodies = {each.signature.name: each.node_def for each in self._traced.library.function}
-        found: set[str] = set()
-        while True:
-            more = {
-                name
-                for name, nodes in bodies.items()
-                for node in nodes
-                if node.op.startswith(_COMMUNICATION) or not found.isdisjoint(_functions_of(node))
-            }
-            if more == found:
-                return found
-            found = more
-
     def _find_levels(self) -> dict[str, int]:
         """The level of each op; what XLA does not hand out is made where it is read."""
         numbers = {op.name: i for i, op in enumerate(self._boundaries)}
@@ -127,11 +110,11 @@ class _SegmentedGraph:
         while changes:
             changes = False
             for op in self._ops:
-                before = [max(levels[x.name], numbers.get(x.name, -1) + 1) for x in _before(op)]
+                known = [max(levels[x.name], numbers.get(x.name, -1) + 1) for x in before(op)]
                 inside = [] if op.name in numbers else _readers_inside(op)
                 after = [levels[x.name] for x in inside if x.name not in numbers]
-                level = max([*before, *after], default=0)
-                changes |= level != levels[op.name] and bool(after)
+                level = max([*known, *after], default=0)
+                changes |= level != levels[op.name]
                 levels[op.name] = level
         return levels
 
@@ -140,24 +123,24 @@ class _SegmentedGraph:
         can have both."""
         first: dict[str, int] = {}
         for number, op in enumerate(self._boundaries):
-            waiting = _before(op)
+            waiting = before(op)
             while waiting:
                 other = waiting.pop()
                 if other.name not in first:
                     first[other.name] = number
-                    waiting += _before(other)
+                    waiting += before(other)
         return any(self._levels[name] > number for name, number in first.items())
 
     def _find_needs(self) -> dict[str, int]:
         """The number of the first boundary that needs an op, by the op's name."""
         needs: dict[str, int] = {}
-        for number, op in zip(_groups(self._boundaries), self._boundaries, strict=True):
-            waiting = _before(op)
+        for number, op in zip(group_boundaries(self._boundaries), self._boundaries, strict=True):
+            waiting = before(op)
             while waiting:
                 other = waiting.pop()
                 if other.name not in needs:
                     needs[other.name] = number
-                    waiting += [*_before(other), *_readers_inside(other)]
+                    waiting += [*before(other), *_readers_inside(other)]
         last = len(self._boundaries)
         for op in self._ops:
             if self._levels[op.name] == 0:
@@ -168,7 +151,7 @@ class _SegmentedGraph:
         segments: dict[Segment, list[tf.Operation]] = defaultdict(list)
         numbers = {op.name for op in self._boundaries}
         for op in self._ops:
-            left = op.type in ("Placeholder", "Const") or op.name in numbers
+            left = op.type in ("Placeholder", "Const") or op.name in numbers or _is_read(op)
             if left or op.name not in self._needs or OUTSIDE_XLA in op.node_def.attr:
                 continue
             segments[self._levels[op.name], self._needs[op.name]].append(op)
@@ -215,17 +198,17 @@ class _SegmentedGraph:
         """The node that calls a segment, and the segment's concrete function."""
         inside = {op.name for op in ops}
         read = {x.name: x for op in ops for x in op.inputs if x.op.name not in inside}
-        constants = {x.op.name for x in read.values() if x.op.type == "Const"}
+        constants = _constants_of(ops)
         feeds = [x for x in read.values() if x.op.type != "Const"]
         fetches = [x for op in ops for x in op.outputs if self._is_read_outside(x, inside)]
-        function = self._function(inside | constants, feeds, fetches)
+        function = self._function(inside | {x.name for x in constants}, feeds, fetches)
         # TensorFlow runs functions that have a state one after the other, host functions too.
         stateful = any(op.op_def is None or op.op_def.is_stateful for op in ops)
         kind = "StatefulPartitionedCall" if stateful else "PartitionedCall"
         node = tf.compat.v1.NodeDef(name=_name(key), op=kind)
         node.input.extend(x.name for x in feeds)
-        before = {x.name for op in ops for x in op.control_inputs} - inside
-        node.input.extend(f"^{name}" for name in sorted(before))
+        after = [x for op in [*ops, *constants] for x in op.control_inputs if x.type != "Const"]
+        node.input.extend(f"^{name}" for name in sorted({x.name for x in after} - inside))
         node.attr["f"].func.name = function.function_def.signature.name
         node.attr["Tin"].list.type.extend(x.dtype.as_datatype_enum for x in feeds)
         node.attr["Tout"].list.type.extend(x.dtype.as_datatype_enum for x in fetches)
@@ -267,14 +250,9 @@ class _SegmentedGraph:
         return compiled.get_concrete_function(*specs)
 
 
-def _is_boundary(op: tf.Operation, communicating: set[str]) -> bool:
-    """Whether an op stays between segments.
-
-    Args:
-        communicating: names of functions.
-    """
-    is_kind = op.type.startswith((*_COMMUNICATION, "Assert"))
-    return is_kind or not communicating.isdisjoint(_functions_of(op.node_def))
+def _is_read(op: tf.Operation) -> bool:
+    """Whether an op reads a variable as it is before the step. XLA would copy what others read."""
+    return op.type == "ReadVariableOp" and all(x.type == "Placeholder" for x in before(op))
 
 
 def _readers_inside(op: tf.Operation) -> list[tf.Operation]:
@@ -284,40 +262,16 @@ def _readers_inside(op: tf.Operation) -> list[tf.Operation]:
     return [x for out in op.outputs if out.dtype in _NOT_HANDED_OUT for x in out.consumers()]
 
 
-def _groups(boundaries: Sequence[tf.Operation]) -> list[int]:
-    """For each boundary, the number of the last one that shares its segments: a program for each
-    small gradient would take longer than it saves."""
-    numbers, waiting, nbytes = [0] * len(boundaries), [], 0
-    for number, op in enumerate(boundaries):
-        waiting.append(number)
-        nbytes += sum((x.shape.num_elements() or 0) * x.dtype.size for x in op.inputs)
-        if nbytes >= _LEAST_BYTES or number == len(boundaries) - 1:
-            for each in waiting:
-                numbers[each] = number
-            waiting, nbytes = [], 0
-    return numbers
-
-
-def _by_depth(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
-    """Ops after those that they depend on: the gradients of the last layers, which need the
-    shortest backward pass, before those of the first ones."""
-    known = {op.name: op for op in ops}
-    sorter = TopologicalSorter({op.name: [x.name for x in _before(op)] for op in ops})
-    depths: dict[str, int] = {}
-    for name in sorter.static_order():
-        depths[name] = 1 + max((depths[x.name] for x in _before(known[name])), default=0)
-    return sorted(ops, key=lambda op: depths[op.name])
-
-
-def _before(op: tf.Operation) -> list[tf.Operation]:
-    return [*(x.op for x in op.inputs), *op.control_inputs]
-
-
-def _functions_of(node: Any) -> set[str]:
-    """Names of the functions that a node calls."""
-    named = {value.func.name for value in node.attr.values() if value.HasField("func")}
-    lists = [value.list.func for value in node.attr.values() if value.HasField("list")]
-    return named | {each.name for functions in lists for each in functions}
+def _constants_of(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
+    """The constants that ops depend on at once or through others, of which each has a copy."""
+    found: dict[str, tf.Operation] = {}
+    waiting = list(ops)
+    while waiting:
+        for x in before(waiting.pop()):
+            if x.type == "Const" and x.name not in found:
+                found[x.name] = x
+                waiting.append(x)
+    return list(found.values())
 
 
 def _name(key: Segment) -> str:
