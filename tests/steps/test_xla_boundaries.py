@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.errors import ModelError
+from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.assertions import assert_in_graph, explain_assertions
 from ktrainer.steps.powersgd import _orthonormal
 from ktrainer.steps.xla_segments import compile_segments
@@ -91,3 +94,17 @@ def test_the_frames_of_powersgd_are_not_xlas() -> None:
     frame, segments = _compiled(lambda x: _communicated(_orthonormal(x * 1)), columns)
     np.testing.assert_array_equal(frame, _orthonormal(columns))
     assert all("Qr" not in types for types in segments.values()), segments
+
+
+def test_a_model_with_a_host_function_predicts() -> None:
+    """As it trains; with several ranks, of which prediction needs none."""
+
+    class OnHost(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return _communicated(x) * 2
+
+    model = keras.Sequential([keras.Input((3,)), OnHost()])
+    several: Any = object()
+    program = CompiledProgram(model, StepOptions(xla=True), several)
+    found = program.predict(LocalBatch(np.ones((4, 3), "float32"), 4, 8))
+    np.testing.assert_array_equal(found, 2 * np.ones((4, 3)))
