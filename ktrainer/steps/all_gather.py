@@ -40,8 +40,7 @@ def all_gather(tensor: Any) -> Any:
 
     Raises:
         ModelError: it is called outside of a step although there are several ranks; the step is
-            compiled for a TPU, or with XLA where gradients accumulate or on replicas of
-            tf.distribute; the tensor has no rows that could be gathered.
+            compiled with XLA or for a TPU; the tensor has no rows that could be gathered.
     """
     if isinstance(tensor, keras.KerasTensor) or in_symbolic_scope():
         return tensor  # a model is built: only shapes count
@@ -90,7 +89,7 @@ def exchange_row_counts(
         views: as in `GatheredRows`.
 
     Raises:
-        ModelError: nothing can be gathered in the step, or a tensor has no rows.
+        ModelError: the step is compiled with XLA or for a TPU, or a tensor has no rows.
     """
     assert context.collectives is not None
     _check_gatherable(context, tensors)
