@@ -8,6 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.steps.graph_parts import called_functions, functions_with
+
 _LEAST_BYTES = 2**18  # of what boundaries are given, for a segment of their own
 _COMMUNICATION = ("PyFunc", "EagerPyFunc", "Horovod")  # types of ops begin so
 _AS_THEY_ARE = ("Assert", "Qr")  # likewise; QR is PowerSGD's: the same bits on all processors
@@ -19,7 +21,7 @@ def find_boundaries(ops: Sequence[tf.Operation], library: Any) -> list[tf.Operat
     Args:
         library: of the functions that they call.
     """
-    communicating, checking = _functions_that_communicate(library), _functions_that_check(library)
+    communicating, checking = functions_with(library, _communicates), _functions_that_check(library)
     return [op for op in ops if _is_boundary(op, communicating, checking)]
 
 
@@ -32,23 +34,12 @@ def _is_boundary(op: tf.Operation, communicating: set[str], checking: set[str]) 
     if op.type.startswith((*_COMMUNICATION, *_AS_THEY_ARE)):
         return True
     watched = communicating | checking if op.type in ("If", "StatelessIf") else communicating
-    return not watched.isdisjoint(_functions_of(op.node_def))
+    return not watched.isdisjoint(called_functions(op.node_def))
 
 
-def _functions_that_communicate(library: Any) -> set[str]:
-    """Names of the functions in which something is communicated."""
-    bodies = {each.signature.name: each.node_def for each in library.function}
-    found: set[str] = set()
-    while True:
-        more = {
-            name
-            for name, nodes in bodies.items()
-            for node in nodes
-            if node.op.startswith(_COMMUNICATION) or not found.isdisjoint(_functions_of(node))
-        }
-        if more == found:
-            return found
-        found = more
+def _communicates(node: Any) -> bool:
+    kind: str = node.op
+    return kind.startswith(_COMMUNICATION)
 
 
 def _functions_that_check(library: Any) -> set[str]:
@@ -58,13 +49,6 @@ def _functions_that_check(library: Any) -> set[str]:
         for each in library.function
         if any(node.op == "Assert" for node in each.node_def)
     }
-
-
-def _functions_of(node: Any) -> set[str]:
-    """Names of the functions that a node calls."""
-    named = {value.func.name for value in node.attr.values() if value.HasField("func")}
-    lists = [value.list.func for value in node.attr.values() if value.HasField("list")]
-    return named | {each.name for functions in lists for each in functions}
 
 
 def group_boundaries(boundaries: Sequence[tf.Operation]) -> list[int]:

@@ -27,6 +27,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.distributed.collectives import OUTSIDE_XLA
+from ktrainer.steps.graph_parts import part_of, tensor_name
 from ktrainer.steps.xla_boundaries import before, by_depth, find_boundaries, group_boundaries
 
 _NOT_HANDED_OUT = (tf.variant, tf.resource)  # lists of tensors, of loops
@@ -59,7 +60,7 @@ def _import(traced: Any, segmented: _SegmentedGraph, given: Sequence[tf.Tensor])
     feeds = [tensor.name for tensor in graph.inputs if tensor.name not in captured]
     inputs = {**captured, **dict(zip(feeds, given, strict=True))}
     definition = segmented.definition()
-    used = {_tensor(name) for node in definition.node for name in node.input}
+    used = {tensor_name(name) for node in definition.node for name in node.input}
     wanted = list({x.name: x for x in traced.outputs if x.name not in inputs}.values())
     found = tf.graph_util.import_graph_def(
         definition,
@@ -95,7 +96,8 @@ class _SegmentedGraph:
             loops = {
                 x for op in self._ops if (readers := _readers_inside(op)) for x in (op, *readers)
             }
-            self._boundaries = [op for op in self._ops if op in self._boundaries or op in loops]
+            loops.update(self._boundaries)
+            self._boundaries = [op for op in self._ops if op in loops]
             self._levels = self._find_levels()
         self._needs = self._find_needs()
         self._segments = self._divide()
@@ -121,26 +123,33 @@ class _SegmentedGraph:
     def _loops_wait(self) -> bool:
         """Whether a loop's outputs are communicated before its backward pass, so that no segment
         can have both."""
-        first: dict[str, int] = {}
-        for number, op in enumerate(self._boundaries):
+        first = self._first_to_need(range(len(self._boundaries)))
+        return any(self._levels[name] > number for name, number in first.items())
+
+    def _first_to_need(
+        self,
+        numbers: Sequence[int],
+        together: Callable[[tf.Operation], list[tf.Operation]] = lambda _: [],
+    ) -> dict[str, int]:
+        """The number of the first boundary that needs an op, by the op's name.
+
+        Args:
+            numbers: of the boundaries.
+            together: the ops that belong into the segment of an op, too.
+        """
+        found: dict[str, int] = {}
+        for number, op in zip(numbers, self._boundaries, strict=True):
             waiting = before(op)
             while waiting:
                 other = waiting.pop()
-                if other.name not in first:
-                    first[other.name] = number
-                    waiting += before(other)
-        return any(self._levels[name] > number for name, number in first.items())
+                if other.name not in found:
+                    found[other.name] = number
+                    waiting += [*before(other), *together(other)]
+        return found
 
     def _find_needs(self) -> dict[str, int]:
         """The number of the first boundary that needs an op, by the op's name."""
-        needs: dict[str, int] = {}
-        for number, op in zip(group_boundaries(self._boundaries), self._boundaries, strict=True):
-            waiting = before(op)
-            while waiting:
-                other = waiting.pop()
-                if other.name not in needs:
-                    needs[other.name] = number
-                    waiting += [*before(other), *_readers_inside(other)]
+        needs = self._first_to_need(group_boundaries(self._boundaries), _readers_inside)
         last = len(self._boundaries)
         for op in self._ops:
             if self._levels[op.name] == 0:
@@ -186,7 +195,7 @@ class _SegmentedGraph:
 
     def renamed(self, name: str) -> str:
         """The name of a tensor in that graph."""
-        return self._outputs.get(_tensor(name), name)
+        return self._outputs.get(tensor_name(name), name)
 
     @staticmethod
     def _renamed_input(name: str, calls: dict[str, str]) -> str:
@@ -226,17 +235,7 @@ class _SegmentedGraph:
         self, names: set[str], feeds: Sequence[tf.Tensor], fetches: Sequence[tf.Tensor]
     ) -> Any:
         """A concrete function of the named ops, from the values of `feeds` to `fetches`."""
-        part = tf.compat.v1.GraphDef()
-        part.versions.CopyFrom(self._traced.versions)
-        part.library.CopyFrom(self._traced.library)
-        for node in self._traced.node:
-            if node.name in names:
-                copy = part.node.add()
-                copy.CopyFrom(node)
-                copy.attr.pop("_class", None)
-                kept = [x for x in node.input if not x.startswith("^") or x[1:] in names]
-                del copy.input[:]
-                copy.input.extend(kept)
+        part = part_of(self._traced, names)
 
         def run(*values: tf.Tensor) -> Any:
             given = dict(zip((x.name for x in feeds), values, strict=True))
@@ -276,11 +275,6 @@ def _constants_of(ops: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 def _name(key: Segment) -> str:
     return "xla_segment_{}_{}".format(*key)
-
-
-def _tensor(name: str) -> str:
-    """The name of a tensor as it is written in a node's inputs, in full."""
-    return name if ":" in name or name.startswith("^") else f"{name}:0"
 
 
 def _drop_repeated(library: Any) -> None:

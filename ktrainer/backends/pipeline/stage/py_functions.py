@@ -16,6 +16,7 @@ from tensorflow.python.ops import script_ops
 
 from ktrainer.backends.pipeline.schedules.actions import Action
 from ktrainer.errors import ModelError
+from ktrainer.steps.graph_parts import called_functions, functions_with
 
 _OP = "EagerPyFunc"
 
@@ -36,15 +37,14 @@ class PythonFunctions:
     """
 
     def __init__(self, definition: Any) -> None:
-        bodies = {f.signature.name: f.node_def for f in definition.library.function}
         self._differentiated: list[str] = []
         self._gradients: list[str] = []
-        every = itertools.chain(definition.node, *bodies.values())
+        bodies = [function.node_def for function in definition.library.function]
+        every = itertools.chain(definition.node, *bodies)
         if not any(node.op == _OP for node in every):
             return
-        calls = {name: {c for node in body for c in _calls(node)} for name, body in bodies.items()}
-        self._differentiated = _holding(definition.node, bodies, calls, _is_differentiated)
-        self._gradients = _holding(definition.node, bodies, calls, _is_gradient)
+        self._differentiated = _holding(definition, _is_differentiated)
+        self._gradients = _holding(definition, _is_gradient)
 
     def differentiated(self, ops: Collection[str]) -> list[str]:
         """Those of `ops` that run a function of which there is a gradient."""
@@ -79,20 +79,10 @@ def check_order(row: Sequence[Action], stage_of: Callable[[Action], Differentiat
             waiting.discard(id(stage))
 
 
-def _holding(
-    nodes: Any, bodies: dict[str, Any], calls: dict[str, set[str]], wanted: Callable[[Any], bool]
-) -> list[str]:
+def _holding(definition: Any, wanted: Callable[[Any], bool]) -> list[str]:
     """Names of the nodes that are `wanted`, or call functions with such nodes, however deep."""
-    found = {name for name, body in bodies.items() if any(map(wanted, body))}
-    while more := {name for name, called in calls.items() if called & found} - found:
-        found |= more
-    return [node.name for node in nodes if wanted(node) or _calls(node) & found]
-
-
-def _calls(node: Any) -> set[str]:
-    """Names of the functions that a node calls: a call, a condition or a loop."""
-    values = node.attr.values()
-    return {f.name for a in values for f in (a.func, *a.list.func) if f.name}
+    found = functions_with(definition.library, wanted)
+    return [n.name for n in definition.node if wanted(n) or called_functions(n) & found]
 
 
 def _is_gradient(node: Any) -> bool:

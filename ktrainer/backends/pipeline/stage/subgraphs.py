@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ktrainer.backends.pipeline.stage.py_functions import PythonFunctions
 from ktrainer.steps.compiled_step import direct_call
+from ktrainer.steps.graph_parts import part_of, tensor_name
 
 
 class TracedGraph:
@@ -129,7 +130,7 @@ class TracedGraph:
             done: as in `needed_for`.
         """
         definition = self._part(feeds, fetches, done)
-        used = {name for node in definition.node for name in map(_tensor_name, node.input)}
+        used = {name for node in definition.node for name in map(tensor_name, node.input)}
         captured = {inner.name: outer for outer, inner in self.graph.captures}
         fed = [t.name for t in feeds]
         wanted = list(dict.fromkeys(t.name for t in fetches if t.name not in fed))
@@ -158,22 +159,4 @@ class TracedGraph:
         needed = self.needed_for(fetches, feeds, done)
         for placeholder in self.graph.captures:
             needed.discard(placeholder[1].op.name)
-        part = tf.compat.v1.GraphDef()
-        part.versions.CopyFrom(self._definition.versions)
-        part.library.CopyFrom(self._definition.library)
-        for node in self._definition.node:
-            if node.name not in needed:
-                continue
-            copy = part.node.add()
-            copy.CopyFrom(node)
-            # Both may name ops that are not in this part.
-            copy.attr.pop("_class", None)
-            kept = [i for i in node.input if not i.startswith("^") or i[1:] in needed]
-            del copy.input[:]
-            copy.input.extend(kept)
-        return part
-
-
-def _tensor_name(name: str) -> str:
-    """The name of a tensor as it is written in a node's inputs, in full."""
-    return name if ":" in name or name.startswith("^") else f"{name}:0"
+        return part_of(self._definition, needed)

@@ -1,0 +1,50 @@
+"""Parts of traced graphs: definitions of some of their ops, and the functions that these call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import tensorflow as tf
+
+
+def part_of(definition: Any, names: Collection[str]) -> Any:
+    """The definition of the named ops of a graph, with all functions of the graph."""
+    part = tf.compat.v1.GraphDef()
+    part.versions.CopyFrom(definition.versions)
+    part.library.CopyFrom(definition.library)
+    for node in definition.node:
+        if node.name not in names:
+            continue
+        copy = part.node.add()
+        copy.CopyFrom(node)
+        # Both may name ops that are not in this part.
+        copy.attr.pop("_class", None)
+        kept = [i for i in node.input if not i.startswith("^") or i[1:] in names]
+        del copy.input[:]
+        copy.input.extend(kept)
+    return part
+
+
+def tensor_name(name: str) -> str:
+    """The name of a tensor as it is written in a node's inputs, in full."""
+    return name if ":" in name or name.startswith("^") else f"{name}:0"
+
+
+def called_functions(node: Any) -> set[str]:
+    """Names of the functions that a node calls: a call, a condition or a loop."""
+    values = node.attr.values()
+    return {f.name for a in values for f in (a.func, *a.list.func) if f.name}
+
+
+def functions_with(library: Any, wanted: Callable[[Any], bool]) -> set[str]:
+    """Names of the functions with nodes that are `wanted`, or that call such functions, however
+    deep."""
+    bodies = {each.signature.name: each.node_def for each in library.function}
+    calls = {
+        name: {c for node in body for c in called_functions(node)} for name, body in bodies.items()
+    }
+    found = {name for name, body in bodies.items() if any(map(wanted, body))}
+    while more := {name for name, called in calls.items() if called & found} - found:
+        found |= more
+    return found
