@@ -12,7 +12,7 @@ import pytest
 from tests.dist.small import more
 
 SCRIPT = """
-import os, signal
+import os, signal, time
 import keras, numpy as np, tensorflow as tf
 from ktrainer import Trainer
 
@@ -23,6 +23,7 @@ def stop_in_the_third_step(x):
     calls += 1
     if calls == 3 and trainer.world.rank == trainer.world.size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)  # until the main thread, which takes the signal, has a core
     return x
 
 class Stops(keras.layers.Layer):
