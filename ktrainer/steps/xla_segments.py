@@ -4,8 +4,8 @@ A step is traced as it is without XLA, and its graph is divided:
 
     boundaries    host functions and Horovod's operations, which XLA cannot compile; assertions,
                   which it would leave out; PowerSGD's QR, which must have the same bits on all
-                  processors; loops, where their outputs are communicated before their backward
-                  pass, which reads what XLA does not hand out
+                  processors; loops that communicate, or whose outputs are communicated before
+                  their backward pass: XLA does not hand out their lists
     segments      the ops that the next boundary needs, each segment a function that XLA compiles
     the update    the ops that depend on a boundary and that none needs: as they are
 
@@ -121,10 +121,13 @@ class _SegmentedGraph:
         return levels
 
     def _loops_wait(self) -> bool:
-        """Whether a loop's outputs are communicated before its backward pass, so that no segment
-        can have both."""
+        """Whether no segment can have all of a loop: its outputs are communicated before its
+        backward pass, or boundaries make or read its lists."""
         first = self._first_to_need(range(len(self._boundaries)))
-        return any(self._levels[name] > number for name, number in first.items())
+        made = (x.op for op in self._boundaries for x in op.inputs)
+        return any(self._levels[name] > number for name, number in first.items()) or any(
+            _readers_inside(op) for op in (*self._boundaries, *made)
+        )
 
     def _first_to_need(
         self,

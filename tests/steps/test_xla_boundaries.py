@@ -56,6 +56,23 @@ def test_an_array_of_tensors_is_made_where_it_is_read() -> None:
     np.testing.assert_array_equal(found, [2, 2])
 
 
+def test_a_loop_that_communicates() -> None:
+    x = tf.constant([[0.0, 1], [2, 1], [1, 1]])
+    found, _ = _compiled(lambda x: tf.map_fn(lambda row: _communicated(row) * 2, x * 3) + 1, x)
+    np.testing.assert_array_equal(found, x * 6 + 1)
+
+
+def test_a_branch_that_communicates_reads_an_array_of_tensors() -> None:
+    def step(x: tf.Tensor) -> tf.Tensor:
+        rows = tf.TensorArray(tf.float32, size=3, element_shape=[2]).unstack(x * 2)
+        low = tf.reduce_sum(x) < 0
+        row = tf.cond(low, lambda: rows.read(0), lambda: _communicated(rows.read(1)))
+        return _communicated(row * 2)
+
+    found, _ = _compiled(step, tf.constant([[0.0, 1], [2, 1], [1, 1]]))
+    np.testing.assert_array_equal(found, [8, 4])
+
+
 def test_order_is_kept_through_a_constant() -> None:
     changed = tf.Variable(1.0)
 
