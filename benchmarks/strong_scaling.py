@@ -13,10 +13,7 @@ and predicted over measured.
 | pipeline | 8 dense layers of 1024, 256, 2 partitions, 8 microbatches | 2, 4 on this host |
 | fast, slow, slower | mlp; no limit, 1 Gbit/s, 200 Mbit/s between hosts | 2, a host each |
 | slow, 4 | mlp; 1 Gbit/s | 4 on two hosts |
-| given | as slower, the network an option, two connections a pair of ranks | 2 |
-
-Open MPI sends in one direction at a time over a TCP connection, in messages over half a MiB, so
-that "slower" has half of its links' rate each way; with two connections it has all of it.
+| given | as slower, the network an option | 2 |
 
 Hosts are network namespaces on this machine, as in the tests (root only), and share its cores: a
 plan for them measures with as many processes as there will be. Where the kernel has no netem, links
@@ -74,7 +71,6 @@ WORDS = ("logging.progress=none", "seed=1", "trainer.steps_per_call=1", "data.ba
 DATA_PARALLEL = ("backend=data_parallel", *WORDS)
 PIPELINE = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=8", *WORDS)
 LATENCY = "60us"  # of namespaces, through TCP; where the network is given
-TWO_CONNECTIONS = {"OMPI_MCA_btl_tcp_links": "2"}
 
 
 @dataclass(frozen=True)
@@ -164,7 +160,7 @@ class Programs:
     def _ktrainer(self, *words: str) -> str:
         command = (sys.executable, "-m", "ktrainer.cli.main", *words)
         if self.hosts is not None:
-            env = {"PYTHONPATH": str(ROOT)} | (TWO_CONNECTIONS if self.case.given else {})
+            env = {"PYTHONPATH": str(ROOT)}
             done = self.hosts.run(0, *command, env=env, cwd=self.folder, timeout=300)
         else:
             done = subprocess.run(

@@ -12,12 +12,13 @@ Each host sends and receives 2 * (hosts - 1) / hosts times the array, however ma
 from __future__ import annotations
 
 import platform
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
 
 from ktrainer.distributed.mpi_communicator import MpiComm
+from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import sum_in_place
 
@@ -29,28 +30,33 @@ class HostGroups:
         world: waits, with its deadline.
         local: the ranks of this host.
         leaders: the first rank of each host; `COMM_NULL` on the other ranks.
+        shared: memory of the ranks of this host, if they have it; else they exchange messages.
     """
 
     def __init__(
-        self, world: MpiComm, local: MPI.Intracomm, leaders: MPI.Intracomm | MPI.Comm
+        self,
+        world: MpiComm,
+        local: MPI.Intracomm,
+        leaders: MPI.Intracomm | MPI.Comm,
+        shared: SharedMemory | None,
     ) -> None:
-        self._world, self._local = world, local
+        self._world, self._local, self._shared = world, local, shared
         self._leaders = cast(MPI.Intracomm, leaders)
 
     def sum(self, array: np.ndarray, total: np.ndarray, what: str = "gradients") -> None:
         """Sum `array` over all ranks into `total`.
 
         Args:
-            array: one-dimensional, of a type that MPI can add; its contents are lost.
+            array: one-dimensional, at most `PIECE_BYTES`; its contents are lost.
             total: as long; of the type in which sums go between hosts. 16-bit floats are added up
                 in float32. May be `array`.
             what: what is summed, for messages.
         """
         local, wait = self._local, self._world.wait
-        if local.size > 1:
-            send: Any = MPI.IN_PLACE if local.rank == 0 else array
-            request = local.Ireduce(send, array if local.rank == 0 else None, MPI.SUM, 0)
-            wait(request, f"reduce of {what} within a host", array)
+        if self._shared is not None:
+            self._shared.sum_in_place(array, f"{what} within a host")
+        else:
+            sum_in_place(self._world, local, array, f"{what} within a host")
         if local.rank == 0:
             convert(array, total)
             sum_in_place(self._world, self._leaders, total, f"{what} between hosts")
@@ -58,7 +64,8 @@ class HostGroups:
             wait(local.Ibcast(_sendable(total), 0), f"broadcast of {what} within a host", total)
 
     def close(self) -> None:
-        """Free the communicators. All ranks call it together."""
+        """Free the communicators, and the memory. All ranks call it together."""
+        self._shared = None
         self._world.free(self._local)
         self._world.free(self._leaders)
 
@@ -87,7 +94,8 @@ def open_host_groups(world: MpiComm) -> HostGroups | None:
     for comm in (local, leaders):
         if comm != MPI.COMM_NULL:
             world.watch(comm)
-    return HostGroups(world, local, leaders)
+    here = [each for each in range(world.size) if leader_of[each] == leader]
+    return HostGroups(world, local, leaders, open_shared_memory(world, local, here))
 
 
 def host_name() -> str:

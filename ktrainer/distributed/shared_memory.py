@@ -73,20 +73,22 @@ class SharedMemory:
             segments[other][:] = shared[other][other]
 
 
-def open_shared_memory(world: MpiComm, comm: MPI.Intracomm) -> SharedMemory | None:
-    """Memory that all ranks share; None where they cannot. All ranks call it together.
+def open_shared_memory(
+    world: MpiComm, comm: MPI.Intracomm, ranks: Sequence[int] | None = None
+) -> SharedMemory | None:
+    """Memory that ranks share; None where they cannot. All ranks call it together.
 
     It has no name in any file system, so that nothing is left behind, however a process ends: each
     rank opens the others' by their process ids, which needs Linux, and one host or container.
 
     Args:
-        comm: a communicator of all ranks of `world`.
+        comm: a communicator of these ranks.
+        ranks: of `world`, that share memory with this one, which is one of them; None: all.
 
     Raises:
         DeadlineExceeded: a rank does not open it in time.
     """
-    if not 1 < world.size <= MOST_RANKS:
-        return None
+    ranks = range(world.size) if ranks is None else ranks
     with ExitStack() as files:
         own, name = None, f"ktrainer-{secrets.token_hex(8)}"
         with suppress(OSError, AttributeError):  # not on Linux; no memory
@@ -94,13 +96,15 @@ def open_shared_memory(world: MpiComm, comm: MPI.Intracomm) -> SharedMemory | No
             files.callback(os.close, own)
             os.ftruncate(own, _BUFFERS * PIECE_BYTES)
         path = f"/proc/{os.getpid()}/fd/{own}"
-        opened = [
-            _open_memory(each, its_name)
-            for each, its_name in world.allgather((path, name), "open shared memory")
-        ]
+        every = world.allgather((path, name), "open shared memory")
+        opened = [_open_memory(*every[rank]) for rank in ranks] if _few(ranks) else []
         mapped = [np.frombuffer(memory, np.uint8) for memory in opened if memory is not None]
-        everywhere = world.allgather(len(mapped) == world.size, "open shared memory")
-    return SharedMemory(world, comm, mapped) if all(everywhere) else None
+        everywhere = world.allgather(len(mapped) == len(ranks), "open shared memory")
+    return SharedMemory(world, comm, mapped) if all(everywhere[rank] for rank in ranks) else None
+
+
+def _few(ranks: Sequence[int]) -> bool:
+    return 1 < len(ranks) <= MOST_RANKS
 
 
 def _open_memory(path: str, name: str) -> mmap.mmap | None:

@@ -21,6 +21,7 @@ from ktrainer.errors import ConfigError, SetupError
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 LOST_SECONDS = 4.0
 _DISCARD = 9  # a port on which no one listens
+_CONNECTIONS = "OMPI_MCA_btl_tcp_links"  # between two ranks
 PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
@@ -207,6 +208,8 @@ def mpi_settings(network: str, without_daemons: bool) -> dict[str, str]:
             they connect to it by TCP, and to one another, as there is no memory that they share.
     """
     found = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", **mpi_on_interface(network)}
+    # Over one connection Open MPI's messages go in one direction at a time.
+    found[_CONNECTIONS] = os.environ.get(_CONNECTIONS, "2")
     if without_daemons:
         found |= {
             "OMPI_MCA_btl": "self,tcp",

@@ -24,7 +24,6 @@ from typing import Literal
 
 MOST_EXCHANGING = 64  # ranks, as in `ktrainer.distributed.sum_in_place`; more use MPI's all-reduce
 _SMALL = 65_536  # bytes; Open MPI divides longer arrays into fragments
-_REDUCE_FRAGMENT = 8_192
 _FEW_RANKS = 4  # that Open MPI treats as a chain, or serves one by one
 
 Engine = Literal["mpi", "horovod"]
@@ -139,7 +138,7 @@ class Network:
             )
         if by_host and group.ranks > 2 and 1 < group.hosts < group.ranks:
             here, local = group.on_one_host, nbytes * (2 if halves else 1)
-            inside = self._reduce_within(here, local) + self._broadcast_within(here, nbytes)
+            inside = self.through_memory(here, local) + self._broadcast_within(here, nbytes)
             return inside + self._among(group.leaders, nbytes, halves)
         return self._among(group, nbytes, halves)
 
@@ -195,15 +194,6 @@ class Network:
         across = 2 * (all_rounds - here) * self.between.message(nbytes)
         return Cost(inside * self.crowding, across)
 
-    def _reduce_within(self, group: Group, nbytes: float) -> Cost:
-        """`MPI_Ireduce` of Open MPI: a chain of few ranks, else a tree."""
-        if group.ranks == 1:
-            return Cost()
-        if group.ranks > _FEW_RANKS or nbytes < _SMALL:
-            hop = self.within.message(nbytes) + nbytes * self.add
-            return Cost(_rounds(group.ranks) * hop * self.crowding)
-        return self._chain(group, nbytes, _REDUCE_FRAGMENT, self.add)
-
     def _broadcast_within(self, group: Group, nbytes: float) -> Cost:
         """`MPI_Ibcast` of Open MPI: to few ranks one by one, else by a tree or a chain."""
         if group.ranks == 1:
@@ -213,12 +203,12 @@ class Network:
             return Cost((self.within.latency + copies) * self.crowding)
         if nbytes < _SMALL:
             return Cost(_rounds(group.ranks) * self.within.message(nbytes) * self.crowding)
-        return self._chain(group, nbytes, 8_192 if nbytes < 524_288 else 32_768, 0.0)
+        return self._chain(group, nbytes, 8_192 if nbytes < 524_288 else 32_768)
 
-    def _chain(self, group: Group, nbytes: float, fragment: int, add: float) -> Cost:
+    def _chain(self, group: Group, nbytes: float, fragment: int) -> Cost:
         """Pass fragments along all ranks, several of them under way at a time."""
         fragments = math.ceil(nbytes / fragment)
-        hop = self.within.message(nbytes / fragments) + nbytes / fragments * add
+        hop = self.within.message(nbytes / fragments)
         return Cost((fragments + group.ranks - 2) * hop * self.crowding)
 
 

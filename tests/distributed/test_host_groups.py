@@ -182,7 +182,7 @@ def _late(layout: str) -> str:
 @pytest.mark.exhaustive
 def test_a_late_rank_is_named_with_the_operation(ranks: Callable[..., Any]) -> None:
     leader, _, other = ranks(3, "late").run(_late, "aab")
-    assert "rank 0 waited 1 s at step 7 in 'reduce of gradients within a host'" in leader
+    assert "rank 0 waited 1 s at step 7 in 'all-reduce of gradients within a host'" in leader
     assert "rank 1" in leader
     assert "rank 2 waited 1 s at step 7 in 'all-reduce of gradients between hosts'" in other
 
