@@ -229,9 +229,10 @@ def _command(
     if hosts:
         options = [f"--{name}={given[name]}" for name in _LAUNCH if given[name] is not None]
     else:
-        fitting = here.gpus or max(1, min(here.cores, request.cores) // request.threads)
-        # Two at least where ranks share a host: their link is measured.
-        at_once = min(max(2, fitting), request.per_host, request.worlds[-1])
+        # Two for each place, to measure what ranks lose that take turns on it; not on a GPU. Two at
+        # least where ranks share a host: their link is measured.
+        most = here.gpus or 2 * max(1, min(here.cores, request.cores) // request.threads)
+        at_once = min(max(2, most), request.per_host, request.worlds[-1])
         options = [f"--ranks={at_once}"]
     # Each measurement binds the processes itself.
     flags = ["--no-bind", "--no-prefix", f"--threads={request.threads}"]

@@ -9,8 +9,8 @@
 
 Waits for the network overlap with the rest of a step as they do in it: a bucket of gradients is
 sent once its last gradient is there and the bucket before has arrived. Copies between ranks of a
-host overlap with nothing, since the cores make them. Processes that share cores take as many times
-longer as the fullest core has processes: an operating system seldom moves one within a step.
+host overlap with nothing, since the cores make them. Steps are timed with up to two processes for
+each core; more take as many times longer as the fullest core has more.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class MeasuredStep:
         input: seconds of waiting for a batch.
         collectives: in order.
         slowdowns: of each step that was timed, of all processes that did: times of `seconds`.
+        at_once: processes of a host that did at the same time.
     """
 
     batch: float
@@ -68,6 +69,7 @@ class MeasuredStep:
     input: float
     collectives: tuple[Collective, ...] = ()
     slowdowns: tuple[float, ...] = (1.0,)
+    at_once: int = 1
 
     def slowest_of(self, processes: int) -> float:
         """The median slowdown of the slowest of so many processes, each of which is as slow in one
@@ -178,7 +180,7 @@ def predict(
     """A data-parallel step of so many processes."""
     group = Group.of(range(processes), hosts.per_host)
     network = hosts.network(communication.network, group.fullest)
-    crowding = hosts.crowding(group.fullest)
+    crowding = hosts.crowding(group.fullest) / hosts.crowding(step.at_once)
     compute = step.seconds * crowding
     ended = with_collectives(
         compute,

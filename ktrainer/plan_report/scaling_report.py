@@ -122,10 +122,11 @@ def _predictions(
         else getattr(backend, "compression", "none"),
         sparse_as_dense=getattr(backend, "sparse_as_dense", False),
     )
-    make = _pipeline if isinstance(backend, PipelineConfig) else _data_parallel
+    most = max(context.world.allgather(context.world.local_size))
+    make: Any = _data_parallel
+    if isinstance(backend, PipelineConfig):  # the times of single stages, each with a core
+        make, most = _pipeline, min(most, max(1, hosts.cores // hosts.threads))
     predicted = make(context, model, data, recorder, hosts, communication)
-    fitting = max(1, hosts.cores // hosts.threads)
-    most = min(fitting, max(context.world.allgather(context.world.local_size)))
     steps = [predicted(n, min(n, hosts.per_host, most)) for n in worlds]
     return [step for step in steps if step is not None]
 
