@@ -71,7 +71,8 @@ def test_learns_mnist(
     if shared_data is None:
         pytest.skip("needs MNIST's images: KTRAINER_DATA=FOLDER")
     script = str(EXAMPLES / "custom_loops" / f"{name}.py")
-    words = ["--data-dir", str(shared_data), "--epochs=2", "--steps=150"]
+    epochs = 2 if name.endswith("evaluation") else 1  # 1 reaches 0.95
+    words = ["--data-dir", str(shared_data), f"--epochs={epochs}", "--steps=150"]
     words += [f"--checkpoints={tmp_path}"] if name.endswith("evaluation") else []
     said = ranks(SCRIPTS[name]).run(_run_script, script, *words, deadline=300)
     assert float(re.findall(r"accuracy (\d\.\d+)", said[0])[-1]) > 0.9, said[0]
