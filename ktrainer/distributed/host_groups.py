@@ -1,7 +1,8 @@
 """Hierarchical all-reduce, for ranks on several hosts of which some have several ranks.
 
-The ranks of a host add up their arrays through shared memory; the first of them, the leader, adds
-the sums of all hosts with the other leaders; the ranks of the host get the result from it:
+The ranks of a host add up their arrays through shared memory, or by messages where they have none;
+the first of them, the leader, adds the sums of all hosts with the other leaders; the ranks of the
+host get the result from it:
 
     host a   rank 0 <- rank 1      rank 0 <-> rank 2      rank 0 -> rank 1
     host b   rank 2 <- rank 3      (16 bits if asked)     rank 2 -> rank 3
@@ -12,6 +13,7 @@ Each host sends and receives 2 * (hosts - 1) / hosts times the array, however ma
 from __future__ import annotations
 
 import platform
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -20,7 +22,7 @@ from mpi4py import MPI
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import sum_in_place
+from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 
 
 class HostGroups:
@@ -47,16 +49,17 @@ class HostGroups:
         """Sum `array` over all ranks into `total`.
 
         Args:
-            array: one-dimensional, at most `PIECE_BYTES`; its contents are lost.
+            array: one-dimensional; its contents are lost.
             total: as long; of the type in which sums go between hosts. 16-bit floats are added up
                 in float32. May be `array`.
             what: what is summed, for messages.
         """
         local, wait = self._local, self._world.wait
-        if self._shared is not None:
-            self._shared.sum_in_place(array, f"{what} within a host")
+        within = f"{what} within a host"
+        if self._shared is not None:  # widened, a piece is longer than its memory
+            reduce_in_pieces([array], partial(self._shared.sum_in_place, what=within))
         else:
-            sum_in_place(self._world, local, array, f"{what} within a host")
+            sum_in_place(self._world, local, array, within)
         if local.rank == 0:
             convert(array, total)
             sum_in_place(self._world, self._leaders, total, f"{what} between hosts")

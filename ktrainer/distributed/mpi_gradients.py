@@ -9,9 +9,9 @@ which sums gradients where they are: TensorFlow's memory is MPI's buffer, withou
 16-bit gradients, and all floats under `compression="fp16"` or `"bf16"`, cross the wire as 16 bits
 and are added up in float32, a piece at a time: no buffer is larger than that.
 
-Where all ranks run on one host, they exchange gradients through memory that they share, elsewhere
-by messages; see `ktrainer.distributed.shared_memory` and `ktrainer.distributed.sum_in_place`, which
-give equal bits.
+Ranks of one host exchange gradients through memory that they share, if they have it, those of
+several by messages; see `ktrainer.distributed.shared_memory` and
+`ktrainer.distributed.sum_in_place`, which give equal bits.
 With ranks on several hosts, dense gradients are summed within each host first, in which 16 bits are
 widened; see `ktrainer.distributed.host_groups`.
 """

@@ -21,7 +21,7 @@ from ktrainer.errors import ConfigError, SetupError
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=5"
 LOST_SECONDS = 4.0
 _DISCARD = 9  # a port on which no one listens
-_CONNECTIONS = "OMPI_MCA_btl_tcp_links"  # between two ranks
+_CONNECTIONS = "OMPI_MCA_btl_tcp_links"  # between ranks of two hosts
 PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 

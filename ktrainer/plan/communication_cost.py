@@ -24,7 +24,7 @@ from typing import Literal
 
 MOST_EXCHANGING = 64  # ranks, as in `ktrainer.distributed.sum_in_place`; more use MPI's all-reduce
 _SMALL = 65_536  # bytes; Open MPI divides longer arrays into fragments
-_FEW_RANKS = 4  # that Open MPI treats as a chain, or serves one by one
+_FEW_RANKS = 4  # that Open MPI's broadcast serves one by one
 
 Engine = Literal["mpi", "horovod"]
 

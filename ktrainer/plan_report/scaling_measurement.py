@@ -162,7 +162,7 @@ def measure_step(
                 close()
     every = [each for each in world.allgather(found, "measured steps") if each is not None]
     middle = sorted(every, key=lambda each: each.seconds)[(len(every) - 1) // 2]
-    return replace(middle, slowdowns=sum((each.slowdowns for each in every), ()), at_once=at_once)
+    return replace(middle, slowdowns=sum((each.slowdowns for each in every), ()))
 
 
 def _barrier(world: World) -> None:

@@ -9,8 +9,8 @@
 
 Waits for the network overlap with the rest of a step as they do in it: a bucket of gradients is
 sent once its last gradient is there and the bucket before has arrived. Copies between ranks of a
-host overlap with nothing, since the cores make them. Steps are timed with up to two processes for
-each core; more take as many times longer as the fullest core has more.
+host overlap with nothing, since the cores make them. Steps are timed with up to two processes on
+the cores of one; more take as many times longer as the fullest cores have more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class MeasuredStep:
         input: seconds of waiting for a batch.
         collectives: in order.
         slowdowns: of each step that was timed, of all processes that did: times of `seconds`.
-        at_once: processes of a host that did at the same time.
+        crowding: processes on the fullest place for one while it was timed.
     """
 
     batch: float
@@ -69,7 +69,7 @@ class MeasuredStep:
     input: float
     collectives: tuple[Collective, ...] = ()
     slowdowns: tuple[float, ...] = (1.0,)
-    at_once: int = 1
+    crowding: int = 1
 
     def slowest_of(self, processes: int) -> float:
         """The median slowdown of the slowest of so many processes, each of which is as slow in one
@@ -111,9 +111,14 @@ class Hosts:
     cores: int
     threads: int
 
+    @property
+    def places(self) -> int:
+        """Processes of which each has cores of its own."""
+        return max(1, self.cores // self.threads)
+
     def crowding(self, on_host: int) -> int:
         """Processes on the fullest place for one."""
-        return math.ceil(on_host / max(1, self.cores // self.threads))
+        return math.ceil(on_host / self.places)
 
     def network(self, given: Network, on_host: int) -> Network:
         """The network of so many processes on a host, which share its cores to copy and add."""
@@ -180,7 +185,7 @@ def predict(
     """A data-parallel step of so many processes."""
     group = Group.of(range(processes), hosts.per_host)
     network = hosts.network(communication.network, group.fullest)
-    crowding = hosts.crowding(group.fullest) / hosts.crowding(step.at_once)
+    crowding = hosts.crowding(group.fullest) / step.crowding
     compute = step.seconds * crowding
     ended = with_collectives(
         compute,
@@ -241,7 +246,7 @@ def predict_pipeline(
     timeline = _timeline(measured, layout, schedule, per_host, network)
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
-    makespan = max(timeline.makespan, most / max(1, hosts.cores // hosts.threads))
+    makespan = max(timeline.makespan, most / hosts.places)
     parts = [sum(measured.parts[p :: schedule.ranks]) for p in range(schedule.ranks)]
     actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
     crowding = hosts.crowding(everyone.fullest)

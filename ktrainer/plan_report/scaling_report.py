@@ -24,7 +24,7 @@ from ktrainer.plan_report.scaling_model import (
     predict,
     predict_pipeline,
 )
-from ktrainer.runtime.hardware import Hardware
+from ktrainer.runtime.hardware import Hardware, available_cpus
 
 if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
@@ -122,13 +122,25 @@ def _predictions(
         else getattr(backend, "compression", "none"),
         sparse_as_dense=getattr(backend, "sparse_as_dense", False),
     )
-    most = max(context.world.allgather(context.world.local_size))
-    make: Any = _data_parallel
-    if isinstance(backend, PipelineConfig):  # the times of single stages, each with a core
-        make, most = _pipeline, min(most, max(1, hosts.cores // hosts.threads))
+    is_pipeline = isinstance(backend, PipelineConfig)
+    make = _pipeline if is_pipeline else _data_parallel
     predicted = make(context, model, data, recorder, hosts, communication)
-    steps = [predicted(n, min(n, hosts.per_host, most)) for n in worlds]
+    most = max(context.world.allgather(context.world.local_size))
+
+    def at_once(processes: int) -> int:
+        """Processes of a host that measure: they share cores only where those planned for do. Times
+        of single stages are those of a process with cores of its own."""
+        on_host = min(processes, hosts.per_host)
+        shared = hosts.crowding(on_host) > 1 and not is_pipeline
+        return min(on_host, most if shared else min(most, _here(hosts).places))
+
+    steps = [predicted(processes, at_once(processes)) for processes in worlds]
     return [step for step in steps if step is not None]
+
+
+def _here(hosts: Hosts) -> Hosts:
+    """The same with this host's cores."""
+    return replace(hosts, cores=len(available_cpus()) or hosts.cores)
 
 
 def _data_parallel(
@@ -158,6 +170,7 @@ def _data_parallel(
             return program.train
 
         step = measure_step(context, data, train, reduces, replicas=processes, at_once=at_once)
+        step = replace(step, crowding=_here(hosts).crowding(at_once))
         return predict(step, processes, hosts, communication) if is_root else None
 
     return predicted
@@ -239,7 +252,7 @@ def _report(
             if fixed
             else "of each replica: with their number grows the whole batch (weak scaling)"
         ),
-        f"measured  steps of one process, up to {context.world.local_size} at a time on a host",
+        "measured  steps of one process, beside others as on a host of those planned for",
         *_network(request, steps, network, measured),
         "",
         _table(steps),

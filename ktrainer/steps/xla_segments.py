@@ -5,7 +5,8 @@ A step is traced as it is without XLA, and its graph is divided:
     boundaries    host functions and Horovod's operations, which XLA cannot compile; assertions,
                   which it would leave out; PowerSGD's QR, which must have the same bits on all
                   processors; loops that communicate, or whose outputs are communicated before
-                  their backward pass: XLA does not hand out their lists
+                  their backward pass, and branches that communicate and read their lists, with
+                  all ops on lists: XLA does not hand these out
     segments      the ops that the next boundary needs, each segment a function that XLA compiles
     the update    the ops that depend on a boundary and that none needs: as they are
 

@@ -23,7 +23,8 @@ from tests.faults.test_healing import launch
 from tests.processes import warm_python_on
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-SHAPES = [(5, 7), (0, 3), (), (90_001,)]  # numbers of elements that no number of hosts divides
+# Numbers of elements that no number of hosts divides; the last is more than shared memory holds.
+SHAPES = [(5, 7), (0, 3), (), (90_001,), (600_001,)]
 LAYOUTS = ["aab", "abb", "aba", "aabb", "abab", "abca", "aaab"]
 FLAT = ["aaa", "abc", "aaaa", "abcd"]
 

@@ -85,8 +85,8 @@ def test_processes_that_share_cores():
         found = predict(step(), processes, hosts, FREE)
         assert found.compute == found.seconds == pytest.approx(0.01 * times)
         assert found.hosts == 1
-    # Four at once were timed on shared cores, eight take turns more often.
-    crowded, larger = replace(step(), at_once=4), replace(hosts, per_host=8)
+    # Timed while two shared a core; eight take turns more often.
+    crowded, larger = replace(step(), crowding=2), replace(hosts, per_host=8)
     for processes, times in ((3, 1), (4, 1), (8, 2)):
         assert predict(crowded, processes, larger, FREE).seconds == pytest.approx(0.01 * times)
     assert predict(step(), 8, hosts, FREE).hosts == 2
