@@ -104,7 +104,7 @@ def _train(where: str, pid_file: str = "") -> None:
         if len(calls) == 5 and where == "stop":
             Path(pid_file).write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(60)  # until the main thread, which takes the signal, has a core
+            time.sleep(1)  # until the main thread, which takes the signal, has a core
         elif len(calls) == 5:
             raise RuntimeError(f"fails on purpose in the {where}")
         return x
