@@ -13,7 +13,6 @@ Each host sends and receives 2 * (hosts - 1) / hosts times the array, however ma
 from __future__ import annotations
 
 import platform
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from mpi4py import MPI
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
+from ktrainer.distributed.sum_in_place import sum_in_place
 
 
 class HostGroups:
@@ -56,8 +55,8 @@ class HostGroups:
         """
         local, wait = self._local, self._world.wait
         within = f"{what} within a host"
-        if self._shared is not None:  # widened, a piece is longer than its memory
-            reduce_in_pieces([array], partial(self._shared.sum_in_place, what=within))
+        if self._shared is not None:
+            self._shared.sum_in_place(array, within)
         else:
             sum_in_place(self._world, local, array, within)
         if local.rank == 0:

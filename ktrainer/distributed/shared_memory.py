@@ -53,10 +53,15 @@ class SharedMemory:
         """Replace a flat array by its sum over ranks; the bits are those of `sum_in_place`.
 
         Args:
-            array: contiguous, at most `PIECE_BYTES`; of the same length and dtype on all ranks.
+            array: contiguous; of the same length and dtype on all ranks.
             what: what is summed, for messages.
         """
-        what, rank = f"all-reduce of {what}", self._comm.rank
+        length = PIECE_BYTES // array.itemsize
+        for start in range(0, array.size, length):
+            self._sum_piece(array[start : start + length], f"all-reduce of {what}")
+
+    def _sum_piece(self, array: np.ndarray, what: str) -> None:
+        rank = self._comm.rank
         parts = [part[: array.nbytes].view(array.dtype) for part in next(self._buffers)]
         segments = segments_of(array, len(parts))
         shared = [segments_of(part, len(parts)) for part in parts]
