@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import tensorflow as tf
 from tensorflow.python.framework.ops import get_default_graph
@@ -27,7 +27,8 @@ def outside_strategy_scope(device: bool = False) -> Iterator[None]:
     if strategies:
         graph._variable_creator_stack = []
     try:
-        with tf.device(None if device else ""):
+        # Not tf.device(""), which outside of functions means the first CPU: steps would leave the GPU.
+        with tf.device(None) if device else nullcontext():
             yield
     finally:
         graph._distribution_strategy_stack = strategies

@@ -95,6 +95,17 @@ def test_xla_has_the_numbers_of_the_cpu(
     seen(difference=same_numbers(ours, truth))
 
 
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "central_storage"])
+def test_strategies_have_the_numbers_of_the_cpu(
+    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None], strategy: str
+) -> None:
+    names = ["mlp", "batch_norm_cnn"]
+    (truth,) = on_cpu.run(zoo, names, deadline=240)
+    backend = {"name": "tf_distribute", "strategy": strategy}
+    (ours,) = on_device().run(zoo, names, backend=backend, deadline=240)
+    seen(difference=same_numbers(ours, truth))
+
+
 def test_deterministic_runs_repeat_and_are_those_of_model_fit(
     on_device: Callable[..., Ranks],
 ) -> None:

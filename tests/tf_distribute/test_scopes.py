@@ -268,3 +268,33 @@ def test_a_scope_without_a_strategy(ranks: Callable[..., Any], backend: str) -> 
     for said in under(ranks, backend, without_a_strategy, backend):
         assert f"{backend} has no tf.distribute strategy" in said
         assert "backend=tf_distribute" in said
+
+
+def devices_of_steps(backend: str, where: str) -> set[str]:
+    """The `tf.device(...)` in which steps are called, empty where TensorFlow chooses."""
+    import keras
+    from tensorflow.python.eager import context
+
+    make_devices()
+    found = set()
+
+    class Watched(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            found.add(context.context().device_name)
+            return super().train_step(data)
+
+    x, y = rows()
+    with trainer(backend, 1, data__batch_size=16) as it, place(where, it):
+        model = Watched([keras.layers.Dense(3)])
+        model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        it.fit(model, (x, y))
+    return {name.rpartition("/")[2] for name in found}
+
+
+@pytest.mark.parametrize(("where", "device"), [("", ""), ("tf.device", "device:CPU:1")])
+def test_the_device_of_steps_is_left_to_tensorflow_and_the_caller(
+    ranks: Callable[..., Any], where: str, device: str
+) -> None:
+    """The first CPU's name would keep all steps from a GPU."""
+    (found,) = under(ranks, "local", devices_of_steps, "local", where)
+    assert found == {device}
