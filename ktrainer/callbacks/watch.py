@@ -32,7 +32,8 @@ from ktrainer.steps.step_context import single_process_step
 
 _MIB = 2**20
 _PASSES = 3  # forward, and backward with respect to the inputs and to the weights
-_TRIAL_SECONDS = 0.02  # of one matrix product, long enough for the clock
+_TRIAL_SECONDS = 0.02  # of matrix products, long enough for the clock
+_LARGEST = 4096  # rows of a matrix: three take 200 MB in float32
 
 
 class Watch(Callback, ABC):
@@ -207,22 +208,28 @@ def _is_static(spec: Any) -> bool:
 
 
 def _peak_of(model: Any) -> float:
-    """Operations a second of this process's device: those of the fastest of a few products of two
-    square matrices in the dtype that the model computes in, as large as take 20 ms."""
+    """Operations a second of this process's device: those of the fastest of a few tries of products
+    of two square matrices in the dtype that the model computes in, as many and as large as take
+    20 ms."""
     dtype = tf.as_dtype(model.dtype_policy.compute_dtype)
-    size, best = 256, 0.0
+    size, count, best = 256, 1, 0.0
     while True:
-        matrix = tf.ones([size, size], dtype)
-        seconds = min(_seconds_of_product(matrix) for _ in range(4))
-        best = max(best, 2.0 * size**3 / seconds)
-        if seconds > _TRIAL_SECONDS or size >= 16384:
+        matrix = tf.cast(tf.fill([size, size], 1 / size), dtype)  # its powers are itself
+        seconds = min(_seconds_of_products(matrix, count) for _ in range(4))
+        best = max(best, 2.0 * count * size**3 / seconds)
+        if seconds > _TRIAL_SECONDS:
             return best
-        size *= 2
+        if size < _LARGEST:
+            size *= 2
+        else:
+            count *= 2
 
 
-def _seconds_of_product(matrix: tf.Tensor) -> float:
-    start = time.perf_counter()
-    tf.linalg.matmul(matrix, matrix)[0, 0].numpy()  # which waits for it
+def _seconds_of_products(matrix: tf.Tensor, count: int) -> float:
+    start, product = time.perf_counter(), matrix
+    for _ in range(count):
+        product = tf.linalg.matmul(matrix, product)
+    product[0, 0].numpy()  # which waits for it
     return math.nextafter(time.perf_counter() - start, math.inf)
 
 

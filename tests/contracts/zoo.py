@@ -157,7 +157,8 @@ def masked_lstm() -> keras.Model:
         [
             keras.Input((7,), dtype="int32"),
             layers.Embedding(11, 6, mask_zero=True),
-            layers.LSTM(5, return_sequences=True),
+            # With a mask, TensorFlow's LSTM of cuDNN is wrong now and then: tensorflow issue 60192.
+            layers.LSTM(5, return_sequences=True, use_cudnn=False),
             layers.Dense(3),
         ]
     )
