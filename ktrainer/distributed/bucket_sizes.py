@@ -42,15 +42,15 @@ def depend_on_links(hosts: int, fullest: int, hierarchical: bool = True) -> bool
     """Whether sizes depend on links: of so many hosts, the fullest with so many ranks.
 
     Only where the order in which ranks are added up does not depend on the length of an array may
-    sizes depend on a measurement: MPI adds up more than two ranks of a host, and more than
-    `MOST_RANKS` hosts, as it likes.
+    sizes depend on a measurement: MPI adds up more than `MOST_RANKS` hosts, or ranks of a host, as
+    it likes.
 
     Args:
-        hierarchical: whether sums are made within hosts first; else it is ranks, not hosts, of
-            which there may be at most `MOST_RANKS`.
+        hierarchical: whether sums are made within hosts first; else there may be at most
+            `MOST_RANKS` ranks in all.
     """
-    added_up = hosts if hierarchical else hosts * fullest
-    return hosts > 1 and added_up <= MOST_RANKS and fullest <= 2
+    added_up = max(hosts, fullest) if hierarchical else hosts * fullest
+    return hosts > 1 and added_up <= MOST_RANKS
 
 
 def suitable_sizes(latency: float, bandwidth: float) -> BucketSizes:

@@ -138,16 +138,17 @@ class Network:
             )
         if by_host and group.ranks > 2 and 1 < group.hosts < group.ranks:
             here, local = group.on_one_host, nbytes * (2 if halves else 1)
-            inside = self.through_memory(here, local) + self._broadcast_within(here, nbytes)
+            inside = self._among(here, local, halves=False) + self._broadcast_within(here, nbytes)
             return inside + self._among(group.leaders, nbytes, halves)
         return self._among(group, nbytes, halves)
 
     def _among(self, group: Group, nbytes: float, halves: bool) -> Cost:
-        if group.ranks > MOST_EXCHANGING and not halves:
+        many = group.ranks > MOST_EXCHANGING
+        if many and not halves:
             return self.tree(group, nbytes)
-        if group.hosts == 1:
-            return self.through_memory(group, nbytes)
-        return self.exchange(group, nbytes)
+        if group.hosts > 1 or many:
+            return self.exchange(group, nbytes)
+        return self.through_memory(group, nbytes)
 
     def through_memory(self, group: Group, nbytes: float) -> Cost:
         """Sum an array as `shared_memory` does: each rank writes what others add up, adds up and

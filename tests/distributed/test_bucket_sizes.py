@@ -79,7 +79,7 @@ def test_fixed_costs_are_a_tenth_of_a_transfer() -> None:
 
 def test_where_bits_depend_on_buckets_these_depend_on_no_measurement() -> None:
     assert [depend_on_links(hosts, 1) for hosts in (1, 2, 64, 65)] == [False, True, True, False]
-    assert [depend_on_links(2, fullest) for fullest in (1, 2, 3)] == [True, True, False]
+    assert [depend_on_links(2, fullest) for fullest in (1, 64, 65)] == [True, True, False]
     assert depend_on_links(64, 2)
     assert [depend_on_links(hosts, 2, hierarchical=False) for hosts in (32, 33)] == [True, False]
 
@@ -96,7 +96,7 @@ def _with_sizes(layout: str) -> list[list[bytes]]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["abc", "aab", "abcd", "aabb", "abab"])
+@pytest.mark.parametrize("layout", ["abc", "aab", "abcd", "aabb", "abab", "aaab"])
 def test_bits_do_not_depend_on_bucket_sizes(ranks: Callable[..., Any], layout: str) -> None:
     first, *others = [each for rank in ranks(len(layout)).run(_with_sizes, layout) for each in rank]
     assert all(other == first for other in others)

@@ -118,6 +118,11 @@ def test_each_engine_sums_as_it_does():
     many = Group.of(range(128), 1)
     assert all_reduce(many) == NETWORK.tree(many, NBYTES)
     assert all_reduce(many, halves=True) == NETWORK.exchange(many, NBYTES)
+    # The same on a host: so many ranks share no memory.
+    crowd, hosts = Group.of(range(128), 128), Group.of(range(256), 128)
+    assert all_reduce(crowd) == NETWORK.tree(crowd, NBYTES)
+    assert all_reduce(crowd, halves=True) == NETWORK.exchange(crowd, NBYTES)
+    assert all_reduce(hosts).processor > NETWORK.tree(crowd, NBYTES).processor
     # Horovod takes the faster one: rings for large arrays, trees for small ones.
     assert all_reduce(many, "horovod") == NETWORK.ring(many, NBYTES)
     small = NETWORK.all_reduce(many, 8.0, "horovod", by_host=True, halves=False)
