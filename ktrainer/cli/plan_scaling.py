@@ -212,6 +212,12 @@ def _check_network(request: ScalingRequest, hosts: Sequence[host_list.Host]) -> 
             "10Gbit), or measure it by --hosts with two hosts or more. For all on one host, give "
             f"--per-host {most}."
         )
+    together = min(most, request.per_host)
+    if together > 1 and hosts and all(host.slots == 1 for host in hosts):
+        raise ConfigError(
+            f"--per-host: {together} processes share a host, and their link is not known, as each "
+            f"of --hosts has one: give one two processes, as {hosts[0].name}:2, or --per-host 1."
+        )
 
 
 def _command(
@@ -229,14 +235,22 @@ def _command(
     if hosts:
         options = [f"--{name}={given[name]}" for name in _LAUNCH if given[name] is not None]
     else:
-        # Two for each place, to measure what ranks lose that take turns on it; not on a GPU. Two at
-        # least where ranks share a host: their link is measured.
-        most = here.gpus or 2 * max(1, min(here.cores, request.cores) // request.threads)
-        at_once = min(max(2, most), request.per_host, request.worlds[-1])
-        options = [f"--ranks={at_once}"]
+        options = [f"--ranks={_measuring(request, here)}"]
     # Each measurement binds the processes itself.
     flags = ["--no-bind", "--no-prefix", f"--threads={request.threads}"]
     return [*options, *flags, str(path), *words]
+
+
+def _measuring(request: ScalingRequest, here: Hardware) -> int:
+    """How many processes measure on this host.
+
+    Two at least where ranks share a host: their link is measured. Where those planned for share
+    cores, two for each place, to measure what they lose by taking turns on it; not on a GPU.
+    """
+    on_host = min(request.per_host, request.worlds[-1])
+    places = max(1, min(here.cores, request.cores) // request.threads)
+    shared = on_host > max(1, request.cores // request.threads)
+    return min(on_host, max(2, here.gpus or places * (2 if shared else 1)))
 
 
 def _positive(given: Mapping[str, str | None], name: str) -> int | None:

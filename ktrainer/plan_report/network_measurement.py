@@ -34,9 +34,9 @@ def measure_network(world: World, between: Link | None) -> Network:
             not matter.
     """
     hosts = world.allgather(host_name(), "host of each rank")
-    here = [rank for rank in range(world.size) if hosts[rank] == hosts[0]]
+    here = first_on_one_host(hosts)
     others = [rank for rank in range(world.size) if hosts[rank] != hosts[0]]
-    near = _pair(world, here[:2]) if len(here) > 1 else None
+    near = _pair(world, here) if here else None
     far = _pair(world, [0, others[0]]) if others else None
     none = Link(0.0, 0.0)
     return Network(
@@ -45,6 +45,16 @@ def measure_network(world: World, between: Link | None) -> Network:
         near.memory if near else none,
         *((each.post, each.add) if (each := near or far) else (0.0, 0.0)),
     )
+
+
+def first_on_one_host(hosts: Sequence[str]) -> list[int]:
+    """The first two ranks of the first host that has two; empty: none has.
+
+    Args:
+        hosts: of each rank.
+    """
+    shared = next((host for host in hosts if hosts.count(host) > 1), None)
+    return [rank for rank, host in enumerate(hosts) if host == shared][:2]
 
 
 @dataclass(frozen=True)

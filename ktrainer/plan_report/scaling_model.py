@@ -120,6 +120,17 @@ class Hosts:
         """Processes on the fullest place for one."""
         return math.ceil(on_host / self.places)
 
+    def measuring(self, processes: int, here: Hosts, *, sharing: bool) -> int:
+        """How many processes of a host are timed at once, for so many in all.
+
+        Args:
+            here: the hosts on which they are.
+            sharing: whether they may share cores, as they do where those planned for do.
+        """
+        on_host = min(processes, self.per_host)
+        most = here.per_host if sharing and self.crowding(on_host) > 1 else here.places
+        return min(on_host, here.per_host, most)
+
     def network(self, given: Network, on_host: int) -> Network:
         """The network of so many processes on a host, which share its cores to copy and add."""
         crowding = max(1.0, on_host / self.cores)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,7 +29,7 @@ from ktrainer.runtime.hardware import Hardware, available_cpus
 if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
-_Predicted = Callable[[int, int], PredictedStep | None]  # of processes, of which so many on a host
+_Predicted = Callable[[int, int], PredictedStep | None]  # of processes, of which so many are timed
 _SHORT = 0.025  # seconds of a step of which `steps_per_call: auto` puts several into a call
 
 
@@ -65,9 +65,13 @@ def show_scaling(context: RunContext, model: Any, data: Any, request: ScalingReq
         "horovod" if plans[-1].engine == "horovod" else "mpi",
         getattr(config.backend, "hierarchical", None) is not False,
     )
-    steps = _predictions(context, model, data, worlds, hosts, communication)
+    here = _measuring_hosts(context, hosts)
+    # Times of single stages are those of a process with cores of its own.
+    sharing = not isinstance(config.backend, PipelineConfig)
+    timed = {each: hosts.measuring(each, here, sharing=sharing) for each in worlds}
+    steps = _predictions(context, model, data, timed, hosts, here, communication)
     if world.is_root:
-        text = _report(context, request, plans, steps, network, given is None)
+        text = _report(context, request, plans, steps, max(timed.values()), network, given is None)
         Path(request.report).write_text(text, encoding="utf-8")
     world.barrier("end of the plan")
     raise PlanPrinted
@@ -107,11 +111,18 @@ def _predictions(
     context: RunContext,
     model: Any,
     data: Any,
-    worlds: Sequence[int],
+    timed: Mapping[int, int],
     hosts: Hosts,
+    here: Hosts,
     communication: Communication,
 ) -> list[PredictedStep]:
-    """The steps, on rank 0; all ranks measure them."""
+    """The steps, on rank 0; all ranks measure them.
+
+    Args:
+        timed: numbers of processes, and how many of them a host times at once.
+        hosts: planned for.
+        here: the hosts that measure.
+    """
     from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone
 
     backend = context.config.backend
@@ -122,25 +133,20 @@ def _predictions(
         else getattr(backend, "compression", "none"),
         sparse_as_dense=getattr(backend, "sparse_as_dense", False),
     )
-    is_pipeline = isinstance(backend, PipelineConfig)
-    make = _pipeline if is_pipeline else _data_parallel
-    predicted = make(context, model, data, recorder, hosts, communication)
-    most = max(context.world.allgather(context.world.local_size))
-
-    def at_once(processes: int) -> int:
-        """Processes of a host that measure: they share cores only where those planned for do. Times
-        of single stages are those of a process with cores of its own."""
-        on_host = min(processes, hosts.per_host)
-        shared = hosts.crowding(on_host) > 1 and not is_pipeline
-        return min(on_host, most if shared else min(most, _here(hosts).places))
-
-    steps = [predicted(processes, at_once(processes)) for processes in worlds]
+    predicted = (
+        _pipeline(context, model, data, recorder, hosts, communication)
+        if isinstance(backend, PipelineConfig)
+        else _data_parallel(context, model, data, recorder, hosts, here, communication)
+    )
+    steps = [predicted(processes, at_once) for processes, at_once in timed.items()]
     return [step for step in steps if step is not None]
 
 
-def _here(hosts: Hosts) -> Hosts:
-    """The same with this host's cores."""
-    return replace(hosts, cores=len(available_cpus()) or hosts.cores)
+def _measuring_hosts(context: RunContext, hosts: Hosts) -> Hosts:
+    """The hosts that measure, on all ranks alike: the fewest cores, the most processes."""
+    every = context.world.allgather((context.world.local_size, len(available_cpus())))
+    most, cores = max(size for size, _ in every), min(count for _, count in every)
+    return replace(hosts, per_host=most, cores=cores or hosts.cores)
 
 
 def _data_parallel(
@@ -149,6 +155,7 @@ def _data_parallel(
     data: Any,
     recorder: Any,
     hosts: Hosts,
+    here: Hosts,
     communication: Communication,
 ) -> _Predicted:
     from ktrainer.plan_report.scaling_measurement import measure_step
@@ -170,7 +177,7 @@ def _data_parallel(
             return program.train
 
         step = measure_step(context, data, train, reduces, replicas=processes, at_once=at_once)
-        step = replace(step, crowding=_here(hosts).crowding(at_once))
+        step = replace(step, crowding=here.crowding(at_once))
         return predict(step, processes, hosts, communication) if is_root else None
 
     return predicted
@@ -234,6 +241,7 @@ def _report(
     request: ScalingRequest,
     plans: Sequence[Plan],
     steps: Sequence[PredictedStep],
+    timed: int,
     network: Network,
     measured: bool,
 ) -> str:
@@ -252,7 +260,7 @@ def _report(
             if fixed
             else "of each replica: with their number grows the whole batch (weak scaling)"
         ),
-        "measured  steps of one process, beside others as on a host of those planned for",
+        f"measured  steps of one process, up to {timed} at a time on a host",
         *_network(request, steps, network, measured),
         "",
         _table(steps),

@@ -7,7 +7,10 @@ import re
 import pytest
 
 from ktrainer.cli import main
-from ktrainer.cli.plan_scaling import parse_bandwidth, parse_latency, parse_worlds
+from ktrainer.cli.plan_scaling import _measuring, parse_bandwidth, parse_latency, parse_worlds
+from ktrainer.plan_report.network_measurement import first_on_one_host
+from ktrainer.plan_report.planning_mode import ScalingRequest
+from ktrainer.runtime.hardware import Hardware
 from tests.plan_report.scripts import PIPELINE, SCRIPT
 from tests.processes import ktrainer
 
@@ -96,6 +99,7 @@ def test_steps_of_a_replicated_pipeline(tmp_path):
         (["--world", "2", "backend=local", "--per-host=2"], "local is one process"),
         (["--world", "3", "--per-host=3", *PIPELINE], "3 processes are no multiple of 2"),
         (["--world", "2", "--per-host=2", "--hosts", "a:0"], "no host with a number"),
+        (["--world", "4", "--per-host=2", "--hosts", "a,b"], "their link is not known.* as a:2"),
     ],
 )
 def test_what_it_refuses(script, words, says, capsys):
@@ -106,6 +110,24 @@ def test_what_it_refuses(script, words, says, capsys):
 def test_a_configuration_has_no_steps(config, capsys):
     assert main.main(["plan", config, "--world", "2"]) == 2
     assert "which takes a script (.py)" in capsys.readouterr().err
+
+
+def test_as_many_processes_measure_as_it_takes():
+    def measuring(world, per_host, cores, here=None):
+        request = ScalingRequest((1, world), per_host, cores, 1, "report")
+        return _measuring(request, here or Hardware(cores=2))
+
+    assert [measuring(world, 2, 2) for world in (1, 2, 8)] == [1, 2, 2]
+    assert [measuring(world, 8, 2) for world in (1, 3, 8)] == [1, 3, 4]  # on shared cores
+    assert measuring(64, 64, 64) == 2  # which have cores of their own, as here
+    assert measuring(8, 8, 1, Hardware(cores=64)) == 2
+    assert measuring(8, 4, 2, Hardware(cores=2, gpus=1)) == 2
+
+
+def test_the_link_within_a_host_is_that_of_two_ranks_of_one():
+    assert first_on_one_host(["a", "b", "a", "a"]) == [0, 2]
+    assert first_on_one_host(["a", "b", "c", "b", "c"]) == [1, 3]
+    assert first_on_one_host(["a", "b"]) == []
 
 
 def test_units():

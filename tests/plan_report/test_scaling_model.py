@@ -93,6 +93,18 @@ def test_processes_that_share_cores():
     assert predict(step(), 2, Hosts(4, 2, 2), FREE).compute == pytest.approx(0.02)
 
 
+def test_steps_are_timed_on_shared_cores_where_those_planned_for_share_theirs():
+    laptop = Hosts(per_host=4, cores=2, threads=1)
+
+    def timed(hosts, sharing=True):
+        return [hosts.measuring(processes, laptop, sharing=sharing) for processes in (1, 2, 3, 8)]
+
+    assert timed(laptop) == [1, 2, 3, 4]
+    assert timed(Hosts(8, 2, 1)) == [1, 2, 3, 4]
+    assert timed(laptop, sharing=False) == timed(Hosts(8, 8, 1)) == [1, 2, 2, 2]
+    assert timed(Hosts(1, 2, 1)) == [1] * 4
+
+
 def test_the_input_is_made_during_the_all_reduce():
     hosts = Hosts(1, 1, 1)
     found = predict(step(input=0.004, nbytes=1000.0), 2, hosts, SLOW)
