@@ -55,8 +55,8 @@ class DataParallelConfig(BackendConfig):
         op: average: the gradient of the mean loss. sum: that of the sum over processes.
         bucket_mb: largest bucket of gradients that are summed at once, in MiB, for the mpi engine.
             null: 25 on one host; between hosts 1 to 25, by the measured latency and bandwidth of
-            the slowest link, with a first bucket of 1. It stays 25 where a host has more than two
-            processes, and beyond 64 hosts (with hierarchical=false beyond 64 processes).
+            the slowest link, with a first bucket of 1. It stays 25 beyond 64 hosts, or 64 processes
+            on a host (with hierarchical=false beyond 64 processes in all).
         sparse_as_dense: send the gradients of embeddings as dense tensors; better when a batch
             uses most of the rows.
         local_layers: layers that stay each process's own, as regular expressions that match whole
