@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from pathlib import Path
 
-_TASKS = Path("/proc/self/task")
+_TASKS = "/proc/self/task"
 
 
 def disk_faults() -> int:
@@ -16,7 +15,7 @@ def disk_faults() -> int:
 
 def processor_time() -> tuple[int, int]:
     """Nanoseconds that the present threads have run, and that they were ready to run but waited
-    for a processor. Zeros where the kernel does not count them. Takes about 10 us a thread."""
+    for a processor. Zeros where the kernel does not count them. Takes about 6 us a thread."""
     ran = waited = 0
     try:
         tasks = os.listdir(_TASKS)
@@ -24,7 +23,8 @@ def processor_time() -> tuple[int, int]:
         return 0, 0
     for task in tasks:
         try:
-            words = (_TASKS / task / "schedstat").read_text().split()
+            with open(f"{_TASKS}/{task}/schedstat", "rb", buffering=0) as file:
+                words = file.read().split()
         except OSError:  # the thread has ended
             continue
         ran, waited = ran + int(words[0]), waited + int(words[1])

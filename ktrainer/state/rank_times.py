@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_RATIO = 1.5  # of a computing time to the usual one
+EXPLAINED_RATIO = 1.25  # the same, of a rank that is known to wait for its processors
 LEAST_EXCESS = 0.005  # seconds a step
 
 
@@ -46,10 +47,12 @@ class Link(NamedTuple):
     slower: bool
 
 
-def is_longer(seconds: float, usual: float, least_excess: float = 0.0) -> bool:
+def is_longer(
+    seconds: float, usual: float, least_excess: float = 0.0, explained: bool = False
+) -> bool:
     """Whether a computing time is much longer than the usual one; infinity: none is known."""
-    excess = seconds - usual
-    return seconds > LEAST_RATIO * usual and excess > max(LEAST_EXCESS, least_excess)
+    excess, ratio = seconds - usual, EXPLAINED_RATIO if explained else LEAST_RATIO
+    return seconds > ratio * usual and excess > max(LEAST_EXCESS, least_excess)
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:

@@ -109,8 +109,7 @@ class SlowRules:
         waits_hidden: bool = False,
     ) -> None:
         self.share, self._compares = share, compares
-        self._linked, self._waits_hidden = linked, waits_hidden
-        self._windows = 0
+        self._linked, self._waits_hidden, self._windows = linked, waits_hidden, 0
         self._named: dict[Key, int] = {}  # the last window with it
         self._ranks_named: set[int | None] = set()
         self.suspects: set[Key] = set()
@@ -124,6 +123,7 @@ class SlowRules:
             link: the slowest one; None: links were not measured.
         """
         self._windows += 1
+        self._unexplained: set[Key] = set()  # longer steps
         shares = list(self._large_shares(ranks))
         causes = [*shares, *self._long_computing(ranks, {cause.rank for cause in shares})]
         explained = any(c.key[0] == "compute" and c.windows < math.inf for c in causes)
@@ -138,7 +138,7 @@ class SlowRules:
         known = [cause for cause in causes if cause in found or not self._is_new(cause.key)]
         self._named |= {cause.key: self._windows for cause in known}
         self._ranks_named |= {cause.rank for cause in found}
-        self.suspects = {cause.key for cause in causes if cause not in known}
+        self.suspects = {k for k in {c.key for c in causes} | self._unexplained if self._is_new(k)}
         return [Slow(step, cause.rank, cause.name, cause.text) for cause in found]
 
     def judge_epoch(
@@ -226,24 +226,35 @@ class SlowRules:
             late: ranks that wait for data or a callback.
         """
         computing = [window.seconds.get("compute", 0.0) for window in ranks]
-        # Which is work too, but for waits for others and for the network.
-        sums = 0.0 if self._linked else least_seconds(ranks, COMMUNICATION)
+        communication = self._work_of_communication(ranks)
         least = min((w.cpu for w in ranks if w.cpu is not None), default=None)
         medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
         for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
-            mine = computing[rank]
+            mine, sums = computing[rank], communication[rank]
             before = self._before(("compute", rank), mine + sums)
             excess = 2 * self.share * window.step_seconds
-            slower = is_longer(mine, usual, excess)
-            slowed = is_longer(mine + sums, before, excess)
-            if not slower and (not slowed or self._blames_another(rank, len(ranks), late)):
-                continue
             name, why = slow_texts.reason(window.cpu, least, window.faults)
+            explained, blameless = name == "cpu", self._blames_another(rank, len(ranks), late)
+            slower = is_longer(mine, usual, excess, explained)
+            slowed = is_longer(mine + sums, before, excess, explained)
+            if not blameless and is_longer(mine + sums, before, excess, explained=True):
+                self._unexplained.add(("compute", rank))
+            if not slower and (not slowed or blameless):
+                continue
             who = f"rank {rank}" if len(ranks) > 1 else "the process"
             text = slow_texts.longer_than_before(who, mine + sums, before, why)
             if slower:
                 text = slow_texts.longer_than_others(who, mine, usual, why)
             yield _cause_of_computing(rank, name, text, slower)
+
+    def _work_of_communication(self, ranks: Sequence[Window]) -> list[float]:
+        """Seconds of each rank that belong to its computing: all but waits for others and for the
+        network; where waits are in both, all, as steps of ranks are about as long then."""
+        if self._linked:
+            return [0.0] * len(ranks)
+        if self._waits_hidden:
+            return [window.seconds.get(COMMUNICATION, 0.0) for window in ranks]
+        return [least_seconds(ranks, COMMUNICATION)] * len(ranks)
 
     def _before(self, key: Key, seconds: float) -> float:
         """The median of the past, to which `seconds` are added if they are about as long, or have

@@ -3,9 +3,10 @@
 A window is due after `LEAST_STEPS` steps and `LEAST_SECONDS`, or later where many ranks make a
 comparison expensive, by any rank's clock: the ranks agree on that with the vote on whether to stop.
 Where nothing is suspect, and steps are as long as in the last window, it is twice as long.
-Then they gather their windows, and all apply `ktrainer.state.slowness` to them. Where something is
-suspect, the next window has what would explain it: the slow stage of the input, the processor time
-of the rank, the speed of links, which are measured in the first window too; but for a few
+Then they gather their windows, and all apply `ktrainer.state.slowness` to them. A window has the
+processor time of the rank from its first longer step on, or from its begin where a rank is suspect.
+Where something is suspect, the next window has what would explain it: the slow stage of the input,
+the speed of links, which are measured in the first window too; but for a few
 times, that too may cost no more of the time. The same message carries warnings to rank 0.
 """
 
@@ -57,6 +58,23 @@ class _Mark:
     faults: int
 
 
+@dataclass(frozen=True)
+class _Usage:
+    """Processor time of this rank at a time.
+
+    Attributes:
+        at: the time.
+        processors: as of `processor_time`.
+    """
+
+    at: float
+    processors: tuple[int, int]
+
+    @classmethod
+    def now(cls) -> _Usage:
+        return cls(time.perf_counter(), processor_time())
+
+
 class SlowWatch:
     """The times of one `fit`, compared over its ranks.
 
@@ -88,12 +106,12 @@ class SlowWatch:
                 waits_hidden=not known,
             )
         self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
-        self._usage: tuple[int, int] | None = None  # at the last window, if a rank was suspect
         self._usual = 0.0  # seconds of a step in the last window
         self._restart()
 
-    def _restart(self) -> None:
+    def _restart(self, usage: _Usage | None = None) -> None:
         """Begin a window."""
+        self._usage, self._measuring_usage = usage, 0.0  # seconds that measuring it took
         self._marks, self._steps = [self._mark_of(0)], 0
         self._has_longer = False  # whether an update took longer than usual
 
@@ -114,6 +132,8 @@ class SlowWatch:
         is_longer = now.at - last.at > _LONGER * self._usual * updates
         if is_longer and not self._has_longer and self._usage is None:
             self._marks, self._steps = [last], updates
+            self._usage = _Usage.now()
+            self._measuring_usage = time.perf_counter() - now.at
         self._has_longer |= is_longer
         self._marks.append(now)
 
@@ -151,9 +171,10 @@ class SlowWatch:
         self._usual = (began - self._marks[0].at) / self._steps
         # Of all ranks: one may wait, unseen, for another that is short of processors.
         suspect = any(kind == "compute" for kind, _ in rules.suspects)
-        self._usage = processor_time() if suspect else None
+        usage = _Usage.now() if suspect else None
         self._say(found, callbacks)
-        self._restart()
+        began -= self._measuring_usage
+        self._restart(usage)
         self._costs.append(self._marks[0].at - began - measuring)
 
     def end_epoch(self, epoch: int, callbacks: Iterable[Any]) -> None:
@@ -197,12 +218,12 @@ class SlowWatch:
 
     def _processor_share(self) -> float | None:
         """The part that this rank got of the processor time that its threads asked for; None where
-        no rank was suspect, or its threads have waited for little: one that itself waits, for the
+        no step was longer, or its threads have waited for little: one that itself waits, for the
         network or another rank, gets a small part of the little that it asks for."""
         if self._usage is None:
             return None
-        share, waited = processor_share(self._usage)
-        seconds = time.perf_counter() - self._marks[0].at
+        share, waited = processor_share(self._usage.processors)
+        seconds = time.perf_counter() - self._usage.at
         return share if waited >= _LEAST_QUEUED * seconds else None
 
     def _stage_of_epoch(self, row: Mapping[str, float]) -> str:

@@ -100,6 +100,24 @@ def test_a_rank_that_loses_its_core_for_a_moment_is_not_named(
     assert (found.rank, found.cause) == (1, cause)
 
 
+@pytest.mark.parametrize("cpu", [0.5, None])
+def test_a_rank_that_waits_for_its_core_needs_less_of_a_ratio(cpu: float | None) -> None:
+    """As under strategies that communicate inside of the step; without a cause it is suspect."""
+    rules, slow = SlowRules(0.1, waits_hidden=True), window(1.4 * STEP, cpu=cpu)
+    found = named(rules, *[[window()] * 2] * 9, *[[window(1.4 * STEP), slow]] * 2)
+    assert [(s.rank, s.cause) for s in found] == ([(1, "cpu")] if cpu else [])
+    assert (("compute", 1) in rules.suspects) == (not cpu)
+
+
+def test_steps_of_ranks_that_wait_unseen_are_compared_as_a_whole() -> None:
+    """What a rank without its core loses shows as computing or as communication, by luck."""
+    rules, whole = SlowRules(0.1, waits_hidden=True), 1.6 * STEP
+    usual, other = window(communication=0.0), window(whole, communication=0.0)
+    slow = [window(part * whole, communication=(1 - part) * whole, cpu=0.5) for part in (1, 0.6)]
+    (found,) = named(rules, *[[usual] * 2] * 9, *[[other, each] for each in slow])
+    assert (found.rank, found.cause) == (1, "cpu")
+
+
 def test_a_longer_computation_is_named_before_it_is_the_new_past() -> None:
     """With short steps, too."""
     rules, slow = SlowRules(0.1), window(3 * STEP, duration=0.04, cpu=0.5)

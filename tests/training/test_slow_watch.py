@@ -549,8 +549,9 @@ def check_link(made: Hosts, output: str) -> None:
     found = said(output)
     links = [each for each in found if each[2] == "link"]
     assert links, (found, output)
-    if any(cause == "cpu" for _, _, cause, _ in found):
-        pytest.skip("other processes took a rank's core")  # whose threads poll the network
-    assert 60 <= links[0][0] <= 70  # 65 to 67 where nothing else runs
     assert all(name in links[0][3] for name in made.names)
     assert links[0][3].count("MB/s") == 2  # now and before
+    assert links[0][0] >= 60
+    if any(cause == "cpu" for _, _, cause, _ in found):
+        pytest.skip("other processes took a rank's core: how soon a link is named was not tested")
+    assert links[0][0] <= 70  # 65 to 67 where nothing else runs
