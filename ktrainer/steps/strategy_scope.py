@@ -27,7 +27,7 @@ def outside_strategy_scope(device: bool = False) -> Iterator[None]:
     if strategies:
         graph._variable_creator_stack = []
     try:
-        # Not tf.device(""), which outside of functions means the first CPU: steps would leave the GPU.
+        # Outside of functions tf.device("") means the first CPU: steps would not be on the GPU.
         with tf.device(None) if device else nullcontext():
             yield
     finally:
