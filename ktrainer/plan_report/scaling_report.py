@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.config import DataParallelConfig, PipelineConfig, TfDistributeConfig
-from ktrainer.config.pipeline_checks import effective_pipeline
-from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError
-from ktrainer.plan.communication_cost import Group, Link, Network
+from ktrainer.plan.communication_cost import Link, Network
 from ktrainer.plan.run_plan import Plan, make_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, ScalingRequest
 from ktrainer.plan_report.rendering import bytes_text, table
-from ktrainer.plan_report.scaling_model import (
-    Communication,
-    Hosts,
-    PredictedStep,
-    predict,
-    predict_pipeline,
-)
-from ktrainer.runtime.hardware import Hardware, available_cpus
+from ktrainer.plan_report.scaling_model import Communication, Hosts, PredictedStep
+from ktrainer.runtime.hardware import Hardware
 
 if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
-_Predicted = Callable[[int, int], PredictedStep | None]  # of processes, of which so many are timed
 _SHORT = 0.025  # seconds of a step of which `steps_per_call: auto` puts several into a call
 
 
@@ -41,6 +31,7 @@ def show_scaling(context: RunContext, model: Any, data: Any, request: ScalingReq
         PlanPrinted: always, at the end.
     """
     from ktrainer.plan_report.network_measurement import measure_network
+    from ktrainer.plan_report.scaling_predictions import StepPredictions
 
     config, world = context.config, context.world
     if isinstance(config.backend, TfDistributeConfig):
@@ -65,13 +56,11 @@ def show_scaling(context: RunContext, model: Any, data: Any, request: ScalingReq
         "horovod" if plans[-1].engine == "horovod" else "mpi",
         getattr(config.backend, "hierarchical", None) is not False,
     )
-    here = _measuring_hosts(context, hosts)
-    # Times of single stages are those of a process with cores of its own.
-    sharing = not isinstance(config.backend, PipelineConfig)
-    timed = {each: hosts.measuring(each, here, sharing=sharing) for each in worlds}
-    steps = _predictions(context, model, data, timed, hosts, here, communication)
+    predictions = StepPredictions(context, model, data, hosts, communication)
+    steps = predictions.steps(worlds)
     if world.is_root:
-        text = _report(context, request, plans, steps, max(timed.values()), network, given is None)
+        timed = max(map(predictions.timed_at_once, worlds))
+        text = _report(context, request, plans, steps, timed, network, given is None)
         Path(request.report).write_text(text, encoding="utf-8")
     world.barrier("end of the plan")
     raise PlanPrinted
@@ -105,135 +94,6 @@ def _plan(context: RunContext, request: ScalingRequest, processes: int) -> Plan:
     return make_plan(
         context.config, replace(facts, size=processes, local_size=on_host, own_gpu=None)
     )
-
-
-def _predictions(
-    context: RunContext,
-    model: Any,
-    data: Any,
-    timed: Mapping[int, int],
-    hosts: Hosts,
-    here: Hosts,
-    communication: Communication,
-) -> list[PredictedStep]:
-    """The steps, on rank 0; all ranks measure them.
-
-    Args:
-        timed: numbers of processes, and how many of them a host times at once.
-        hosts: planned for.
-        here: the hosts that measure.
-    """
-    from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone
-
-    backend = context.config.backend
-    recorder = RecordingGradients(
-        alone(context.world),
-        compression=backend.wire
-        if isinstance(backend, DataParallelConfig)
-        else getattr(backend, "compression", "none"),
-        sparse_as_dense=getattr(backend, "sparse_as_dense", False),
-    )
-    predicted = (
-        _pipeline(context, model, data, recorder, hosts, communication)
-        if isinstance(backend, PipelineConfig)
-        else _data_parallel(context, model, data, recorder, hosts, here, communication)
-    )
-    steps = [predicted(processes, at_once) for processes, at_once in timed.items()]
-    return [step for step in steps if step is not None]
-
-
-def _measuring_hosts(context: RunContext, hosts: Hosts) -> Hosts:
-    """The hosts that measure, on all ranks alike: the fewest cores, the most processes."""
-    every = context.world.allgather((context.world.local_size, len(available_cpus())))
-    most, cores = max(size for size, _ in every), min(count for _, count in every)
-    return replace(hosts, per_host=most, cores=cores or hosts.cores)
-
-
-def _data_parallel(
-    context: RunContext,
-    model: Any,
-    data: Any,
-    recorder: Any,
-    hosts: Hosts,
-    here: Hosts,
-    communication: Communication,
-) -> _Predicted:
-    from ktrainer.plan_report.scaling_measurement import measure_step
-
-    programs: dict[Any, dict[bool, Any]] = {}
-    is_root, backend = context.world.is_root, context.config.backend
-    assert isinstance(backend, DataParallelConfig)
-
-    def predicted(processes: int, at_once: int) -> PredictedStep | None:
-        several = processes > 1
-        group = Group.of(range(processes), hosts.per_host)
-        sizes = recorder.set_buckets(backend, group, communication.network.between)
-        if sizes not in programs:
-            programs[sizes] = _programs(context, model, recorder)
-        program, reduces = programs[sizes][several], recorder if several else None
-
-        def train(feed: Any) -> Any:
-            program.build(feed.spec)
-            return program.train
-
-        step = measure_step(context, data, train, reduces, replicas=processes, at_once=at_once)
-        step = replace(step, crowding=here.crowding(at_once))
-        return predict(step, processes, hosts, communication) if is_root else None
-
-    return predicted
-
-
-def _programs(context: RunContext, model: Any, recorder: Any) -> dict[bool, Any]:
-    """The steps of one process, and of one of several."""
-    from ktrainer.steps import CompiledProgram
-    from ktrainer.steps.local_layers import set_local_layers
-    from ktrainer.steps.powersgd import set_powersgd
-    from ktrainer.training.fit_settings import step_options
-
-    set_local_layers(model, getattr(context.config.backend, "local_layers", ()))
-    set_powersgd(model, getattr(context.config.backend, "low_rank", None))
-    options = step_options(context.config)
-    return {
-        several: CompiledProgram(model, options, recorder if several else None)
-        for several in (False, True)
-    }
-
-
-def _pipeline(
-    context: RunContext,
-    model: Any,
-    data: Any,
-    recorder: Any,
-    hosts: Hosts,
-    communication: Communication,
-) -> _Predicted:
-    from ktrainer.plan_report.scaling_measurement import measure_step
-    from ktrainer.plan_report.scaling_stages import TimedStages
-
-    config = context.config
-    backend = config.backend
-    assert isinstance(backend, PipelineConfig)
-    keys = effective_pipeline(config, backend)
-    stages = TimedStages(context, model, recorder)
-
-    def predicted(processes: int, at_once: int) -> PredictedStep | None:
-        replicas = processes // keys.partitions
-        step = measure_step(
-            context, data, stages.train, recorder, replicas=replicas, at_once=at_once
-        )
-        if not context.world.is_root:
-            return None
-        schedule = make_schedule(
-            keys.schedule,
-            keys.partitions,
-            max(1, min(keys.microbatches, int(step.batch))) * config.trainer.accumulate,
-            keys.chunks,
-            keys.active_microbatches,
-        )
-        layout = Layout(keys.partitions, replicas, keys.placement)
-        return predict_pipeline(stages.stages(step), layout, schedule, hosts, communication)
-
-    return predicted
 
 
 def _report(

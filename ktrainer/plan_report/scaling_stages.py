@@ -16,8 +16,9 @@ from ktrainer.config import PipelineConfig
 from ktrainer.data import Feed
 from ktrainer.distributed.world import SingleWorld
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.plan_report.pipeline_scaling_model import MeasuredStages
 from ktrainer.plan_report.scaling_measurement import Train
-from ktrainer.plan_report.scaling_model import MeasuredStages, MeasuredStep
+from ktrainer.plan_report.scaling_model import MeasuredStep
 from ktrainer.training.fit_settings import step_options
 
 if TYPE_CHECKING:

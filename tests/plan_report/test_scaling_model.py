@@ -10,14 +10,13 @@ from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError
 from ktrainer.plan.communication_cost import Cost, Link, Network
+from ktrainer.plan_report.pipeline_scaling_model import MeasuredStages, predict_pipeline
 from ktrainer.plan_report.scaling_model import (
     Collective,
     Communication,
     Hosts,
-    MeasuredStages,
     MeasuredStep,
     predict,
-    predict_pipeline,
     with_collectives,
 )
 from ktrainer.plan_report.scaling_report import chosen_worlds
