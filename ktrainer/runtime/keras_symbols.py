@@ -109,7 +109,7 @@ keras.src.layers.layer
     Layer._get_regularization_losses(self)
         steps: replaced; penalties have no denominator to count
     Layer._flatten_layers(self, include_self, recursive)
-        steps, pipeline, tf_distribute, verify, callbacks, data, modelparallel: called; all layers
+        steps, training, pipeline, tf_distribute, verify, callbacks, data, modelparallel: called
     Layer._flatten_layers(self, include_self, recursive)
         checkpoint: called; layers with copies of their weights
     Layer._open_name_scope(self)

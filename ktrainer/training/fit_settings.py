@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import keras
 
 from ktrainer.callbacks import LossGuard
 from ktrainer.errors import ModelError
+from ktrainer.runtime.devices import accelerator
 from ktrainer.steps import Clip, StepOptions
 from ktrainer.steps.update_guard import UpdateGuard, has_keras_step, loss_metric
 
@@ -82,7 +84,7 @@ def versions_that_compute() -> dict[str, str]:
 
 
 def check_model(model: keras.Model, config: Config) -> None:
-    """Refuse a model that `fit` could not train as configured.
+    """Refuse a model that `fit` could not train as configured; warn of one that cuDNN may not.
 
     Raises:
         ModelError: it is not compiled, or its layers have another precision than asked for.
@@ -97,4 +99,21 @@ def check_model(model: keras.Model, config: Config) -> None:
             f"trainer.precision={wanted}, but model {model.name!r} was made with "
             f"{model.dtype_policy.name}: layers fix their precision when they are made. Make the "
             "Trainer before the model, or pass fit a function that makes it."
+        )
+    if accelerator() is not None:
+        _warn_of_masks_for_cudnn(model)
+
+
+def _warn_of_masks_for_cudnn(model: keras.Model) -> None:
+    """Warn of masks in a model of which Keras computes layers by cuDNN: TensorFlow does that wrong,
+    https://github.com/tensorflow/tensorflow/issues/60192."""
+    layers, recurrent = list(model._flatten_layers()), (keras.layers.LSTM, keras.layers.GRU)
+    masked = any(getattr(x, "mask_zero", isinstance(x, keras.layers.Masking)) for x in layers)
+    by_cudnn = [x.name for x in layers if isinstance(x, recurrent) and x.use_cudnn is not False]
+    if masked and by_cudnn:
+        warnings.warn(
+            f"the model has a mask, and layer {by_cudnn[0]!r} may get wrong numbers: on a GPU "
+            "Keras computes it by cuDNN, which TensorFlow does wrong now and then where there is a "
+            "mask (tensorflow issue 60192). Make LSTM and GRU layers with use_cudnn=False.",
+            stacklevel=2,
         )

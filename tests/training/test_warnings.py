@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ktrainer import Callback, Trainer
+from ktrainer import Callback, Trainer, load_config
 from ktrainer.cli.main import main
 from ktrainer.runs.run_marks import stood_out
 from ktrainer.runs.run_record import RunRecord
@@ -79,3 +79,26 @@ def test_the_last_one_before_an_error_is_recorded(tmp_path: Path) -> None:
     (warning,) = [event for event in events if event["event"] == "warning"]
     assert (warning["step"], warning["message"]) == (3, "it begins with ***")
     assert warning["where"].startswith("test_warnings.py:")
+
+
+@pytest.mark.parametrize(
+    ("mask_zero", "use_cudnn", "warns"),
+    [(True, "auto", True), (False, "auto", False), (True, False, False)],
+)
+def test_masks_for_cudnn_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, mask_zero: bool, use_cudnn: Any, warns: bool
+) -> None:
+    import keras
+
+    from ktrainer.training import fit_settings
+
+    monkeypatch.setattr(fit_settings, "accelerator", lambda: "GPU:0")  # this host has none
+    layers = [keras.layers.Embedding(5, 3, mask_zero=mask_zero)]
+    layers += [keras.layers.Bidirectional(keras.layers.LSTM(2, use_cudnn=use_cudnn, name="words"))]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile("sgd", "mse")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit_settings.check_model(model, load_config())
+    assert [("words" in str(each.message)) for each in found] == [True] * warns
+    assert all("use_cudnn=False" in str(each.message) for each in found)
