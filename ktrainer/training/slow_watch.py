@@ -169,9 +169,7 @@ class SlowWatch:
         self._apportion(communication)  # without what measuring has added to it
         found = rules.judge(self._state.progress.step, windows, link)
         self._usual = (began - self._marks[0].at) / self._steps
-        # Of all ranks: one may wait, unseen, for another that is short of processors.
-        suspect = any(kind == "compute" for kind, _ in rules.suspects)
-        usage = _Usage.now() if suspect else None
+        usage = self._usage_of_suspects(rules)
         self._say(found, callbacks)
         began -= self._measuring_usage
         self._restart(usage)
@@ -180,11 +178,13 @@ class SlowWatch:
     def end_epoch(self, epoch: int, callbacks: Iterable[Any]) -> None:
         """`gather`, and name what stands out."""
         rows, stages = self.gather(epoch, callbacks)
+        usage = None
         if self._rules is not None:
             step = self._state.progress.step
             found = self._rules.judge_epoch(step, epoch + 1, rows, stages)
             self._say([found] if found is not None else [], callbacks)
-        self._restart()
+            usage = self._usage_of_suspects(self._rules)
+        self._restart(usage)
 
     def gather(
         self, epoch: int, callbacks: Iterable[Any]
@@ -215,6 +215,11 @@ class SlowWatch:
             (disk_faults() - marks[0].faults) / self._steps,
             self._state.feed.slow_stage() if waits else None,
         )
+
+    def _usage_of_suspects(self, rules: SlowRules) -> _Usage | None:
+        """That of all ranks where one is suspect: it may wait, unseen, for another."""
+        suspect = any(kind == "compute" for kind, _ in rules.suspects)
+        return _Usage.now() if suspect else None
 
     def _processor_share(self) -> float | None:
         """The part that this rank got of the processor time that its threads asked for; None where

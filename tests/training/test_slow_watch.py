@@ -266,6 +266,41 @@ def test_a_window_that_a_longer_step_begins_has_nothing_of_before(
     assert window.faults == 3.0
 
 
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_window_knows_the_processor_time_of_a_suspect_from_its_begin(
+    monkeypatch: pytest.MonkeyPatch, ends: int
+) -> None:
+    """Also one that begins with an epoch: its steps are no longer than those before."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(slow_watch, "processor_share", lambda before: (0.5, 1.0))
+    context: Any = SimpleNamespace(
+        world=SimpleNamespace(
+            size=1,
+            replicas=1,
+            local_size=1,
+            rank=0,
+            is_root=True,
+            allgather=lambda value, what: [value],
+        ),
+        backend=SimpleNamespace(communication_seconds=0.0),
+        config=SimpleNamespace(logging=SimpleNamespace(slow=0.1)),
+    )
+    state: Any = SimpleNamespace(
+        times=TimeShares(), progress=Progress(), warnings=WarningLog(), slow=[]
+    )
+    watch = slow_watch.SlowWatch(context, state)
+    watch._usual = 0.04
+    assert watch._rules is not None
+    watch._rules.suspects = {("compute", 0)}
+    for epoch in range(ends):
+        watch.end_epoch(epoch, [])
+    for _ in range(3):
+        now += 0.04
+        watch.mark(1)
+    assert (watch._window().cpu is not None) == bool(ends)
+
+
 class Linked:
     """Two hosts that do the same."""
 
