@@ -106,6 +106,8 @@ class Runner:
             step.post_receive(row[place + _AHEAD if place else 0 : place + _AHEAD + 1])
             start = time.perf_counter()
             getattr(step, _METHODS[action.kind])(action)
+            if self.on_action is not None:
+                tf.test.experimental.sync_devices()  # which compute on after the call
             end = time.perf_counter()
             add_span(STAGES, schedule.label(action), start, end)
             if self.on_action is not None:
