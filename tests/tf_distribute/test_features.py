@@ -202,6 +202,39 @@ def test_predict_and_evaluate(ranks: Callable[..., Any], strategy: str, devices:
     assert ours[2] == pytest.approx(reference[2], rel=1e-5)
 
 
+def places_of_batches(arrays: bool) -> list[str]:
+    import tensorflow as tf
+
+    from ktrainer.data import LocalBatch
+    from ktrainer.training.fit_settings import step_options
+
+    found: list[str] = []
+    x, y = vectors(4)
+    with trainer() as it:
+        program, loop = it.backend.prepare(small_model(), step_options(it.config)), it.backend.loop
+        program._functions = {
+            kind: lambda batch, counts: found.extend(leaf.device for leaf in batch)
+            for kind in ("train", "test")
+        }
+        local = LocalBatch((x, y) if arrays else (tf.constant(x), tf.constant(y)), 4, 4)
+        with tf.device("CPU:3"):  # as the first GPU, where nothing else is said
+            program.train([local])
+            program.test(local)
+            stacked = program._stacked([local, local])[0]
+            rows = [it.strategy.experimental_local_results(leaf) for leaf in loop.rows(local)]
+    assert [[len(part) for part in leaf] for leaf in rows] == [[2, 2], [2, 2]]
+    return [*found, *(leaf.device for leaf in stacked)]
+
+
+@pytest.mark.parametrize("arrays", [True, False])
+def test_a_batch_of_several_devices_stays_in_host_memory(
+    ranks: Callable[..., Any], arrays: bool
+) -> None:
+    (found,) = under(ranks, "mirrored", places_of_batches, arrays)
+    assert len(found) == 6
+    assert {place.rpartition("/")[2] for place in found} == {"device:CPU:0"}
+
+
 def made_in_scope(strategy: str, eager: bool) -> Any:
     """A model made inside of `trainer.scope()`, which has been trained there before."""
     import keras

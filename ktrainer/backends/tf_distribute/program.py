@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.move_into_strategy import move_in
@@ -17,6 +18,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
     ReplicaAccumulation,
     batch_counts,
 )
+from ktrainer.backends.tf_distribute.replicas.replica_batches import on_host
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.data.local_batch import require_examples
@@ -94,7 +96,7 @@ class ReplicatedProgram(Program):
         if self.options.accumulate == 1 and not self.options.xla:
             with self._explained(local_batches):
                 counts = batch_counts(local_batches)[0]
-                return self._function("train")(local_batches[0].batch, counts)
+                return self._function("train")(self._batch(local_batches[0]), counts)
         if self._accumulated is None:
             self._accumulated = ReplicaAccumulation(
                 self.model,
@@ -105,7 +107,7 @@ class ReplicatedProgram(Program):
             )
         with self._explained(local_batches):
             pairs = zip(local_batches, batch_counts(local_batches), strict=True)
-            return self._accumulated([(each.batch, counts) for each, counts in pairs])
+            return self._accumulated([(self._batch(each), counts) for each, counts in pairs])
 
     def train_many(
         self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
@@ -114,7 +116,7 @@ class ReplicatedProgram(Program):
         step = self._function("train")
         if self.options.xla or not can_compile_many(step):
             return super().train_many(local_batches)
-        stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
+        stacked = self._stacked(local_batches)
         # Sums are numbered as functions are called: all processes must call the same ones.
         if self._agree(stacked is None) or stacked is None:
             return super().train_many(local_batches)
@@ -126,17 +128,28 @@ class ReplicatedProgram(Program):
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._prepare_for(local_batch)
         with self._explained([local_batch]):
-            return self._function("test")(local_batch.batch, *batch_counts([local_batch]))
+            return self._function("test")(self._batch(local_batch), *batch_counts([local_batch]))
 
     def predict(self, local_batch: LocalBatchLike) -> Any:
         self._prepare_for(local_batch)
         self._place_for_prediction(local_batch)
         with self._explained([local_batch]):
-            outputs = self._function("predict")(local_batch.batch, *batch_counts([local_batch]))
+            counts = batch_counts([local_batch])
+            outputs = self._function("predict")(self._batch(local_batch), *counts)
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         return self._logged[kind].sources
+
+    def _batch(self, local_batch: LocalBatchLike) -> Any:
+        return local_batch.batch if self.replicas.count == 1 else on_host(local_batch.batch)
+
+    def _stacked(self, local_batches: Sequence[LocalBatchLike]) -> tuple[Any, np.ndarray] | None:
+        with tf.device("CPU:0") if self.replicas.count > 1 else nullcontext():
+            stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
+        if stacked is None or self.replicas.count == 1:
+            return stacked
+        return on_host(stacked[0]), stacked[1]
 
     @contextmanager
     def _explained(self, local_batches: Sequence[LocalBatchLike]) -> Iterator[None]:

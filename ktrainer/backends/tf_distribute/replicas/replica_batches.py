@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.data.local_batch import graph_bounds, graph_slice
+
+
+def on_host(batch: Any) -> Any:
+    """`batch` with its arrays as tensors in host memory: where no device is named, TensorFlow makes
+    them on the first GPU, from which parts would have to be copied back."""
+    with tf.device("CPU:0"):
+        return tf.nest.map_structure(
+            lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
+        )
 
 
 def parts_of(batch: Any, counts: tf.Tensor, count: int) -> list[tuple[Any, tf.Tensor]]:

@@ -60,7 +60,8 @@ class StrategyLoop(UserLoop):
         count = self._local_replicas
         if count == 1:
             return local.rows()
-        parts = [tf.nest.flatten(local.rows(number, count)) for number in range(count)]
+        with tf.device("CPU:0"):  # else the whole batch would be copied to the first GPU
+            parts = [tf.nest.flatten(local.rows(number, count)) for number in range(count)]
         first = self.world.replica * count if self.world.size > 1 else 0
 
         def of_replica(context: Any) -> list[Any]:
