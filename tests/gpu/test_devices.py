@@ -86,7 +86,7 @@ def test_a_trainer_after_tensorflow_says_what_to_do(device: Device) -> None:
     assert ("Make the Trainer first" if device.is_gpu else "made") in done.stdout
 
 
-def batches_of_steps(kind: str) -> list[str]:
+def batches_of_steps(kind: str, strategy: str = "") -> list[str]:
     """The devices of the batches that steps are given, and of what they compute."""
     places: list[str] = []
 
@@ -99,7 +99,8 @@ def batches_of_steps(kind: str) -> list[str]:
     model = Watched([keras.Input((WIDE,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
     x = np.ones((40, WIDE), np.float32)
-    with Trainer(config()) as trainer:
+    named = {"name": "tf_distribute", "strategy": strategy} if strategy else parallel()
+    with Trainer(config(backend=named)) as trainer:
         trainer.fit(model, DATA[kind](x, x[:, :1]))
     return places
 
@@ -122,3 +123,12 @@ def test_batches_are_on_the_device_ahead_of_the_step(
     (places,) = on_device().run(batches_of_steps, kind)
     assert len(places) >= 6
     assert all(f"{device.kind}:0" in place for place in places), places
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(2, ""), (1, "one_device"), (1, "mirrored")])
+def test_steps_of_other_backends_are_on_the_device(
+    on_device: Callable[..., Ranks], device: Device, size: int, strategy: str
+) -> None:
+    for places in on_device(size).run(batches_of_steps, "dataset", strategy):
+        assert len(places) >= 6
+        assert all(f"{device.kind}:0" in place for place in places), places

@@ -14,7 +14,7 @@ from tests.gpu.training import beginning, equals_fit, updates, zoo
 
 pytestmark = pytest.mark.gpu
 
-# Dense and convolutional layers, statistics of batches, cuDNN's LSTM with sparse gradients, masks.
+# Dense and convolutional layers, statistics of batches, an LSTM with sparse gradients, masks.
 MODELS = ("mlp", "batch_norm_cnn", "masked_lstm", "two_inputs_two_outputs")
 # float32 is compared with float64: how far may the GPU be, in errors of the CPU's float32? Both add
 # up the same products in another order; for convolutions cuDNN may use Winograd's algorithm, whose
