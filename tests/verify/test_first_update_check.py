@@ -204,6 +204,8 @@ def test_nothing_is_left_behind(skipped: Callable[..., str]) -> None:
     calls = model.calls
     with first_update_check.eager_passes(first_update_check.RandomDraws()):
         found = passes.whole((tf.constant(x[:4]), tf.constant(y[:4])))
+        assert not tf.config.experimental.tensor_float_32_execution_enabled()
+    assert tf.config.experimental.tensor_float_32_execution_enabled()
     raw, count = found.changed
     assert (raw, count.split(".")[-1]) == ("a tf.Variable of shape ()", "calls")
     assert model.calls == calls
