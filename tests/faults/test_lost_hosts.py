@@ -23,9 +23,11 @@ from tests.dist.harness.hosts import Hosts
 from tests.processes import ktrainer, warm_python_on
 
 TRAINS = """
-import json, os, time
+import json, os, pathlib, time
 import keras, numpy as np
 from ktrainer import Callback, Trainer
+
+planted = pathlib.Path(__file__).with_name("PLANTED")
 
 class Wait(Callback):
     waited = again = False
@@ -35,7 +37,10 @@ class Wait(Callback):
         if first and self.world.size > 1 and step == 3 and not self.waited:
             self.waited = True
             print("now", flush=True)
-            time.sleep(4)
+            for _ in range(400):
+                if planted.exists():
+                    break
+                time.sleep(0.05)
         if not first and not self.again:
             print("again from", step, flush=True)
             self.again = True
@@ -61,6 +66,7 @@ if trainer.world.is_root:
     print("hash seed", os.environ.get("PYTHONHASHSEED"), flush=True)
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
+PLANTED = "PLANTED"  # the file that tells the ranks that the fault is there: they wait for it
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
 MIRRORED = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 MORE = ("logging.progress=none", "checkpoint.every=1ba", "world.deadline=8")
@@ -118,6 +124,9 @@ def lose(
             os.kill(pid, signal.SIGSTOP)
     else:
         {"killed": made.kill, "cut": made.cut}[how](last)
+    if how == "cut":
+        time.sleep(4)  # the launcher, too, is to notice before training ends: after 6 s of silence
+    (folder / PLANTED).touch()
     out, errors = launcher.communicate(timeout=150)
     reap_adopted()  # agents of the lost host, which this process inherits from the launcher
     return Lost(launcher.returncode, out, errors, time.monotonic() - began)
@@ -192,6 +201,7 @@ def test_ranks_save_and_end_when_the_launcher_is_lost(
     made = hosts(3)
     launcher = start(made, tmp_path, "--heal")
     made.kill(0)
+    (tmp_path / PLANTED).touch()
     launcher.communicate(timeout=20)
     deadline = time.monotonic() + 40
     while ranks_on(made, 1) or ranks_on(made, 2):
