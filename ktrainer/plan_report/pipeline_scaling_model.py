@@ -35,6 +35,7 @@ class MeasuredStages:
         forward, backward: seconds for a microbatch, by stage.
         parts: of all parameters, by stage; they add up to 1.
         crossing: bytes of a microbatch over the cut behind each stage but the last.
+        turns: how much longer processes take that take turns on a core, over their number on it.
     """
 
     step: MeasuredStep
@@ -42,6 +43,7 @@ class MeasuredStages:
     backward: tuple[float, ...]
     parts: tuple[float, ...]
     crossing: tuple[float, ...]
+    turns: float = 1.0
 
 
 def predict_pipeline(
@@ -58,7 +60,7 @@ def predict_pipeline(
     timeline = _timeline(measured, layout, schedule, per_host, network)
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
-    makespan = max(timeline.makespan, most / hosts.places)
+    makespan = max(timeline.makespan, most / hosts.places * measured.turns)
     parts = [sum(measured.parts[p :: schedule.ranks]) for p in range(schedule.ranks)]
     actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
     crowding = hosts.crowding(everyone.fullest)

@@ -95,15 +95,15 @@ class Hosts:
         """Processes on the fullest place for one."""
         return math.ceil(on_host / self.places)
 
-    def measuring(self, processes: int, here: Hosts, *, sharing: bool) -> int:
-        """How many processes of a host are timed at once, for so many in all.
+    def measuring(self, processes: int, here: Hosts) -> int:
+        """How many processes of a host are timed at once, for so many in all: they share cores
+        where those planned for do.
 
         Args:
             here: the hosts on which they are.
-            sharing: whether they may share cores, as they do where those planned for do.
         """
         on_host = min(processes, self.per_host)
-        most = here.per_host if sharing and self.crowding(on_host) > 1 else here.places
+        most = here.per_host if self.crowding(on_host) > 1 else here.places
         return min(on_host, here.per_host, most)
 
     def network(self, given: Network, on_host: int) -> Network:

@@ -13,7 +13,13 @@ from ktrainer.distributed.rank_layout import Layout
 from ktrainer.plan.communication_cost import Group
 from ktrainer.plan_report.pipeline_scaling_model import predict_pipeline
 from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone, measure_step
-from ktrainer.plan_report.scaling_model import Communication, Hosts, PredictedStep, predict
+from ktrainer.plan_report.scaling_model import (
+    Communication,
+    Hosts,
+    MeasuredStep,
+    PredictedStep,
+    predict,
+)
 from ktrainer.plan_report.scaling_stages import TimedStages
 from ktrainer.runtime.hardware import available_cpus
 from ktrainer.steps import CompiledProgram
@@ -68,8 +74,7 @@ class StepPredictions:
 
     def timed_at_once(self, processes: int) -> int:
         """How many processes of a host are timed at the same time, for so many in all."""
-        # Times of single stages are those of a process with cores of its own.
-        return self._hosts.measuring(processes, self._here, sharing=self._stages is None)
+        return self._hosts.measuring(processes, self._here)
 
     def _data_parallel(self, processes: int) -> PredictedStep | None:
         context, hosts, recorder = self._context, self._hosts, self._recorder
@@ -109,16 +114,26 @@ class StepPredictions:
         assert stages is not None
         keys = effective_pipeline(config, config.backend)
         replicas = processes // keys.partitions
-        step = measure_step(
-            context,
-            self._data,
-            stages.train,
-            self._recorder,
-            replicas=replicas,
-            at_once=self.timed_at_once(processes),
-        )
-        if not context.world.is_root:
+
+        def measured(at_once: int) -> MeasuredStep:
+            return measure_step(
+                context,
+                self._data,
+                stages.train,
+                self._recorder,
+                replicas=replicas,
+                at_once=at_once,
+            )
+
+        # Times of single stages are those of a process with cores of its own.
+        at_once = self.timed_at_once(processes)
+        free = min(at_once, self._here.places)
+        step = measured(free)
+        timed = stages.stages(step) if context.world.is_root else None
+        sharing = measured(at_once) if at_once > free else step
+        if timed is None:
             return None
+        turns = sharing.seconds / (step.seconds * self._here.crowding(at_once))
         schedule = make_schedule(
             keys.schedule,
             keys.partitions,
@@ -127,8 +142,8 @@ class StepPredictions:
             keys.active_microbatches,
         )
         layout = Layout(keys.partitions, replicas, keys.placement)
-        measured = stages.stages(step)
-        return predict_pipeline(measured, layout, schedule, self._hosts, self._communication)
+        timed = replace(timed, turns=max(1.0, turns))
+        return predict_pipeline(timed, layout, schedule, self._hosts, self._communication)
 
 
 def _measuring_hosts(context: RunContext, hosts: Hosts) -> Hosts:

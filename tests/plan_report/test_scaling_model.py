@@ -95,12 +95,12 @@ def test_processes_that_share_cores():
 def test_steps_are_timed_on_shared_cores_where_those_planned_for_share_theirs():
     laptop = Hosts(per_host=4, cores=2, threads=1)
 
-    def timed(hosts, sharing=True):
-        return [hosts.measuring(processes, laptop, sharing=sharing) for processes in (1, 2, 3, 8)]
+    def timed(hosts):
+        return [hosts.measuring(processes, laptop) for processes in (1, 2, 3, 8)]
 
     assert timed(laptop) == [1, 2, 3, 4]
     assert timed(Hosts(8, 2, 1)) == [1, 2, 3, 4]
-    assert timed(laptop, sharing=False) == timed(Hosts(8, 8, 1)) == [1, 2, 2, 2]
+    assert timed(Hosts(8, 8, 1)) == [1, 2, 2, 2]
     assert timed(Hosts(1, 2, 1)) == [1] * 4
 
 
@@ -147,6 +147,11 @@ def test_the_bubble_of_equal_stages(partitions):
     # On one core nothing is gained, and the update takes as long as in one process.
     alone = predict_pipeline(stages(partitions), Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
     assert alone.seconds == pytest.approx(4 * partitions * 0.003 + 0.004)
+    # Where processes share a core, their actions take longer, by what taking turns costs.
+    turns = replace(stages(partitions), turns=1.2)
+    shared = predict_pipeline(turns, Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
+    assert shared.seconds == pytest.approx(1.2 * 4 * partitions * 0.003 + 0.004)
+    assert predict_pipeline(turns, Layout(partitions), schedule, hosts, FREE) == found
 
 
 def test_replicas_of_a_pipeline():
