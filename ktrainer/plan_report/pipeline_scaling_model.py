@@ -35,7 +35,8 @@ class MeasuredStages:
         forward, backward: seconds for a microbatch, by stage.
         parts: of all parameters, by stage; they add up to 1.
         crossing: bytes of a microbatch over the cut behind each stage but the last.
-        turns: how much longer processes take that take turns on a core, over their number on it.
+        sharing_slowdown: how much longer processes take on shared cores than their number on each
+            explains.
     """
 
     step: MeasuredStep
@@ -43,7 +44,18 @@ class MeasuredStages:
     backward: tuple[float, ...]
     parts: tuple[float, ...]
     crossing: tuple[float, ...]
-    turns: float = 1.0
+    sharing_slowdown: float = 1.0
+
+
+def sharing_slowdown(alone: float, sharing: float, processes: int, places: int) -> float:
+    """How much longer processes on shared cores take than their number on each explains.
+
+    Args:
+        alone: seconds of a step of processes with cores of their own.
+        sharing: seconds of one of so many `processes` on `places`, which TensorFlow's threads and
+            the system spread over all of them.
+    """
+    return max(1.0, sharing / (alone * max(1.0, processes / places)))
 
 
 def predict_pipeline(
@@ -60,7 +72,7 @@ def predict_pipeline(
     timeline = _timeline(measured, layout, schedule, per_host, network)
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
-    makespan = max(timeline.makespan, most / hosts.places * measured.turns)
+    makespan = max(timeline.makespan, most / hosts.places * measured.sharing_slowdown)
     parts = [sum(measured.parts[p :: schedule.ranks]) for p in range(schedule.ranks)]
     actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
     crowding = hosts.crowding(everyone.fullest)

@@ -95,9 +95,9 @@ class Hosts:
         """Processes on the fullest place for one."""
         return math.ceil(on_host / self.places)
 
-    def measuring(self, processes: int, here: Hosts) -> int:
+    def measured_at_once(self, processes: int, here: Hosts) -> int:
         """How many processes of a host are timed at once, for so many in all: they share cores
-        where those planned for do.
+        where those planned for do, if the hosts have processes enough.
 
         Args:
             here: the hosts on which they are.

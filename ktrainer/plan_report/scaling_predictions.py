@@ -11,7 +11,11 @@ from ktrainer.config import DataParallelConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.plan.communication_cost import Group
-from ktrainer.plan_report.pipeline_scaling_model import predict_pipeline
+from ktrainer.plan_report.pipeline_scaling_model import (
+    MeasuredStages,
+    predict_pipeline,
+    sharing_slowdown,
+)
 from ktrainer.plan_report.scaling_measurement import RecordingGradients, alone, measure_step
 from ktrainer.plan_report.scaling_model import (
     Communication,
@@ -74,7 +78,7 @@ class StepPredictions:
 
     def timed_at_once(self, processes: int) -> int:
         """How many processes of a host are timed at the same time, for so many in all."""
-        return self._hosts.measuring(processes, self._here)
+        return self._hosts.measured_at_once(processes, self._here)
 
     def _data_parallel(self, processes: int) -> PredictedStep | None:
         context, hosts, recorder = self._context, self._hosts, self._recorder
@@ -109,15 +113,32 @@ class StepPredictions:
         }
 
     def _pipeline(self, processes: int) -> PredictedStep | None:
-        context, stages, config = self._context, self._stages, self._context.config
+        config = self._context.config
         assert isinstance(config.backend, PipelineConfig)
-        assert stages is not None
         keys = effective_pipeline(config, config.backend)
         replicas = processes // keys.partitions
+        measured = self._measured_stages(processes, replicas)
+        if measured is None:
+            return None
+        schedule = make_schedule(
+            keys.schedule,
+            keys.partitions,
+            max(1, min(keys.microbatches, int(measured.step.batch))) * config.trainer.accumulate,
+            keys.chunks,
+            keys.active_microbatches,
+        )
+        layout = Layout(keys.partitions, replicas, keys.placement)
+        return predict_pipeline(measured, layout, schedule, self._hosts, self._communication)
+
+    def _measured_stages(self, processes: int, replicas: int) -> MeasuredStages | None:
+        """The stages on cores of their own, and how much sharing slows steps down; on rank 0."""
+        stages, at_once = self._stages, self.timed_at_once(processes)
+        assert stages is not None
+        alone = min(at_once, self._here.places)
 
         def measured(at_once: int) -> MeasuredStep:
             return measure_step(
-                context,
+                self._context,
                 self._data,
                 stages.train,
                 self._recorder,
@@ -125,25 +146,13 @@ class StepPredictions:
                 at_once=at_once,
             )
 
-        # Times of single stages are those of a process with cores of its own.
-        at_once = self.timed_at_once(processes)
-        free = min(at_once, self._here.places)
-        step = measured(free)
-        timed = stages.stages(step) if context.world.is_root else None
-        sharing = measured(at_once) if at_once > free else step
-        if timed is None:
+        step = measured(alone)
+        found = stages.stages(step) if self._context.world.is_root else None
+        sharing = measured(at_once) if at_once > alone else step
+        if found is None:
             return None
-        turns = sharing.seconds / (step.seconds * self._here.crowding(at_once))
-        schedule = make_schedule(
-            keys.schedule,
-            keys.partitions,
-            max(1, min(keys.microbatches, int(step.batch))) * config.trainer.accumulate,
-            keys.chunks,
-            keys.active_microbatches,
-        )
-        layout = Layout(keys.partitions, replicas, keys.placement)
-        timed = replace(timed, turns=max(1.0, turns))
-        return predict_pipeline(timed, layout, schedule, self._hosts, self._communication)
+        slowdown = sharing_slowdown(step.seconds, sharing.seconds, at_once, self._here.places)
+        return replace(found, sharing_slowdown=slowdown)
 
 
 def _measuring_hosts(context: RunContext, hosts: Hosts) -> Hosts:

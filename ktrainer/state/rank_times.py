@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LEAST_RATIO = 1.5  # of a computing time to the usual one
-EXPLAINED_RATIO = 1.25  # the same, of a rank that is known to wait for its processors
+SHORT_OF_CPU_RATIO = 1.25  # the same, of a rank that is known to wait for its processors
 LEAST_EXCESS = 0.005  # seconds a step
 
 
@@ -48,10 +48,13 @@ class Link(NamedTuple):
 
 
 def is_longer(
-    seconds: float, usual: float, least_excess: float = 0.0, explained: bool = False
+    seconds: float, usual: float, least_excess: float = 0.0, short_of_processors: bool = False
 ) -> bool:
     """Whether a computing time is much longer than the usual one; infinity: none is known."""
-    excess, ratio = seconds - usual, EXPLAINED_RATIO if explained else LEAST_RATIO
+    excess, ratio = (
+        seconds - usual,
+        SHORT_OF_CPU_RATIO if short_of_processors else LEAST_RATIO,
+    )
     return seconds > ratio * usual and excess > max(LEAST_EXCESS, least_excess)
 
 

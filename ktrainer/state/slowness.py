@@ -123,7 +123,7 @@ class SlowRules:
             link: the slowest one; None: links were not measured.
         """
         self._windows += 1
-        self._unexplained: set[Key] = set()  # longer steps
+        self._longer_steps: set[Key] = set()  # with or without a reason
         shares = list(self._large_shares(ranks))
         causes = [*shares, *self._long_computing(ranks, {cause.rank for cause in shares})]
         explained = any(c.key[0] == "compute" and c.windows < math.inf for c in causes)
@@ -138,7 +138,7 @@ class SlowRules:
         known = [cause for cause in causes if cause in found or not self._is_new(cause.key)]
         self._named |= {cause.key: self._windows for cause in known}
         self._ranks_named |= {cause.rank for cause in found}
-        self.suspects = {k for k in {c.key for c in causes} | self._unexplained if self._is_new(k)}
+        self.suspects = {k for k in {c.key for c in causes} | self._longer_steps if self._is_new(k)}
         return [Slow(step, cause.rank, cause.name, cause.text) for cause in found]
 
     def judge_epoch(
@@ -234,11 +234,11 @@ class SlowRules:
             before = self._before(("compute", rank), mine + sums)
             excess = 2 * self.share * window.step_seconds
             name, why = slow_texts.reason(window.cpu, least, window.faults)
-            explained, blameless = name == "cpu", self._blames_another(rank, len(ranks), late)
-            slower = is_longer(mine, usual, excess, explained)
-            slowed = is_longer(mine + sums, before, excess, explained)
-            if not blameless and is_longer(mine + sums, before, excess, explained=True):
-                self._unexplained.add(("compute", rank))
+            short, blameless = name == "cpu", self._blames_another(rank, len(ranks), late)
+            slower = is_longer(mine, usual, excess, short)
+            slowed = is_longer(mine + sums, before, excess, short)
+            if not blameless and is_longer(mine + sums, before, excess, short_of_processors=True):
+                self._longer_steps.add(("compute", rank))
             if not slower and (not slowed or blameless):
                 continue
             who = f"rank {rank}" if len(ranks) > 1 else "the process"

@@ -6,8 +6,8 @@ Where nothing is suspect, and steps are as long as in the last window, it is twi
 Then they gather their windows, and all apply `ktrainer.state.slowness` to them. A window has the
 processor time of the rank from its first longer step on, or from its begin where a rank is suspect.
 Where something is suspect, the next window has what would explain it: the slow stage of the input,
-the speed of links, which are measured in the first window too; but for a few
-times, that too may cost no more of the time. The same message carries warnings to rank 0.
+the speed of links. These are measured in the first window too, and beyond a few times as rarely as
+windows are compared. The same message carries warnings to rank 0.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 LEAST_STEPS, LEAST_SECONDS = 3, 0.04
 MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % of the time
-LEAST_SHARE = 1e-4  # seconds of a step
+LEAST_SHARE_SECONDS = 1e-4  # of a step
 _LONGER = 1.25  # times the usual step, after which a comparison is not put off
-_LEAST_QUEUED = 0.15  # of the time: steps that are 1.5 times as long lose a third of it
+_LEAST_PROCESSOR_WAIT = 0.15  # of the time: steps that are 1.5 times as long lose a third of it
 _FREE_MEASURES, _FREE_SECONDS = 3, 0.1  # of links, beyond 1 / `MOST_COSTS` of the time
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
@@ -229,7 +229,7 @@ class SlowWatch:
             return None
         share, waited = processor_share(self._usage.processors)
         seconds = time.perf_counter() - self._usage.at
-        return share if waited >= _LEAST_QUEUED * seconds else None
+        return share if waited >= _LEAST_PROCESSOR_WAIT * seconds else None
 
     def _stage_of_epoch(self, row: Mapping[str, float]) -> str:
         """The slow stage of the input, if steps have waited for it."""
@@ -286,7 +286,7 @@ class SlowWatch:
 def _large(marks: Sequence[_Mark]) -> list[str]:
     """The shares that are worth a comparison."""
     before, after = marks[0].seconds, marks[-1].seconds
-    least = LEAST_SHARE * sum(mark.updates for mark in marks[1:])
+    least = LEAST_SHARE_SECONDS * sum(mark.updates for mark in marks[1:])
     return [s for s, seconds in after.items() if seconds - before.get(s, 0.0) > least]
 
 

@@ -212,10 +212,10 @@ def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Ten
 @contextmanager
 def eager_passes(draws: RandomDraws) -> Iterator[None]:
     """Context of passes: functions are not compiled, random numbers do not depend on the batch,
-    batch normalization is frozen, and random generators keep their state. Float32 is no TF32, whose
-    products are off by 5e-4: gradients that are zero would not be told from others."""
-    eagerly, products = tf.config.functions_run_eagerly(), tf.config.experimental
-    with_tf32 = products.tensor_float_32_execution_enabled()
+    batch normalization is frozen, random generators keep their state, and float32 products are not
+    computed in TF32: off by 5e-4, gradients that are zero would not be told from others."""
+    eagerly, experimental = tf.config.functions_run_eagerly(), tf.config.experimental
+    with_tf32 = experimental.tensor_float_32_execution_enabled()
     # Private, like everything that tells the state of the eager generator of seeds.
     generator = getattr(eager_context.context(), "_rng", None)
     states = random.getstate(), np.random.get_state(), generator and generator.getstate()
@@ -224,8 +224,8 @@ def eager_passes(draws: RandomDraws) -> Iterator[None]:
         stack.enter_context(frozen_batch_norm())
         stack.callback(tf.config.run_functions_eagerly, eagerly)
         tf.config.run_functions_eagerly(True)
-        stack.callback(products.enable_tensor_float_32_execution, with_tf32)
-        products.enable_tensor_float_32_execution(False)
+        stack.callback(experimental.enable_tensor_float_32_execution, with_tf32)
+        experimental.enable_tensor_float_32_execution(False)
         try:
             yield
         finally:

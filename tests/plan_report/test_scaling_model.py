@@ -10,7 +10,11 @@ from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError
 from ktrainer.plan.communication_cost import Cost, Link, Network
-from ktrainer.plan_report.pipeline_scaling_model import MeasuredStages, predict_pipeline
+from ktrainer.plan_report.pipeline_scaling_model import (
+    MeasuredStages,
+    predict_pipeline,
+    sharing_slowdown,
+)
 from ktrainer.plan_report.scaling_model import (
     Collective,
     Communication,
@@ -96,7 +100,7 @@ def test_steps_are_timed_on_shared_cores_where_those_planned_for_share_theirs():
     laptop = Hosts(per_host=4, cores=2, threads=1)
 
     def timed(hosts):
-        return [hosts.measuring(processes, laptop) for processes in (1, 2, 3, 8)]
+        return [hosts.measured_at_once(processes, laptop) for processes in (1, 2, 3, 8)]
 
     assert timed(laptop) == [1, 2, 3, 4]
     assert timed(Hosts(8, 2, 1)) == [1, 2, 3, 4]
@@ -147,11 +151,18 @@ def test_the_bubble_of_equal_stages(partitions):
     # On one core nothing is gained, and the update takes as long as in one process.
     alone = predict_pipeline(stages(partitions), Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
     assert alone.seconds == pytest.approx(4 * partitions * 0.003 + 0.004)
-    # Where processes share a core, their actions take longer, by what taking turns costs.
-    turns = replace(stages(partitions), turns=1.2)
-    shared = predict_pipeline(turns, Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
+    # Where processes share a core, their actions take longer, by what sharing it costs.
+    slower = replace(stages(partitions), sharing_slowdown=1.2)
+    shared = predict_pipeline(slower, Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
     assert shared.seconds == pytest.approx(1.2 * 4 * partitions * 0.003 + 0.004)
-    assert predict_pipeline(turns, Layout(partitions), schedule, hosts, FREE) == found
+    assert predict_pipeline(slower, Layout(partitions), schedule, hosts, FREE) == found
+
+
+@pytest.mark.parametrize(("processes", "places"), [(2, 2), (3, 2), (4, 2), (4, 3)])
+def test_what_sharing_cores_costs(processes, places):
+    fair = 0.01 * processes / places
+    assert sharing_slowdown(0.01, 1.2 * fair, processes, places) == pytest.approx(1.2)
+    assert sharing_slowdown(0.01, 0.9 * fair, processes, places) == 1.0
 
 
 def test_replicas_of_a_pipeline():

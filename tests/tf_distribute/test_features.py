@@ -223,6 +223,7 @@ def places_of_batches(arrays: bool) -> list[str]:
             stacked = program._stacked([local, local])[0]
             rows = [it.strategy.experimental_local_results(leaf) for leaf in loop.rows(local)]
     assert [[len(part) for part in leaf] for leaf in rows] == [[2, 2], [2, 2]]
+    found += [part.device for leaf in rows for part in leaf]
     return [*found, *(leaf.device for leaf in stacked)]
 
 
@@ -231,7 +232,7 @@ def test_a_batch_of_several_devices_stays_in_host_memory(
     ranks: Callable[..., Any], arrays: bool
 ) -> None:
     (found,) = under(ranks, "mirrored", places_of_batches, arrays)
-    assert len(found) == 6
+    assert len(found) == 10
     assert {place.rpartition("/")[2] for place in found} == {"device:CPU:0"}
 
 

@@ -107,7 +107,7 @@ class Runner:
             start = time.perf_counter()
             getattr(step, _METHODS[action.kind])(action)
             if self.on_action is not None:
-                tf.test.experimental.sync_devices()  # which compute on after the call
+                tf.test.experimental.sync_devices()  # a GPU's kernels run on after the call
             end = time.perf_counter()
             add_span(STAGES, schedule.label(action), start, end)
             if self.on_action is not None:
