@@ -51,11 +51,8 @@ def is_longer(
     seconds: float, usual: float, least_excess: float = 0.0, short_of_processors: bool = False
 ) -> bool:
     """Whether a computing time is much longer than the usual one; infinity: none is known."""
-    excess, ratio = (
-        seconds - usual,
-        SHORT_OF_CPU_RATIO if short_of_processors else LEAST_RATIO,
-    )
-    return seconds > ratio * usual and excess > max(LEAST_EXCESS, least_excess)
+    ratio = SHORT_OF_CPU_RATIO if short_of_processors else LEAST_RATIO
+    return seconds > ratio * usual and seconds - usual > max(LEAST_EXCESS, least_excess)
 
 
 def medians_of_others(values: Sequence[float]) -> list[float]:

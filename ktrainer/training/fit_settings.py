@@ -84,7 +84,7 @@ def versions_that_compute() -> dict[str, str]:
 
 
 def check_model(model: keras.Model, config: Config) -> None:
-    """Refuse a model that `fit` could not train as configured; warn of one that cuDNN may not.
+    """Refuse a model that `fit` could not train as configured; warn of what cuDNN may get wrong.
 
     Raises:
         ModelError: it is not compiled, or its layers have another precision than asked for.

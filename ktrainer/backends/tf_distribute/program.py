@@ -96,7 +96,7 @@ class ReplicatedProgram(Program):
         if self.options.accumulate == 1 and not self.options.xla:
             with self._explained(local_batches):
                 counts = batch_counts(local_batches)[0]
-                return self._function("train")(self._batch(local_batches[0]), counts)
+                return self._function("train")(self._on_host(local_batches[0].batch), counts)
         if self._accumulated is None:
             self._accumulated = ReplicaAccumulation(
                 self.model,
@@ -107,7 +107,9 @@ class ReplicatedProgram(Program):
             )
         with self._explained(local_batches):
             pairs = zip(local_batches, batch_counts(local_batches), strict=True)
-            return self._accumulated([(self._batch(each), counts) for each, counts in pairs])
+            return self._accumulated(
+                [(self._on_host(each.batch), counts) for each, counts in pairs]
+            )
 
     def train_many(
         self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
@@ -128,28 +130,29 @@ class ReplicatedProgram(Program):
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._prepare_for(local_batch)
         with self._explained([local_batch]):
-            return self._function("test")(self._batch(local_batch), *batch_counts([local_batch]))
+            return self._function("test")(
+                self._on_host(local_batch.batch), *batch_counts([local_batch])
+            )
 
     def predict(self, local_batch: LocalBatchLike) -> Any:
         self._prepare_for(local_batch)
         self._place_for_prediction(local_batch)
         with self._explained([local_batch]):
             counts = batch_counts([local_batch])
-            outputs = self._function("predict")(self._batch(local_batch), *counts)
+            outputs = self._function("predict")(self._on_host(local_batch.batch), *counts)
         return keras.tree.map_structure(lambda t: t.numpy(), outputs)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         return self._logged[kind].sources
 
-    def _batch(self, local_batch: LocalBatchLike) -> Any:
-        return local_batch.batch if self.replicas.count == 1 else on_host(local_batch.batch)
+    def _on_host(self, batch: Any) -> Any:
+        """`batch`, in host memory if it is cut there, for several replicas."""
+        return batch if self.replicas.count == 1 else on_host(batch)
 
     def _stacked(self, local_batches: Sequence[LocalBatchLike]) -> tuple[Any, np.ndarray] | None:
         with tf.device("CPU:0") if self.replicas.count > 1 else nullcontext():
             stacked = stack_local_batches(local_batches, lambda each: batch_counts([each])[0])
-        if stacked is None or self.replicas.count == 1:
-            return stacked
-        return on_host(stacked[0]), stacked[1]
+        return stacked and (self._on_host(stacked[0]), stacked[1])
 
     @contextmanager
     def _explained(self, local_batches: Sequence[LocalBatchLike]) -> Iterator[None]:
