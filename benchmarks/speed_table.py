@@ -37,11 +37,12 @@ TURNS = 3  # of programs that are compared with each other
 
 def programs() -> list[tuple[list[str], str, list[str]]]:
     """How each program is started, its name, and its options, in the order of their runs."""
+    has_horovod = importlib.util.find_spec("horovod") is not None
     horovod = [(TWO, "data_parallel_step", ["--rounds", "2", "--engine", "horovod"])]
     sizes = ["--rounds", "2", "--steps", "2", "--microbatches", "8"]
     compared = [
         (TWO, "data_parallel_step", ["--rounds", "2"]),
-        *(horovod if importlib.util.find_spec("horovod") else []),
+        *(horovod if has_horovod else []),
         (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
         (TWO, "pipeline_step", [*sizes, "--schedules", "1f1b", "interleaved", "zero_bubble"]),
         (MPIRUN, "pipeline_step_torch", sizes),
@@ -52,10 +53,12 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (ONE, "zoo_fit", ["--rounds", "2"]),
         (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6"]),
+        (TWO, "callback_cost", ["--rounds", "3", "backend=data_parallel"]),
         *compared * TURNS,
         *[(TWO, "data_parallel_step", ["--rounds", "6", "--model", name]) for name in OTHERS],
         (ONE, "checkpoint", ["--megabytes", "200"]),
         (ONE, "strategies", ["--models", "mlp", "--only", *with_peer]),
+        *([(ONE, "rank_memory", [])] if has_horovod else []),
         (ONE, "restart_time", ["--rounds", "5"]),
     ]
 

@@ -42,6 +42,8 @@ RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a 
         False,
     ),
 }
+# Beside another of ours, too: both add up gradients of two processes.
+COMPARED = {"multi-worker mirrored, 2": "data_parallel, 2"}
 
 
 def main() -> None:
@@ -73,17 +75,21 @@ def main() -> None:
 
 def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
     """Milliseconds a step, by library, of those whose runs did not fail."""
-    starter, words, peer = RUNS[name]
-    roles = {OURS: "ours", PEER: "keras"} if peer else {OURS: "ours"}
-    times: dict[str, list[float]] = {who: [] for who in roles}
+    turns = {OURS: (name, "ours")}
+    if RUNS[name][2]:
+        turns[PEER] = (name, "keras")
+    if other := COMPARED.get(name):
+        turns[f"ktrainer's {other}"] = (other, "ours")
+    times: dict[str, list[float]] = {who: [] for who in turns}
     for _ in range(args.rounds):
-        for who, role in roles.items():
-            times[who] += measured(starter, role, model, args, words)
+        for who, (run, role) in turns.items():
+            times[who] += measured(run, role, model, args)
     return {who: values for who, values in times.items() if values}
 
 
-def measured(starter: list[str], role: str, model: str, args: Any, words: list[str]) -> list[float]:
+def measured(run: str, role: str, model: str, args: Any) -> list[float]:
     """Milliseconds a step, of each epoch of one run but the first; none if it fails."""
+    starter, words, _ = RUNS[run]
     own = [__file__, "--role", role, "--model", model]
     own += ["--steps", str(args.steps), "--epochs", str(args.epochs)]
     if not words[0].startswith("backend="):

@@ -41,9 +41,9 @@ from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
-from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
+from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory, rows_at_once
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
+from ktrainer.distributed.sum_in_place import Views, reduce_in_pieces, sum_in_place
 from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
 
 
@@ -228,34 +228,36 @@ class MpiGradients(GradientCollectives):
         reduce_in_pieces(found, partial(self._sum_piece, weight))
         return found
 
-    def _sum_piece(self, weight: np.ndarray, array: np.ndarray) -> None:
-        """Replace a flat array of at most `PIECE_BYTES` by its weighted sum over ranks."""
-        wire = self._wire_of(array.dtype)
-        wide = array
-        if wire is not None and array.dtype != np.float32:
-            wide = np.empty(array.size, np.float32)
-            convert(array, wide)
-        if weight == 0:
-            wide.fill(0)
-        elif weight != 1:
-            np.multiply(wide, wide.dtype.type(weight), out=wide)
-        total = wide if wire is None else np.empty(wide.size, wire)
+    def _sum_piece(self, weight: np.ndarray, arrays: Views) -> None:
+        """Replace flat arrays of a dtype, at most `PIECE_BYTES`, by weighted sums over ranks."""
+        dtype = arrays[0].dtype
+        wire = self._wire_of(dtype)
+        wide = arrays if wire is None or dtype == np.float32 else _converted(arrays, np.float32)
+        for array in wide:
+            if weight == 0:
+                array.fill(0)
+            elif weight != 1:
+                np.multiply(array, array.dtype.type(weight), out=array)
         what = "gradients" if wire is None else "16-bit gradients"
+        totals = wide
         if (hosts := self.communicators.hosts) is not None:
-            hosts.sum(wide, total, what)
+            if wire is not None:
+                totals = [np.empty(array.size, wire) for array in wide]
+            hosts.sum(wide, totals, what)
         else:
-            if total is not wide:
-                convert(wide, total)
-            self._sum_over_ranks(total, what)
-        if total is not array:
-            convert(total, array)
+            if wire is not None:
+                totals = _converted(wide, wire)
+            self._sum_over_ranks(totals, what)
+        if totals is not arrays:
+            for total, array in zip(totals, arrays, strict=True):
+                convert(total, array)
 
-    def _sum_over_ranks(self, array: np.ndarray, what: str) -> None:
+    def _sum_over_ranks(self, arrays: Views, what: str) -> None:
         opened = self.communicators
         if opened.shared is not None:
-            opened.shared.sum_in_place(array, what)
+            opened.shared.sum_in_place(arrays, what)
         else:
-            sum_in_place(self.world, opened.comm, array, what)
+            sum_in_place(self.world, opened.comm, arrays, what)
 
     def _reduce_bucket(
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
@@ -291,19 +293,33 @@ class MpiGradients(GradientCollectives):
         values = values * values.dtype.type(weight)
         narrow = self._wire_of(values.dtype)
         wire = values if narrow is None else values.astype(narrow)
+        found, where = self._gather_rows([wire, indices])
+        return found.astype(values.dtype, copy=False), where
+
+    def _gather_rows(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The rows of all ranks, of arrays that have as many each."""
+        opened = self.communicators
+        if opened.shared is not None and rows_at_once(arrays):
+            return opened.shared.gather_rows(arrays, "sparse gradients")
         rows = np.empty(self.size, np.int64)
-        mine = np.array([len(indices)], np.int64)
-        comm = self.communicators.comm
-        request = comm.Iallgather(mine, rows)
+        mine = np.array([len(arrays[0])], np.int64)
+        request = opened.comm.Iallgather(mine, rows)
         self.world.wait(request, "all-gather of row counts", mine, rows)
-        gather = partial(gather_rows, self.world, comm, rows=rows)
-        return gather(wire).astype(values.dtype, copy=False), gather(indices)
+        return [gather_rows(self.world, opened.comm, array, rows) for array in arrays]
 
     def _sum_array(self, array: np.ndarray) -> np.ndarray:
         total = np.empty_like(array)
         request = self.communicators.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
+
+
+def _converted(arrays: Views, dtype: Any) -> Views:
+    """Copies of flat arrays as another float type."""
+    copies = [np.empty(array.size, dtype) for array in arrays]
+    for array, copy in zip(arrays, copies, strict=True):
+        convert(array, copy)
+    return copies
 
 
 _SAID = {  # in a trace

@@ -1,20 +1,24 @@
-"""Sums of arrays over ranks of one host, through memory that all of them have mapped.
+"""Sums and rows of arrays of ranks of one host, through memory that all of them have mapped.
 
-Each rank has a part of it. An array is summed in four steps, of which each is one pass over half of
-the array for two ranks:
+Each rank has a part of it. Arrays are summed in four steps, of which each is one pass over half of
+them for two ranks:
 
-    each rank writes the others' segments of its array to its part
+    each rank writes the others' segments of its arrays to its part
     barrier
-    it adds up its own segment, read from the parts of all ranks in their order, and writes the sum
+    it adds up its own segments, from the parts of all ranks in their order, and writes the sums
     barrier
     it reads the other segments' sums
 
-Messages between two processes copy each byte once more. There are two buffers, which take turns: a
-rank that writes to one knows, from the barriers since it was last used, that all have read it.
+Rows are gathered with one barrier: each rank writes its own, and reads those of all. Messages
+between two processes copy each byte once more, and each is another wait for the other rank.
+
+There are two buffers, which take turns: a rank that writes to one knows, from the barriers since it
+was last used, that all have read it.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import secrets
@@ -25,7 +29,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktrainer.distributed.sum_in_place import MOST_RANKS, PIECE_BYTES, add_up, segments_of
+from ktrainer.distributed.sum_in_place import (
+    MOST_RANKS,
+    PIECE_BYTES,
+    Views,
+    add_up,
+    segments_of,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +43,7 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
 _BUFFERS = 2
+_ALIGNED = 64  # bytes, to a multiple of which TensorFlow aligns its tensors
 
 
 class SharedMemory:
@@ -49,33 +60,96 @@ class SharedMemory:
         spans = [slice(k * PIECE_BYTES, (k + 1) * PIECE_BYTES) for k in range(_BUFFERS)]
         self._buffers = cycle([[part[span] for part in parts] for span in spans])
 
-    def sum_in_place(self, array: np.ndarray, what: str) -> None:
-        """Replace a flat array by its sum over ranks; the bits are those of `sum_in_place`.
+    def sum_in_place(self, arrays: Views, what: str) -> None:
+        """Replace flat arrays by their sums over ranks; the bits are those of `sum_in_place`.
 
         Args:
-            array: contiguous; of the same length and dtype on all ranks.
+            arrays: contiguous, of one dtype, at most `PIECE_BYTES` in all; of the same lengths and
+                dtype on all ranks.
             what: what is summed, for messages.
         """
-        length = PIECE_BYTES // array.itemsize
-        for start in range(0, array.size, length):
-            self._sum_piece(array[start : start + length], f"all-reduce of {what}")
+        what, rank, buffer = f"all-reduce of {what}", self._comm.rank, next(self._buffers)
+        others = [each for each in range(len(buffer)) if each != rank]
+        sizes = [array.nbytes for array in arrays]
+        segments = [segments_of(array, len(buffer)) for array in arrays]
+        places = zip(*(_divide(part, sizes) for part in buffer), strict=True)
+        shared = [  # for each array, the segments of its place in the parts of all ranks
+            [segments_of(place.view(array.dtype), len(buffer)) for place in every]
+            for array, every in zip(arrays, places, strict=True)
+        ]
+        for own, parts in zip(segments, shared, strict=True):
+            for other in others:
+                parts[rank][other][:] = own[other]
+        self._world.wait(self._comm.Ibarrier(), what)
+        for own, parts in zip(segments, shared, strict=True):
+            addends = [part[rank] for part in parts]
+            addends[rank] = own[rank]
+            add_up(own[rank], addends)
+            parts[rank][rank][:] = own[rank]
+        self._world.wait(self._comm.Ibarrier(), what)
+        for own, parts in zip(segments, shared, strict=True):
+            for other in others:
+                own[other][:] = parts[other][other]
 
-    def _sum_piece(self, array: np.ndarray, what: str) -> None:
-        rank = self._comm.rank
-        parts = [part[: array.nbytes].view(array.dtype) for part in next(self._buffers)]
-        segments = segments_of(array, len(parts))
-        shared = [segments_of(part, len(parts)) for part in parts]
-        others = [each for each in range(len(parts)) if each != rank]
-        for other in others:
-            shared[rank][other][:] = segments[other]
-        self._world.wait(self._comm.Ibarrier(), what)
-        addends = [mine[rank] for mine in shared]
-        addends[rank] = segments[rank]
-        add_up(segments[rank], addends)
-        shared[rank][rank][:] = segments[rank]
-        self._world.wait(self._comm.Ibarrier(), what)
-        for other in others:
-            segments[other][:] = shared[other][other]
+    def gather_rows(self, arrays: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
+        """The rows of all ranks, ordered by rank; `rows_at_once(arrays)` must not be 0.
+
+        Args:
+            arrays: that have as many rows each, on each rank its own number; otherwise of the same
+                shapes and dtypes on all ranks.
+            what: what is gathered, for messages.
+        """
+        at_once, count = rows_at_once(arrays), len(arrays[0])
+        gathered: list[np.ndarray] = []
+        counts, taken = [count], 0
+        while not gathered or taken < max(counts):
+            places = [_places_of_rows(part, arrays, at_once) for part in next(self._buffers)]
+            (number, *own), piece = places[self._comm.rank], slice(taken, taken + at_once)
+            number[0] = count
+            for place, array in zip(own, arrays, strict=True):
+                place[: len(array[piece])] = array[piece]
+            self._world.wait(self._comm.Ibarrier(), f"all-gather of {what}")
+            if not gathered:
+                counts = [int(number[0]) for number, *_ in places]
+                gathered = [_empty((sum(counts), *each.shape[1:]), each.dtype) for each in arrays]
+            for first, last, (_, *parts) in zip(
+                np.cumsum([0, *counts[:-1]]), np.cumsum(counts), places, strict=True
+            ):
+                for rows, part in zip(gathered, parts, strict=True):
+                    found = rows[first:last][piece]
+                    found[:] = part[: len(found)]
+            taken += at_once
+        return gathered
+
+
+def rows_at_once(arrays: Sequence[np.ndarray]) -> int:
+    """How many rows of all `arrays` fit into a rank's part of the memory; 0: they are too long."""
+    row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
+    return (PIECE_BYTES - _ALIGNED) // max(1, row) // _ALIGNED * _ALIGNED
+
+
+def _places_of_rows(part: np.ndarray, arrays: Sequence[np.ndarray], rows: int) -> Views:
+    """Where a rank writes its number of rows, and so many rows of each array."""
+    spaces = [rows * array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
+    number, *places = _divide(part, [_ALIGNED, *spaces])
+    shaped = [
+        place.view(array.dtype).reshape(rows, *array.shape[1:])
+        for place, array in zip(places, arrays, strict=True)
+    ]
+    return [number.view(np.int64), *shaped]
+
+
+def _divide(part: np.ndarray, sizes: Sequence[int]) -> Views:
+    """Places of so many bytes each, one after another."""
+    return [part[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """An array in memory that TensorFlow takes as a tensor's without copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    space = np.empty(nbytes + _ALIGNED, np.uint8)
+    start = -space.ctypes.data % _ALIGNED
+    return space[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def open_shared_memory(

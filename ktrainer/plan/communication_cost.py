@@ -5,6 +5,7 @@ and the time `add` to sum a byte, with L, b for latency and time a byte of the s
 
     exchange   2 L + 4 (p - 1) posts + 2 (p - 1)/p n b + (p - 1)/p n add     the engine `mpi`
     memory     2 L                   + (2 p - 1)/p n b + (p - 1)/p n add     the same, on one host
+    rows         L                   + (p + 1) n b                           rows, on one host
     ring       2 (p - 1) L           + 2 (p - 1)/p n b + (p - 1)/p n add     Horovod and NCCL
     tree       2 log2(p) L           + 2 log2(p) n b   + log2(p) n add       Open MPI, in place
 
@@ -165,9 +166,18 @@ class Network:
         adding = Cost((group.ranks - 1) * segment * self.add * self.crowding)
         return self._all_to_all(group, segment) * 2 + adding
 
-    def all_gather(self, group: Group, nbytes: float) -> Cost:
-        """Send `nbytes` of each rank to all others."""
-        return self._all_to_all(group, nbytes) if group.ranks > 1 else Cost()
+    def all_gather(self, group: Group, arrays: Sequence[float], engine: Engine = "mpi") -> Cost:
+        """Give each rank the arrays of all ranks.
+
+        Args:
+            arrays: bytes of each array of a rank.
+        """
+        if group.ranks == 1:
+            return Cost()
+        if engine == "mpi" and group.hosts == 1 and group.ranks <= MOST_EXCHANGING:
+            copies = (group.ranks + 1) * sum(arrays) * self.memory.per_byte
+            return Cost((self.memory.latency + copies) * self.crowding)
+        return sum((self._all_to_all(group, nbytes) for nbytes in arrays), Cost())
 
     def _all_to_all(self, group: Group, segment: float) -> Cost:
         """Each rank sends a segment to each other one."""

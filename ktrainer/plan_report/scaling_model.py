@@ -31,7 +31,7 @@ class Collective:
             which waits for it.
         at: seconds after the step began.
         seconds: that it took alone: to weigh gradients and pack small ones.
-        pieces: bytes of each array that is sent.
+        pieces: bytes of what is sent at once: of gradients several arrays, of sparse ones one each.
         halves: they are sent as 16-bit floats.
     """
 
@@ -152,11 +152,11 @@ class Communication:
 
     def cost(self, each: Collective, group: Group, network: Network) -> Cost:
         """Cost of a collective among `group`."""
+        if each.kind == "gather":
+            return network.all_gather(group, each.pieces, self.engine)
         total = Cost()
         for nbytes in each.pieces:
-            if each.kind == "gather":
-                total += network.all_gather(group, nbytes)
-            elif each.kind == "sum":
+            if each.kind == "sum":
                 total += network.tree(group, nbytes)
             else:
                 total += network.all_reduce(

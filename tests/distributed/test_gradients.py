@@ -16,7 +16,7 @@ from ktrainer import distributed
 from ktrainer.distributed import shared_memory, sum_in_place
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.distributed.mpi_gradients import MpiGradients
-from ktrainer.distributed.shared_memory import open_shared_memory
+from ktrainer.distributed.shared_memory import open_shared_memory, rows_at_once
 from ktrainer.distributed.sum_in_place import PIECE_BYTES, pieces
 from tests.dist.small import ENGINES, group_mode
 
@@ -114,7 +114,7 @@ def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
 
 
 def _many_sums(count: int) -> list[bool]:
-    """Sums one right after another, which take turns at the buffers."""
+    """Sums and rows one right after another, which take turns at the buffers."""
     here: Any = distributed.current_world()
     shared = open_shared_memory(here, here.comm)
     assert shared is not None
@@ -122,14 +122,56 @@ def _many_sums(count: int) -> list[bool]:
     for number in range(count):
         array = np.full(1 + number % 7, 2.0**here.rank + number)
         time.sleep(random.uniform(0, 2e-4))
-        shared.sum_in_place(array, "numbers")
+        shared.sum_in_place([array], "numbers")
         found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
+        if number % 3 == 0:
+            (rows,) = shared.gather_rows([np.full(2, here.rank + number)], "numbers")
+            found.append(
+                rows.tolist() == [rank + number for rank in range(here.size) for _ in "ab"]
+            )
     return found
 
 
 def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
     for size in (2, 3, 4):
         assert all(all(found) for found in ranks(size).run(_many_sums, 300))
+
+
+def _rows_three_times(width: int) -> list[list[np.ndarray]]:
+    """Rows of all ranks, as memory they share gathers them, as messages do, and as they are."""
+    here: Any = distributed.current_world()
+    counts = [0, 3 * rows_at_once([np.empty((0, width), "f"), np.empty(0, "q")]) // 2 + 5, 7]
+    values = [
+        np.random.default_rng(rank).normal(size=(counts[rank % 3], width)).astype("f")
+        for rank in range(here.size)
+    ]
+    indices = [
+        np.arange(len(rows), dtype=np.int64) * (rank + 1) for rank, rows in enumerate(values)
+    ]
+    found = []
+    for open_memory in (shared_memory._open_memory, lambda path, name: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shared_memory, "_open_memory", open_memory)
+            collectives = MpiGradients(here)
+        assert (collectives.communicators.shared is None) == (len(found) == 1)
+        for _ in range(2):  # the buffers take turns
+            rows = collectives.gather_slices(np.array(0.5), values[here.rank], indices[here.rank])
+        found.append(list(rows))
+        collectives.close()
+    return [*found, [np.concatenate(values) * np.float32(0.5), np.concatenate(indices)]]
+
+
+# 16 numbers a row: in two turns; 20,000: one row is too long for the memory.
+@pytest.mark.parametrize("width", [16, 20_000, 0])
+def test_shared_memory_gathers_the_rows_that_messages_do(
+    ranks: Callable[..., Any], width: int
+) -> None:
+    for size in (2, 3):
+        for found in ranks(size).run(_rows_three_times, width):
+            for gathered in found[:2]:
+                for array, expected in zip(gathered, found[2], strict=True):
+                    assert array.dtype == expected.dtype
+                    np.testing.assert_array_equal(array, expected)
 
 
 def _mapped_when_closed() -> list[int]:

@@ -141,6 +141,21 @@ def test_ranks_of_one_host_sum_through_its_memory(ranks):
     assert found.network == 0.0
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 64])
+def test_ranks_of_one_host_gather_rows_through_its_memory(ranks):
+    network = Network(WITHIN, BETWEEN, Link(1e-6, 5e-11), post=1e-6, crowding=1.5)
+    here, apart = Group.of(range(ranks), ranks), Group.of(range(ranks), 1)
+    copied = 308 * (1 + ranks)  # a rank writes its own rows, and reads those of all
+    found = network.all_gather(here, [8.0, 100.0, 200.0])
+    assert found.seconds == pytest.approx(1.5 * (1e-6 + copied * 5e-11), rel=1e-12)
+    assert found.network == 0.0
+    # Between hosts each array is a message of its own.
+    sent = [network.all_gather(apart, [nbytes]) for nbytes in (8.0, 100.0, 200.0)]
+    found = network.all_gather(apart, [8.0, 100.0, 200.0])
+    assert found.network == pytest.approx(sum(each.network for each in sent))
+    assert found.processor == pytest.approx(sum(each.processor for each in sent))
+
+
 def test_processes_that_share_cores_copy_and_add_more_slowly():
     crowded = Network(WITHIN, BETWEEN, add=ADD, crowding=1.5)
     for group in (Group.of(range(4), 4), Group.of(range(4), 2), Group.of(range(4), 1)):
@@ -152,5 +167,5 @@ def test_processes_that_share_cores_copy_and_add_more_slowly():
 def test_a_message_takes_time_to_post():
     busy = Network(WITHIN, BETWEEN, post=1e-6)
     group = Group.of(range(8), 8)
-    gathered = busy.all_gather(group, 100.0).seconds
+    gathered = busy.all_gather(group, [100.0], "horovod").seconds
     assert gathered == pytest.approx(WITHIN.latency + 7 * 100 * WITHIN.per_byte + 14e-6)

@@ -1,0 +1,103 @@
+"""What callbacks, progress, audits and averaged metrics cost two processes, beside their steps.
+
+    ktrainer run -n 2 benchmarks/callback_cost.py backend=data_parallel
+
+The model is that of data_parallel_fit.py. "everything" is `Trainer.fit` as it is configured by
+default, with its progress, logs, audits of the weights, checks and comparisons of the ranks;
+"nothing" has none of these. They take turns. The average
+of 20 metrics, as at the end of an epoch, is timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
+
+# isort: split
+import keras
+import numpy as np
+import tensorflow as tf
+from data_parallel_fit import rows, together
+from data_parallel_table import sizes
+from results import OURS, add_option, record
+
+from ktrainer.distributed import World
+from ktrainer.steps.metric_reduction import global_results
+
+EVERYTHING = {"logging": {"progress": "plain"}, "health": {"audit_every": "1ep"}}
+NOTHING = {
+    "logging": {"progress": "none", "csv": False, "slow": None},
+    "health": {"audit_every": None, "nan": "ignore"},
+}
+METRICS, AVERAGES = 20, 50
+
+
+def measure(trainers: dict[str, Trainer], args: Any) -> dict[str, list[float]]:
+    """Milliseconds a step, of each epoch but the first of a round; the variants take turns."""
+    world = next(iter(trainers.values())).world
+    data = rows(args.steps, world.size)
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    for _ in range(args.rounds):
+        for name, trainer in trainers.items():
+            world.barrier()
+            seconds = together(trainer, data, args.epochs)
+            times[name] += [each / args.steps * 1e3 for each in seconds]
+    return times
+
+
+def averages(world: World) -> list[float]:
+    """Milliseconds of an average of metrics over ranks, each begun by all ranks at once."""
+    metrics = [keras.metrics.Mean(name=f"metric_{number}") for number in range(METRICS)]
+    taken = []
+    for number in range(AVERAGES):
+        logs = {}
+        for metric in metrics:
+            metric.update_state(np.float32(number + world.rank))
+            logs[metric.name] = float(metric.result())
+        world.barrier()
+        start = time.perf_counter()
+        global_results(metrics, world, logs=logs)
+        taken.append((time.perf_counter() - start) * 1e3)
+    return taken
+
+
+def show(name: str, values: Sequence[float], unit: str = "ms a step") -> None:
+    print(f"{name:24s} {statistics.median(values):7.3f} {unit}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60, help="steps an epoch")
+    parser.add_argument("--epochs", type=int, default=4, help="epochs a round; the first compiles")
+    parser.add_argument("--rounds", type=int, default=4)
+    add_option(parser)
+    args, overrides = parser.parse_known_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    trainers = {
+        name: Trainer.from_cli(argv=overrides, defaults={**defaults, "world": {"threads": 1}})
+        for name, defaults in (("everything", EVERYTHING), ("nothing", NOTHING))
+    }
+    times = measure(trainers, args)
+    world = trainers["nothing"].world
+    averaged = averages(world)
+    if world.is_root:
+        for name, values in times.items():
+            show(name, values)
+        show(f"averaging {METRICS} metrics", averaged, "ms an epoch")
+        size = sizes(world.size)
+        values = {OURS: times["everything"], "without them": times["nothing"]}
+        record(args.results, "step with callbacks, progress and audits", size, values)
+        ranks = f"{METRICS} metrics, {world.size} processes"
+        record(args.results, "average of metrics over ranks", ranks, {OURS: averaged})
+
+
+if __name__ == "__main__":
+    main()
