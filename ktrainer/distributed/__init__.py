@@ -8,7 +8,8 @@ rank_layout.py          the grid of partitions and replicas
 collectives.py          the interface for sums inside a compiled step: `GradientCollectives`
 mpi_gradients.py, horovod_gradients.py    sum gradients
 sum_in_place.py, shared_memory.py, host_groups.py   sums of arrays: by messages; through memory of
-                        one host, rows too; within hosts first; sixteen_bits.py   conversions to 16-bit floats
+                        one host, rows too; within hosts first
+sixteen_bits.py         conversions to 16-bit floats
 deadlines.py, stall_report.py, stack_dump.py   deadlines of waits, and reports for their errors
 elastic_members.py, joining_ranks.py           members of an elastic world; ranks that join
 launcher_events.py, restart_records.py         events for the launcher; records over restarts

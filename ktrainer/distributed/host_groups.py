@@ -48,8 +48,7 @@ class HostGroups:
         """Sum `arrays` over all ranks into `totals`.
 
         Args:
-            arrays: one-dimensional, of one dtype, at most `PIECE_BYTES` in all; their contents are
-                lost.
+            arrays: one-dimensional, of one dtype; their contents are lost.
             totals: as long; of the type in which sums go between hosts. 16-bit floats are added up
                 in float32. May be `arrays`.
             what: what is summed, for messages.

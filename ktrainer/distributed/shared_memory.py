@@ -34,6 +34,7 @@ from ktrainer.distributed.sum_in_place import (
     PIECE_BYTES,
     Views,
     add_up,
+    pieces,
     segments_of,
 )
 
@@ -64,11 +65,14 @@ class SharedMemory:
         """Replace flat arrays by their sums over ranks; the bits are those of `sum_in_place`.
 
         Args:
-            arrays: contiguous, of one dtype, at most `PIECE_BYTES` in all; of the same lengths and
-                dtype on all ranks.
+            arrays: contiguous; of the same lengths and dtypes on all ranks.
             what: what is summed, for messages.
         """
-        what, rank, buffer = f"all-reduce of {what}", self._comm.rank, next(self._buffers)
+        for views in pieces(arrays):
+            self._sum_piece(views, f"all-reduce of {what}")
+
+    def _sum_piece(self, arrays: Views, what: str) -> None:
+        rank, buffer = self._comm.rank, next(self._buffers)
         others = [each for each in range(len(buffer)) if each != rank]
         sizes = [array.nbytes for array in arrays]
         segments = [segments_of(array, len(buffer)) for array in arrays]

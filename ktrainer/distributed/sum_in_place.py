@@ -171,7 +171,7 @@ def pieces(arrays: Sequence[np.ndarray]) -> Iterator[Views]:
             filled = sum(each.nbytes for each in piece)
             if filled + view.nbytes <= PIECE_BYTES:
                 piece.append(view)
-            elif view.nbytes >= filled:  # the other one has more room for what follows
+            elif view.nbytes > filled:  # the other one has more room for what follows
                 yield [view]
             else:
                 yield piece
