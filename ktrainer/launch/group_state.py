@@ -162,3 +162,93 @@ class HealingPhases:
     def missed(self, silent: Iterable[int]) -> int | None:
         """The first of these ranks that the others cannot continue without."""
         return next((rank for rank in silent if not self.may_lose(rank)), None)
+
+
+class GroupState:
+    """The ranks of a group, by what they report and how they end.
+
+    Args:
+        ranks: how many were started; those that join later have higher numbers.
+        heals: whether ranks may join later, and may be lost.
+
+    Attributes:
+        started: rank -> process id, of those that have begun.
+        startup: the wait for others at the start.
+        end: how the group ends, as far as that is known.
+    """
+
+    def __init__(self, ranks: int, heals: bool) -> None:
+        self._first = ranks
+        self.started: dict[int, int] = {}
+        self.startup = StartupWatch(ranks)
+        self.end = GroupEnd()
+        self._phases = HealingPhases(ranks) if heals else None
+        self._graces: dict[int, float] = {}
+
+    @property
+    def heals(self) -> bool:
+        """Whether the others may continue when a rank is lost."""
+        return self._phases is not None
+
+    @property
+    def running(self) -> set[int]:
+        """Ranks that have started, and not ended in any way."""
+        return set(self.started) - self._over
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank that was started has reached the end of the script."""
+        return len(self.end.ended) == self._first
+
+    @property
+    def asked_to_end(self) -> bool:
+        """Whether this process or a rank was asked to end."""
+        return self.end.stopped_by is not None or self.end.interrupted is not None
+
+    @property
+    def _over(self) -> set[int]:
+        return self.end.ended | set(self.end.failures) | set(self.end.silent)
+
+    def record(self, rank: int, note: Note) -> None:
+        """Record what a rank reports of itself."""
+        if note.event == "started":
+            self.started[rank] = note.pid
+            self.end.started = True
+        elif note.event == "grace":
+            self._graces[rank] = note.seconds
+        elif note.event == "startup":
+            self.startup.record(rank, note.seconds)
+        elif note.event == "history":
+            self.end.history = note.text
+        elif note.event == "phase":
+            if self._phases is not None:
+                self._phases.record(note)
+        elif note.event == "failed":
+            self.end.failures[rank] = note
+        elif note.event == "interrupted":
+            self.end.interrupted = note
+        else:
+            self.end.ended.add(rank)
+
+    def record_end(self, rank: int) -> None:
+        """Record that a rank has ended, perhaps without a report."""
+        if rank not in self._over:
+            self.end.silent.append(rank)
+
+    def find_missed(self) -> None:
+        """Record the first lost rank that the others need, unless all are being ended."""
+        if self._phases is not None and self.end.missed is None and not self.asked_to_end:
+            self.end.missed = self._phases.missed(self.end.silent)
+
+    def joining_alone(self) -> set[int]:
+        """Processes that were to join the others, of which none is left."""
+        joining = self._phases is not None and all(map(self._phases.never_joined, self.running))
+        return self.running if self.end.ended and joining else set()
+
+    def is_spare(self, rank: int) -> bool:
+        """Return whether the rank joined later, so that the others continue without it."""
+        return rank >= self._first and (self._phases is None or self._phases.may_lose(rank))
+
+    def grace(self, default: float) -> float:
+        """Seconds that all ranks need to end: the most that one has reported."""
+        return max(self._graces.values(), default=default)

@@ -33,7 +33,8 @@ _PIDFD_GETFD = 438
 _WILDCARDS = ("0.0.0.0", "::")
 _V6_LOOPBACK = "::1"
 _POLL = 0.01
-_NARROW_SECONDS = 10.0  # how long to look for a daemon's sockets
+_NARROW_SECONDS = 10.0  # how long to look for sockets of mpirun or a daemon
+_WATCH_SECONDS = 1.0  # how often to look at mpirun, once some were found: it costs milliseconds
 _AFTER_SECONDS = 1.0  # how long to look for more, once some were found
 _BACKLOG = 128
 
@@ -83,6 +84,40 @@ def narrow_listeners(pid: int, address: str = "127.0.0.1") -> bool:
     finally:
         os.close(handle)
     return True
+
+
+class ListenerWatch:
+    """The listening sockets of mpirun, looked for at its start and kept on one interface.
+
+    Args:
+        pid: of mpirun, a child.
+        address: the IPv4 address to listen on; None: they may listen on all interfaces.
+    """
+
+    def __init__(self, pid: int, address: str | None) -> None:
+        self._pid, self._address = pid, address
+        self._until = time.monotonic() + _NARROW_SECONDS
+        self._found, self._next = False, 0.0
+
+    @property
+    def settled(self) -> bool:
+        """Whether sockets were found, or none is looked for."""
+        return self._found or self._address is None
+
+    def narrow_when_due(self, now: float) -> str | None:
+        """Look for sockets, if it is time to; return why they cannot be kept on the interface."""
+        if self._address is None or not self._next <= now < self._until:
+            return None
+        try:
+            self._found |= narrow_listeners(self._pid, self._address)
+            if self._found:
+                self._next = time.monotonic() + _WATCH_SECONDS
+        except psutil.NoSuchProcess:
+            pass
+        except OSError as error:
+            address, self._address = self._address, None
+            return f"mpirun listens on all interfaces; cannot keep it on {address}: {error}"
+        return None
 
 
 def _connected(ports: set[int]) -> bool:

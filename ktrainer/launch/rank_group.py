@@ -20,12 +20,11 @@ from ktrainer.launch.group_state import (
     STACK_SECONDS,
     STACK_SIGNAL,
     GroupEnd,
-    HealingPhases,
-    StartupWatch,
+    GroupState,
 )
 from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.launch_folders import mpi_folder, private_folder
-from ktrainer.launch.mpirun_network import SAYS, narrow_listeners
+from ktrainer.launch.mpirun_network import SAYS, ListenerWatch
 from ktrainer.launch.rank_channel import (
     ON_HOSTS,
     Note,
@@ -42,8 +41,6 @@ HASTE_SECONDS = 0.01
 FAILURE_SECONDS = 5.0  # in which mpirun ends the group once a rank has failed
 JOINING_SECONDS = 5.0  # in which a process that comes too late to join others ends by itself
 MISSED_SECONDS = 1.0  # in which the others report a lost rank that mpirun does not end them for
-NETWORK_SECONDS = 10.0  # how long to look for listening sockets of mpirun
-NETWORK_POLL_SECONDS = 1.0  # how often, once some were found: it costs milliseconds
 _MPIRUN_OUTPUT = 1 << 16  # bytes kept of mpirun's own output
 
 
@@ -79,22 +76,15 @@ class RankGroup:
         self._hosts = hosts
         self._ranks, self._timeout = ranks + joining, timeout
         self._given, self._fixed = grace, fixed
-        self._graces: dict[int, float] = {}
-        self._first = ranks
-        self._phases = HealingPhases(ranks) if joining else None
-        self._startup = StartupWatch(ranks)
+        self._state = GroupState(ranks, heals=joining > 0)
         self._warm = warm
         self._mergers = {"out": out, "err": err}
         self._pipes = RankPipes(self._ranks)
         self._mpirun_output = b""
-        self._started: dict[int, int] = {}
         self._signals = signals
         self._kill_at: float | None = None
         self._others_until = 0.0  # when the last rank had not ended that others could have joined
-        self._listen: str | None = None
-        self._narrowed = False
-        self._narrow_next = 0.0  # when to look for mpirun's sockets
-        self.end = GroupEnd()
+        self.end = self._state.end
 
     def run(
         self,
@@ -110,7 +100,6 @@ class RankGroup:
             command: the mpirun command line; `{folder}` is replaced by the private folder.
             listen: the address to keep mpirun's listening sockets on; None: all.
         """
-        self._listen = listen
         with (
             private_folder() as name,
             mpi_folder(env) as memory,
@@ -127,14 +116,9 @@ class RankGroup:
                 words = self._hosts.open(folder, token, options, env, words)
             self._process = self._start(words, env)
             try:
-                self._watch()
+                self._watch(ListenerWatch(self._process.pid, listen))
             finally:
-                kept = self._warm.pid if self._warm is not None else None
-                if self._hosts is not None:
-                    self._end_on_hosts()
-                process_tree.end_all(mpirun=self._process.pid, keep=kept)
-                self._process.wait()
-                process_tree.reap_adopted(kept)
+                self._end_all()
             self._finish(folder)
             self._find_lost_hosts()
         return self.end
@@ -155,6 +139,15 @@ class RankGroup:
         self._pipes.add(started.stdout, "mpirun")
         return started
 
+    def _end_all(self) -> None:
+        """End the processes that remain, all but the warm one."""
+        kept = self._warm.pid if self._warm is not None else None
+        if self._hosts is not None:
+            self._end_on_hosts()
+        process_tree.end_all(mpirun=self._process.pid, keep=kept)
+        self._process.wait()
+        process_tree.reap_adopted(kept)
+
     def _end_on_hosts(self) -> None:
         """End the ranks on all hosts, and read what they have left to say."""
         assert self._hosts is not None
@@ -166,22 +159,23 @@ class RankGroup:
 
     def _find_lost_hosts(self) -> None:
         """Find the hosts that cannot be reached any more, if a rank did not come to its end."""
-        asked = self.end.stopped_by is not None or self.end.interrupted is not None
-        ended = len(self.end.ended) == self._first
-        if self._hosts is None or asked or ended or self.end.lost or self._phases is not None:
+        state = self._state
+        if self._hosts is None or state.heals or state.asked_to_end or state.all_ended:
+            return
+        if self.end.lost:
             return
         self.end.lost = self._hosts.unreachable()
         if self.end.lost:
             self.end.code = self.end.code or 1  # mpirun calls that a success
 
-    def _watch(self) -> None:
+    def _watch(self, listeners: ListenerWatch) -> None:
         began = time.monotonic()
         while self._process.poll() is None:
             # Until mpirun's sockets have been found, look often: that is how long they are open.
-            self._read(POLL_SECONDS if self._narrowed or self._listen is None else HASTE_SECONDS)
+            self._read(POLL_SECONDS if listeners.settled else HASTE_SECONDS)
             now = time.monotonic()
-            if self._listen is not None and self._narrow_next <= now < began + NETWORK_SECONDS:
-                self._keep_on_interface()
+            if (text := listeners.narrow_when_due(now)) is not None:
+                self._print(text)
             if self._timeout is not None and now - began > self._timeout:
                 self.end.stopped_by = "timeout"
                 return
@@ -205,18 +199,19 @@ class RankGroup:
 
     def _is_late(self) -> bool:
         """Return whether ranks have waited too long for others at the start."""
-        if (text := self._startup.notice()) is not None:
-            self._mergers["err"].write_line(f"ktrainer run: {text}")
-        text = self._startup.late(self.end.ended)
+        startup = self._state.startup
+        if (text := startup.notice()) is not None:
+            self._print(text)
+        text = startup.late(self.end.ended)
         if text is None or self._kill_at is not None:
             return False
-        self.end.late, self.end.absent = text, self._startup.missing
+        self.end.late, self.end.absent = text, startup.missing
         if self._hosts is not None:
-            self._hosts.signal(STACK_SIGNAL, self._startup.missing)
+            self._hosts.signal(STACK_SIGNAL, startup.missing)
             self._read(STACK_SECONDS)
             time.sleep(STACK_SECONDS)
         else:
-            self._startup.dump_stacks(self._started)
+            startup.dump_stacks(self._state.started)
         return True
 
     def _loses_host(self) -> bool:
@@ -224,55 +219,42 @@ class RankGroup:
         if self._hosts is None or not (lost := self._hosts.find_lost()):
             return False
         self.end.lost |= lost
-        if self._phases is not None:
+        if self._state.heals:
             for rank in lost:
                 self._record_end(rank)
-            text = f"{describe_lost(lost)}; the others continue if they can"
-            self._mergers["err"].write_line(f"ktrainer run: {text}")
-        return self._phases is None
+            self._print(f"{describe_lost(lost)}; the others continue if they can")
+        return not self._state.heals
 
     def _find_lost(self) -> None:
         """Find lost ranks of a group that heals: forked children keep the pipes of a rank open."""
-        if self._phases is None:
+        if not self._state.heals:
             return
         if self._hosts is not None:
             ended = self._hosts.take_ended()
         else:
-            ended = [r for r, pid in self._started.items() if not psutil.pid_exists(pid)]
+            started = self._state.started
+            ended = [rank for rank, pid in started.items() if not psutil.pid_exists(pid)]
         for rank in ended:
             self._read(0)  # one read empties a pipe: how it ended, if it was reported
             self._record_end(rank)
-        self._check_missed()
+        self._state.find_missed()
 
     def _end_joining(self, now: float) -> None:
         """End processes that were to join, once there is no rank left to join: MPI may have them
         wait for ever for one that is gone."""
-        left = set(self._started) - self._over
-        joining = self._phases is not None and all(map(self._phases.never_joined, left))
-        if not (self.end.ended and left and joining):
+        joining = self._state.joining_alone()
+        if not joining:
             self._others_until = now
         elif now - self._others_until > JOINING_SECONDS:
-            for rank in left:
+            for rank in joining:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._started[rank], signal.SIGKILL)
+                    os.kill(self._state.started[rank], signal.SIGKILL)
 
     def _record_end(self, rank: int) -> None:
-        if rank not in self._over:
-            self.end.silent.append(rank)
+        self._state.record_end(rank)
         out = self._mergers["out"]
-        if self._phases is not None and rank == out.only:  # the next rank is now the first
-            out.only = min(set(self._started) - self._over, default=rank)
-
-    @property
-    def _over(self) -> set[int]:
-        """Ranks that have ended, in whatever way."""
-        return self.end.ended | set(self.end.failures) | set(self.end.silent)
-
-    def _check_missed(self) -> None:
-        """Record the first lost rank that the others need, unless all are being ended."""
-        asked = self.end.stopped_by is not None or self.end.interrupted is not None
-        if self._phases is not None and self.end.missed is None and not asked:
-            self.end.missed = self._phases.missed(self.end.silent)
+        if self._state.heals and rank == out.only:  # the next rank is now the first
+            out.only = min(self._state.running, default=rank)
 
     def _read(self, seconds: float) -> bool:
         """Handle data that has arrived; return whether there was any."""
@@ -280,7 +262,7 @@ class RankGroup:
         for pipe, rank, data in self._pipes.read(seconds):
             found = True
             if not data:
-                if pipe == "notes" and (self._hosts is None or rank in self._started):
+                if pipe == "notes" and (self._hosts is None or rank in self._state.started):
                     self._record_end(rank)
             elif pipe == "notes":
                 for note in self._pipes.notes(rank, data):
@@ -292,52 +274,22 @@ class RankGroup:
         return found
 
     def _receive(self, rank: int, note: Note) -> None:
-        if note.event == "started":
-            self._started[rank] = note.pid
-            self.end.started = True
-        elif note.event == "grace":
-            self._graces[rank] = note.seconds
-        elif note.event == "startup":
-            self._startup.record(rank, note.seconds)
-        elif note.event == "silent":
+        if note.event == "silent":
             if self._hosts is not None:
                 self._hosts.kill(note.stable_ranks)
         elif note.event == "imports":
             if self._warm is not None:
                 self._warm.record_import(note.text)
-        elif note.event == "history":
-            self.end.history = note.text
-        elif note.event == "phase":
-            if self._phases is not None:
-                self._phases.record(note)
-        elif note.event == "failed" and self._is_spare(rank):
+        elif note.event == "failed" and self._state.is_spare(rank):
             last = note.text.strip().splitlines()[-1:] or [f"exit code {note.code}"]
-            text = f"a process that was to join, or had joined, failed: {last[0]}"
-            self._mergers["err"].write_line(f"ktrainer run: {text}")
-        elif note.event == "failed":
-            self.end.failures[rank] = note
-        elif note.event == "interrupted":
-            self.end.interrupted = note
-            self._end_by(self._grace)
+            self._print(f"a process that was to join, or had joined, failed: {last[0]}")
         else:
-            self.end.ended.add(rank)
+            self._state.record(rank, note)
+            if note.event == "interrupted":
+                self._end_by(self._grace)
 
-    def _is_spare(self, rank: int) -> bool:
-        """Return whether the rank joined later, so that the others continue without it."""
-        return rank >= self._first and (self._phases is None or self._phases.may_lose(rank))
-
-    def _keep_on_interface(self) -> None:
-        assert self._listen is not None
-        try:
-            self._narrowed |= narrow_listeners(self._process.pid, self._listen)
-            if self._narrowed:
-                self._narrow_next = time.monotonic() + NETWORK_POLL_SECONDS
-        except psutil.NoSuchProcess:
-            return
-        except OSError as error:
-            text = f"mpirun listens on all interfaces; cannot keep it on {self._listen}: {error}"
-            self._listen = None
-            self._mergers["err"].write_line(f"ktrainer run: {text}")
+    def _print(self, text: str) -> None:
+        self._mergers["err"].write_line(f"ktrainer run: {text}")
 
     def _forward(self, number: int) -> None:
         """Forward a signal to the ranks; a second one ends them at once."""
@@ -348,10 +300,10 @@ class RankGroup:
         self._end_by(self._grace)
         if self._hosts is not None:
             self._hosts.signal(number)
-            reached = bool(self._started)
+            reached = bool(self._state.started)
         else:
             ranks = []
-            for pid in self._started.values():
+            for pid in self._state.started.values():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     ranks.append(psutil.Process(pid))
             process_tree.send(ranks, number)
@@ -361,7 +313,7 @@ class RankGroup:
 
     @property
     def _grace(self) -> float:
-        return self._given if self._fixed else max(self._graces.values(), default=self._given)
+        return self._given if self._fixed else self._state.grace(self._given)
 
     def _end_by(self, seconds: float) -> None:
         """Kill the remaining processes after so many seconds, unless that is due before."""
