@@ -13,8 +13,9 @@
 
 Over several hosts: `hosts` names them, `host_check` asks them by the program `host_probe`,
 `host_differences` compares the answers, `host_connections` is connected with a `host_relay` on
-each, which carries the ranks' pipes. mpirun starts the ranks there too; where they heal, the relays
-do, and mpirun starts stubs of them (`rank_stub`, `rank_stubs`).
+each, which carries the ranks' pipes (its end of the connection: `launcher_connection`). mpirun
+starts the ranks there too; where they heal, the relays do, and mpirun starts stubs of them
+(`rank_stub`, `rank_stubs`).
 
 `parameter_server_cluster` starts a cluster with parameter servers, instead of mpirun;
 `data_service_group` and `data_service_process` run a tf.data service; `cluster_job` describes a run

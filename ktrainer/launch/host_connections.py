@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.errors import SetupError
-from ktrainer.launch import host_relay
+from ktrainer.launch import host_relay, launcher_connection
 from ktrainer.launch.hosts import Host, lost_hosts, python_command, silent_hosts
+from ktrainer.launch.launcher_connection import BEAT_SECONDS
 from ktrainer.launch.orphan_prevention import end_with_parent
 from ktrainer.launch.rank_channel import PIPES, Options, fault_path, pipe_path
 from ktrainer.launch.rank_stubs import RemoteStubs, split_command
@@ -36,7 +37,7 @@ READY_SECONDS = 15.0
 _CLOSE_SECONDS = 3.0  # for all relays to end, then for the rest of their output
 # Without a sign of life; longer than a relay waits for one of the launcher, so that ranks of a host
 # that was cut off have ended, or been told to, before the others continue.
-SILENT_SECONDS = 1.5 * host_relay.SILENT_SECONDS
+SILENT_SECONDS = 1.5 * launcher_connection.SILENT_SECONDS
 # Variables of a login or of MPI's own, which differ from host to host.
 _OF_THE_HOST = (
     *("_", "DISPLAY", "HOME", "HOST", "HOSTNAME", "LD_LIBRARY_PATH", "LD_PRELOAD", "LOGNAME"),
@@ -156,7 +157,7 @@ class HostConnections:
 
     def _beat(self) -> None:
         """Tell all relays again and again that the launcher lives, also while its output blocks."""
-        while not self._closed.wait(host_relay.BEAT_SECONDS):
+        while not self._closed.wait(BEAT_SECONDS):
             for relay in list(self._relays.values()):
                 relay.tell({"alive": True})
 
@@ -164,9 +165,9 @@ class HostConnections:
         """Rank -> its host, for hosts whose relays have ended or been silent. Each is named once,
         and its ranks are lost to mpirun too. To be called often."""
         now = time.monotonic()
-        if now - self._looked > host_relay.BEAT_SECONDS:  # this process was stopped, or is loaded
+        if now - self._looked > BEAT_SECONDS:  # this process was stopped, or is loaded
             for relay in self._relays.values():
-                relay.heard = max(relay.heard, now - host_relay.SILENT_SECONDS)
+                relay.heard = max(relay.heard, now - launcher_connection.SILENT_SECONDS)
         self._looked = now
         names = [name for name, relay in self._relays.items() if relay.is_lost(now)]
         lost = {rank: name for rank, name in self.host_of.items() if name in names}

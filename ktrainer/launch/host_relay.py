@@ -8,7 +8,7 @@ Every host has a private folder as the launcher has for a launch on one host. Th
 its secrets, comes on standard input and is kept there in a file for the owner alone; ranks read it
 as they start.
 
-The relay and the launcher tell each other every `BEAT_SECONDS` that they live. A relay that has
+The relay and the launcher tell each other that they live (`LauncherConnection`). A relay that has
 lost the connection ends the ranks of its host. So does one that has started them and has not heard
 from the launcher for `SILENT_SECONDS`; they save a checkpoint first, if they can. What they print
 from then on, and the reason, is in a file beside the folder; see `lost_launcher_path`.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -30,13 +29,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from ktrainer.config.launch_environment import RELAYED
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.group_state import STACK_SIGNAL
+from ktrainer.launch.launcher_connection import (
+    BEAT_SECONDS,
+    CHUNK,
+    LauncherConnection,
+    LauncherLostError,
+)
 from ktrainer.launch.rank_channel import (
     ENVIRONMENT,
     PIPES,
@@ -50,15 +55,8 @@ from ktrainer.launch.rank_channel import (
 )
 from ktrainer.runtime.hardware import available_cpus, cpu_slices
 
-BEAT_SECONDS = 0.5
-SILENT_SECONDS = 6.0
-_CHUNK = 1 << 16
 _STACK_SECONDS = 0.3  # for a rank to write its stack
 _GRACE_SECONDS = 30.0  # for ranks to end, unless they have said how long they need
-
-
-class _LauncherLostError(Exception):
-    """The launcher has ended, or cannot be reached."""
 
 
 class _Relay:
@@ -80,10 +78,8 @@ class _Relay:
         self._selector = selectors.DefaultSelector()
         self._prepare()
         self._selector.register(0, selectors.EVENT_READ, ("stdin", -1))
-        self._input, self._asked_to_end = b"", False
-        self._heard = self._last_beat = time.monotonic()
-        self._log: IO[bytes] | None = None  # once the launcher is lost
-        os.set_blocking(1, False)
+        starts_ranks = request["command"] is not None
+        self._launcher = LauncherConnection(ends_by_silence=starts_ranks)
 
     def _prepare(self) -> None:
         options = Options(**self._request["options"])
@@ -107,17 +103,17 @@ class _Relay:
             75 if ranks saved a checkpoint after the launcher was lost, else 0.
         """
         try:
-            self._send("ready", -1, b"")
-            while not self._asked_to_end:
+            self._launcher.send("ready", -1, b"")
+            while not self._launcher.asked_to_end:
                 self._step(BEAT_SECONDS)
-                self._beat()
-        except _LauncherLostError as error:
+                self._launcher.beat()
+        except LauncherLostError as error:
             self._end_without_launcher(str(error))
         finally:
             self._kill()
-        if self._log is None:
+        if not self._launcher.is_lost:
             self._selector.unregister(0)
-        with contextlib.suppress(_LauncherLostError):  # all writers have ended: the rest of pipes
+        with contextlib.suppress(LauncherLostError):  # all writers have ended: the rest of pipes
             while self._step(0.0):
                 pass
         return RUN_AGAIN if RUN_AGAIN in self._codes else 0
@@ -128,68 +124,16 @@ class _Relay:
         for key, _ in ready:
             kind, rank = key.data
             if kind == "stdin":
-                self._read_input()
                 self._obey()
             elif kind == "end":
                 self._report_end(key, rank)
             else:
                 with contextlib.suppress(BlockingIOError):
-                    self._carry(key, kind, rank, os.read(key.fd, _CHUNK))
+                    self._carry(key, kind, rank, os.read(key.fd, CHUNK))
         return bool(ready)
 
-    # -- the launcher
-
-    def _beat(self) -> None:
-        """Tell the launcher that this relay lives, and check that the launcher does.
-
-        Raises:
-            _LauncherLostError: nothing was heard from it for long.
-        """
-        now = time.monotonic()
-        if now - self._last_beat > 3 * BEAT_SECONDS:  # this host was stopped, or is loaded
-            self._heard = max(self._heard, now - SILENT_SECONDS / 2)
-        if now - self._last_beat >= BEAT_SECONDS:
-            self._last_beat = now
-            self._send("alive", -1, b"")
-        self._check_launcher()
-
-    def _check_launcher(self) -> None:
-        starts_ranks = self._request["command"] is not None
-        if starts_ranks and time.monotonic() - self._heard > SILENT_SECONDS:
-            raise _LauncherLostError(f"nothing was heard from it for {SILENT_SECONDS:g} s")
-
-    def _send(self, kind: str, rank: int, data: bytes) -> None:
-        """Send a frame to the launcher; once that is lost, keep what ranks print."""
-        if self._log is not None:
-            if kind in ("out", "err"):
-                with contextlib.suppress(OSError):
-                    self._log.write(data)
-            return
-        frame = b"frame %s %d %d\n" % (kind.encode(), rank, len(data)) + data
-        while frame:
-            try:
-                frame = frame[os.write(1, frame) :]
-            except BlockingIOError:  # its user may have paused the output
-                heard = [] if self._asked_to_end else [0]
-                if select.select(heard, [1], [], SILENT_SECONDS)[0]:
-                    self._read_input()
-                elif not self._asked_to_end:
-                    self._check_launcher()
-            except OSError as error:
-                raise _LauncherLostError(f"the connection was closed ({error.strerror})") from error
-
-    def _read_input(self) -> None:
-        data = os.read(0, _CHUNK)
-        self._heard = time.monotonic()
-        if not data and not self._asked_to_end:
-            raise _LauncherLostError("the connection was closed")
-        self._input += data
-        self._asked_to_end |= b'{"end"' in self._input
-
     def _obey(self) -> None:
-        *lines, self._input = self._input.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for message in self._launcher.receive():
             if "start" in message:
                 self._start(message["start"], message["environment"])
             elif "signal" in message:
@@ -200,8 +144,8 @@ class _Relay:
         self._selector.unregister(0)
         for process in self._started.values():
             process.terminate()
-        self._log = _open_log(lost_launcher_path(self._folder))
-        self._note(
+        self._launcher.lose(self._folder)
+        self._launcher.log(
             f"host {socket.gethostname()} has lost the launcher: {reason}. If it lives, the run "
             "continues on its side; here all ranks end"
         )
@@ -209,14 +153,7 @@ class _Relay:
         while self._started and time.monotonic() < until:
             self._step(BEAT_SECONDS)
         for rank in self._started:
-            self._note(f"rank {rank} did not end in time, and was killed")
-
-    def _note(self, text: str) -> None:
-        assert self._log is not None
-        with contextlib.suppress(OSError):
-            self._log.write(f"ktrainer run: {text}\n".encode())
-
-    # -- the ranks
+            self._launcher.log(f"rank {rank} did not end in time, and was killed")
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start a rank with the environment that MPI has made for it."""
@@ -238,10 +175,10 @@ class _Relay:
         for other in list(self._selector.get_map().values()):
             if other.data == ("notes", rank):  # before its end: how it came about
                 with contextlib.suppress(BlockingIOError):
-                    self._carry(other, "notes", rank, os.read(other.fd, _CHUNK))
+                    self._carry(other, "notes", rank, os.read(other.fd, CHUNK))
         code = self._started.pop(rank).wait()
         self._pids.pop(rank, None)
-        self._send("status", rank, b"%d" % (code << 8 if code >= 0 else -code))
+        self._launcher.send("status", rank, b"%d" % (code << 8 if code >= 0 else -code))
 
     def _carry(self, key: selectors.SelectorKey, pipe: str, rank: int, data: bytes) -> None:
         if pipe == "notes":
@@ -253,7 +190,7 @@ class _Relay:
             os.close(key.fd)
             if pipe == "notes":
                 self._send_fault(rank)
-        self._send(pipe, rank, data)
+        self._launcher.send(pipe, rank, data)
 
     def _read_note(self, rank: int, note: Note) -> None:
         if note.event == "started":
@@ -261,9 +198,11 @@ class _Relay:
                 self._pids[rank] = note.pid
         elif note.event == "grace":
             self._grace[rank] = note.seconds
-        elif note.event in ("interrupted", "failed") and self._log is not None:
+        elif note.event in ("interrupted", "failed") and self._launcher.is_lost:
             self._codes.append(note.code)
-            self._note(f"rank {rank} ended with exit code {note.code}: {note.text.rstrip()}")
+            self._launcher.log(
+                f"rank {rank} ended with exit code {note.code}: {note.text.rstrip()}"
+            )
 
     def _signal(self, number: int, ranks: list[int] | None) -> None:
         # Only SIGKILL is for those that have not begun, too: they could not handle another one.
@@ -284,7 +223,7 @@ class _Relay:
     def _send_fault(self, rank: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             if data := fault_path(self._folder, rank).read_bytes():
-                self._send("fault", rank, data)
+                self._launcher.send("fault", rank, data)
 
     def _kill(self) -> None:
         """Kill the ranks of this host, and their children."""
@@ -296,24 +235,6 @@ class _Relay:
                         each.kill()
         for started in self._started.values():
             started.wait()
-
-
-def _open_log(path: Path) -> IO[bytes]:
-    """Open a new file for the owner alone; where that fails, one that takes nothing."""
-    try:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        number = os.open(os.devnull, os.O_WRONLY)
-    return open(number, "wb", buffering=0)
-
-
-def lost_launcher_path(folder: Path) -> Path:
-    """The file of a host which says why its ranks ended, after it has lost the launcher.
-
-    Args:
-        folder: the host's, which is removed then.
-    """
-    return folder.with_name(f"{folder.name}-lost-launcher.log")
 
 
 def main(token: str) -> None:
