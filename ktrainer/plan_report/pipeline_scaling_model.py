@@ -33,7 +33,7 @@ class MeasuredStages:
     Attributes:
         step: of all stages; its collectives sum gradients over replicas.
         forward, backward: seconds for a microbatch, by stage.
-        parts: of all parameters, by stage; they add up to 1.
+        parameter_shares: of all parameters, by stage; they add up to 1.
         crossing: bytes of a microbatch over the cut behind each stage but the last.
         sharing_slowdown: how much longer processes take on shared cores than their number on each
             explains.
@@ -42,7 +42,7 @@ class MeasuredStages:
     step: MeasuredStep
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    parts: tuple[float, ...]
+    parameter_shares: tuple[float, ...]
     crossing: tuple[float, ...]
     sharing_slowdown: float = 1.0
 
@@ -73,14 +73,15 @@ def predict_pipeline(
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
     makespan = max(timeline.makespan, most / hosts.places * measured.sharing_slowdown)
-    parts = [sum(measured.parts[p :: schedule.ranks]) for p in range(schedule.ranks)]
+    of_stages, partitions = measured.parameter_shares, range(schedule.ranks)
+    shares = [sum(of_stages[partition :: schedule.ranks]) for partition in partitions]
     actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
     crowding = hosts.crowding(everyone.fullest)
-    update = max(0.0, step.seconds - actions) * max(parts) * crowding
+    update = max(0.0, step.seconds - actions) * max(shares) * crowding
     stages = Group.of(layout.model_ranks(0), per_host)
     logs = _LOGS_MESSAGES * network.tree(stages, 0.0).seconds / 2 if stages.ranks > 1 else 0.0
     vote = network.tree(everyone, VOTE_BYTES).seconds if everyone.ranks > 1 else 0.0
-    reduced = _over_replicas(measured, layout, parts, per_host, network, communication)
+    reduced = _over_replicas(measured, layout, shares, per_host, network, communication)
     compute = max(timeline.busy) + update
     bubble = max(0.0, makespan + update - compute) + logs
     added = reduced + vote
@@ -137,7 +138,7 @@ def _partitions_by_host(layout: Layout, per_host: int) -> list[list[int]]:
 def _over_replicas(
     measured: MeasuredStages,
     layout: Layout,
-    parts: Sequence[float],
+    shares: Sequence[float],
     per_host: int,
     network: Network,
     communication: Communication,
@@ -148,10 +149,10 @@ def _over_replicas(
     """
     if layout.replicas == 1:
         return 0.0
-    largest = max(range(layout.partitions), key=lambda partition: parts[partition])
+    largest = max(range(layout.partitions), key=lambda partition: shares[partition])
     group = Group.of(layout.copy_ranks(largest), per_host)
     sharing = max(len(set(at)) for at in _partitions_by_host(layout, per_host))
     total = Cost()
     for each in measured.step.collectives:
         total += communication.cost(each, group, network)
-    return (total.processor + total.network * sharing) * parts[largest]
+    return (total.processor + total.network * sharing) * shares[largest]

@@ -62,7 +62,7 @@ def svg(timeline: Timeline) -> str:
     schedule = timeline.schedule
     scale = _WIDTH / (timeline.makespan or 1.0)
     height = _TOP + _ROW * schedule.ranks + 20
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20:g}" '
         f'height="{height:g}" font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
@@ -71,9 +71,9 @@ def svg(timeline: Timeline) -> str:
     ]
     for rank, spans in enumerate(timeline.spans):
         y = _TOP + _ROW * rank
-        parts.append(f'<text x="10" y="{y + 21:g}">rank {rank}</text>')
-        parts += [_block(timeline, span, scale, y) for span in spans]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        elements.append(f'<text x="10" y="{y + 21:g}">rank {rank}</text>')
+        elements += [_block(timeline, span, scale, y) for span in spans]
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def _block(timeline: Timeline, span: Span, scale: float, y: float) -> str:
@@ -94,12 +94,12 @@ def _block(timeline: Timeline, span: Span, scale: float, y: float) -> str:
 
 def _legend(timeline: Timeline) -> list[str]:
     kinds = [kind for kind in _COLORS if kind in _kinds(timeline)]
-    parts = []
+    elements = []
     for place, kind in enumerate(kinds):
         x = _LEFT + _WIDTH - 140 * (len(kinds) - place)
-        parts.append(f'<rect x="{x:g}" y="13" width="14" height="14" fill="{_COLORS[kind]}"/>')
-        parts.append(f'<text x="{x + 20:g}" y="24">{_MEANING[kind]}</text>')
-    return parts
+        elements.append(f'<rect x="{x:g}" y="13" width="14" height="14" fill="{_COLORS[kind]}"/>')
+        elements.append(f'<text x="{x + 20:g}" y="24">{_MEANING[kind]}</text>')
+    return elements
 
 
 def _kinds(timeline: Timeline) -> set[str]:

@@ -114,7 +114,17 @@ class Hosts:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step of several processes; its parts are in seconds and add up to it."""
+    """A step of several processes; its times are in seconds and add up to it.
+
+    Attributes:
+        batch: rows of a replica.
+        examples: rows of all replicas.
+        compute: of the busiest process.
+        stragglers: the wait for the slowest process.
+        communication: what all collectives add, the vote on whether to stop among them.
+        bubble: the wait of the busiest process for other stages.
+        input: the wait for a batch.
+    """
 
     processes: int
     hosts: int
@@ -122,14 +132,14 @@ class PredictedStep:
     examples: float
     compute: float
     stragglers: float
-    all_reduce: float
+    communication: float
     bubble: float
     input: float
 
     @property
     def seconds(self) -> float:
-        parts = (self.compute, self.stragglers, self.all_reduce, self.bubble, self.input)
-        return sum(parts)
+        waits = (self.stragglers, self.communication, self.bubble, self.input)
+        return sum(waits, start=self.compute)
 
     @property
     def examples_per_second(self) -> float:
@@ -190,7 +200,7 @@ def predict(
         stragglers,
         added,
         0.0,
-        # Batches are made ahead, in the time of the all-reduce too.
+        # Batches are made ahead, in the time of communication too.
         max(0.0, step.input * crowding - added - stragglers),
     )
 

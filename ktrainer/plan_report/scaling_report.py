@@ -158,19 +158,19 @@ def _link(link: Link) -> str:
 
 def _table(steps: Sequence[PredictedStep]) -> str:
     """The steps, in ms; speed-up and efficiency are those of examples a second."""
-    parts = ("compute", "stragglers", "all-reduce", "bubble", "input", "step ms")
+    times = ("compute", "stragglers", "communication", "bubble", "input", "step ms")
     last = ("examples/s", "speed-up", "efficiency")
-    rows: list[Sequence[str]] = [("world", "hosts", "batch", *parts, *last)]
+    rows: list[Sequence[str]] = [("world", "hosts", "batch", *times, *last)]
     first = steps[0]
     for step in steps:
-        waits = (step.stragglers, step.all_reduce, step.bubble, step.input)
+        waits = (step.stragglers, step.communication, step.bubble, step.input)
         faster = step.examples_per_second / first.examples_per_second
         rows.append(
             (
                 str(step.processes),
                 str(step.hosts),
                 f"{step.batch:g}",
-                *(f"{1e3 * part:.2f}" for part in (step.compute, *waits, step.seconds)),
+                *(f"{1e3 * seconds:.2f}" for seconds in (step.compute, *waits, step.seconds)),
                 f"{step.examples_per_second:.0f}",
                 f"{faster:.2f}",
                 f"{100 * faster * first.processes / step.processes:.0f}%",

@@ -37,16 +37,16 @@ def live_view(record: LiveRecord, width: int, note: str = "") -> Any:
         width: of the terminal.
         note: what the command is waiting for, if anything.
     """
-    parts = [_head(record), _progress(record, width)]
+    sections = [_head(record), _progress(record, width)]
     if record.metrics:
-        parts += [Text(), _metrics(record, width)]
+        sections += [Text(), _metrics(record, width)]
     if marks := _newest(run_marks(record)):
-        parts += [Text(), _events(marks)]
+        sections += [Text(), _events(marks)]
     if record.state[0] in ("interrupted", "failed") and record.resume:
-        parts += [Text(), Text(printable(f"resume: {record.resume}"))]
+        sections += [Text(), Text(printable(f"resume: {record.resume}"))]
     if note:
-        parts += [Text(), Text(note, style="yellow")]
-    return Group(*parts)
+        sections += [Text(), Text(note, style="yellow")]
+    return Group(*sections)
 
 
 def _head(record: LiveRecord) -> Text:
@@ -150,11 +150,11 @@ def sparkline(points: Sequence[Point], width: int) -> str:
     points = sorted(points, key=lambda point: point[0])  # a foreign record's may be in any order
     count = min(width, len(points))
     begin, end = (points[0][0], points[-1][0]) if points else (0, 0)
-    parts: list[list[float]] = [[] for _ in range(count)]
+    bins: list[list[float]] = [[] for _ in range(count)]
     for step, value in points:
-        parts[min((step - begin) * count // max(end - begin, 1), count - 1)].append(value)
+        bins[min((step - begin) * count // max(end - begin, 1), count - 1)].append(value)
     means: list[float] = []
-    for part in parts:  # one without points is as the one before
+    for part in bins:  # one without points is as the one before
         means.append(sum(part) / len(part) if part else means[-1])
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

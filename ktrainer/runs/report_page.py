@@ -82,7 +82,7 @@ def _sections(
     named = _named(records, names)
     times = "".join(times_table(record, name) for record, name in named)
     several = len(records) > 1
-    parts = [
+    sections = [
         ("What happened", _drawn("timeline") + _folded("As a list", _all_marks(named))),
         ("Values", values_table(records, names, fit)),
         ("Differences", differences(records, names) if several else ""),
@@ -92,7 +92,7 @@ def _sections(
         ("Settings", "".join(_settings(record, name, several) for record, name in named)),
     ]
     return "".join(
-        f"<section><h2>{title}</h2>{content}</section>" for title, content in parts if content
+        f"<section><h2>{title}</h2>{content}</section>" for title, content in sections if content
     )
 
 

@@ -242,13 +242,13 @@ def differences(records: Sequence[RunRecord], names: Sequence[str]) -> str:
         said = _first_text(first) if first else f"no difference in {found.points} rows"
         firsts.append([f"{name} beside {names[0]}", said if found.points else "no common rows"])
     facts = facts_of_all(records)
-    parts = [table(["runs", "first difference of values"], firsts, "Values")]
+    elements = [table(["runs", "first difference of values"], firsts, "Values")]
     if facts:
         rows: list[list[Cell]] = [[name, *texts] for name, texts in facts.items()]
-        parts.append(table(["differs", *names], rows, "Settings, code, versions and data"))
+        elements.append(table(["differs", *names], rows, "Settings, code, versions and data"))
     else:
-        parts.append("<p>No settings, versions, code or data are known to differ.</p>")
-    return "".join([*parts, _weights(records, names)])
+        elements.append("<p>No settings, versions, code or data are known to differ.</p>")
+    return "".join([*elements, _weights(records, names)])
 
 
 def _first_text(first: Difference) -> str:

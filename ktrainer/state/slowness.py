@@ -93,7 +93,7 @@ class SlowRules:
     Args:
         share: `logging.slow`.
         compares: whether ranks have equal work, and their communication is known.
-        linked: whether ranks are on several hosts.
+        several_hosts: whether ranks are on several hosts.
         waits_hidden: whether communication is not known, and waits are a part of computing.
 
     Attributes:
@@ -105,11 +105,12 @@ class SlowRules:
         self,
         share: float,
         compares: bool = False,
-        linked: bool = False,
+        several_hosts: bool = False,
         waits_hidden: bool = False,
     ) -> None:
         self.share, self._compares = share, compares
-        self._linked, self._waits_hidden, self._windows = linked, waits_hidden, 0
+        self._several_hosts, self._waits_hidden = several_hosts, waits_hidden
+        self._windows = 0
         self._named: dict[Key, int] = {}  # the last window with it
         self._ranks_named: set[int | None] = set()
         self.suspects: set[Key] = set()
@@ -231,7 +232,7 @@ class SlowRules:
         medians = medians_of_others(computing) if self._compares else [math.inf] * len(ranks)
         for rank, (window, usual) in enumerate(zip(ranks, medians, strict=True)):
             mine, sums = computing[rank], communication[rank]
-            before = self._before(("compute", rank), mine + sums)
+            before = self._add_to_past(("compute", rank), mine + sums)
             excess = 2 * self.share * window.step_seconds
             name, why = slow_texts.reason(window.cpu, least, window.faults)
             short, blameless = name == "cpu", self._blames_another(rank, len(ranks), late)
@@ -250,15 +251,18 @@ class SlowRules:
     def _work_of_communication(self, ranks: Sequence[Window]) -> list[float]:
         """Seconds of each rank that belong to its computing: all but waits for others and for the
         network; where waits are in both, all, as steps of ranks are about as long then."""
-        if self._linked:
+        if self._several_hosts:
             return [0.0] * len(ranks)
         if self._waits_hidden:
             return [window.seconds.get(COMMUNICATION, 0.0) for window in ranks]
         return [least_seconds(ranks, COMMUNICATION)] * len(ranks)
 
-    def _before(self, key: Key, seconds: float) -> float:
-        """The median of the past, to which `seconds` are added if they are about as long, or have
-        been longer for a while; infinity: there is not enough of it."""
+    def _add_to_past(self, key: Key, seconds: float) -> float:
+        """Add `seconds` to the past if they are about as long, or have been longer for a while.
+
+        Returns:
+            The median of the past before that; infinity: there is not enough of it.
+        """
         past = self._past[key]
         before = median(past) if len(past) >= LEAST_PAST else math.inf
         lasting = self._streaks.get(key, _Streak()).windows >= NEW_NORMAL
@@ -282,12 +286,12 @@ class SlowRules:
         Args:
             explained: some rank is the reason.
         """
-        if not self._linked or explained:
+        if not self._several_hosts or explained:
             return
         key, hidden = ("link", None), self._waits_hidden
         shares = (COMMUNICATION, "compute") if hidden else (COMMUNICATION,)
         seconds = least_seconds(ranks, *shares)
-        before = self._before(key, seconds)
+        before = self._add_to_past(key, seconds)
         slower = is_longer(seconds, before) if hidden else seconds >= LINK_RATIO * before
         if not slower or seconds - before < LEAST_SECONDS:
             return

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
 LEAST_STEPS, LEAST_SECONDS = 3, 0.04
-MOST_COSTS = 150  # times what a comparison takes: more of them would cost 1 % of the time
+TIME_PER_COST = 150  # seconds of training for each of comparing; fewer would cost 1 % of it
 LEAST_SHARE_SECONDS = 1e-4  # of a step
 _LONGER = 1.25  # times the usual step, after which a comparison is not put off
 _LEAST_PROCESSOR_WAIT = 0.15  # of the time: steps that are 1.5 times as long lose a third of it
-_FREE_MEASURES, _FREE_SECONDS = 3, 0.1  # of links, beyond 1 / `MOST_COSTS` of the time
+_FREE_MEASURES, _FREE_SECONDS = 3, 0.1  # of links, beyond 1 / `TIME_PER_COST` of the time
 _MOST_MARKS = 8  # of short steps the first ones of a window will do
 
 
@@ -93,7 +93,7 @@ class SlowWatch:
         """Begin with the present ranks."""
         context, world = self._context, self._world
         known = context.backend.communication_seconds is not None
-        self._linked = world.local_size < world.size
+        self._several_hosts = world.local_size < world.size
         self._speeds: Any = None  # of links, in the first window
         self._began, self._measured = time.perf_counter(), 0.0  # seconds that links were measured
         self._most_measured = 0.0  # seconds, at one time
@@ -102,7 +102,7 @@ class SlowWatch:
             self._rules = SlowRules(
                 share,
                 compares=known and world.replicas == world.size,
-                linked=self._linked,
+                several_hosts=self._several_hosts,
                 waits_hidden=not known,
             )
         self._apportioned = communication_of(self._times.seconds)  # up to the last gathering
@@ -146,7 +146,7 @@ class SlowWatch:
         if self._rules is None or self._steps < LEAST_STEPS:
             return False
         seconds = time.perf_counter() - self._marks[0].at
-        least = max(LEAST_SECONDS, MOST_COSTS * min(self._costs))
+        least = max(LEAST_SECONDS, TIME_PER_COST * min(self._costs))
         is_usual = not self._rules.suspects and seconds <= _LONGER * self._usual * self._steps
         return seconds >= (2 * least if is_usual else least)
 
@@ -162,7 +162,7 @@ class SlowWatch:
         communication, asks, windows, warned = zip(*every, strict=True)
         self._hear(warned)
         before_links = time.perf_counter()
-        link = self._measure_links(any(asks)) if self._linked else None
+        link = self._measure_links(any(asks)) if self._several_hosts else None
         measuring = time.perf_counter() - before_links
         self._measured += measuring
         self._most_measured = max(self._most_measured, measuring)
@@ -251,7 +251,7 @@ class SlowWatch:
     def _may_measure(self) -> bool:
         """Whether measuring the links again costs little: steps may take longer for other reasons,
         again and again."""
-        affordable = (time.perf_counter() - self._began) / MOST_COSTS
+        affordable = (time.perf_counter() - self._began) / TIME_PER_COST
         free = max(_FREE_SECONDS, _FREE_MEASURES * self._most_measured)
         return self._measured <= affordable + free
 

@@ -112,7 +112,7 @@ def test_the_input_is_made_during_the_all_reduce():
     hosts = Hosts(1, 1, 1)
     found = predict(step(input=0.004, nbytes=1000.0), 2, hosts, SLOW)
     reduced = 2 * 500e-6 + 2 * 16e-6  # and the vote on whether to stop
-    assert found.all_reduce == pytest.approx(Cost(0, reduced).seconds)
+    assert found.communication == pytest.approx(Cost(0, reduced).seconds)
     assert found.input == pytest.approx(0.004 - reduced)
     assert found.seconds == pytest.approx(0.014)
     assert found.examples_per_second == pytest.approx(256 / 0.014)
@@ -147,7 +147,7 @@ def test_the_bubble_of_equal_stages(partitions):
     found = predict_pipeline(stages(partitions), Layout(partitions), schedule, hosts, FREE)
     assert found.compute == pytest.approx(4 * 0.003 + 0.004 / partitions)
     assert found.bubble == pytest.approx((partitions - 1) * 0.003)
-    assert found.all_reduce == 0
+    assert found.communication == 0
     # On one core nothing is gained, and the update takes as long as in one process.
     alone = predict_pipeline(stages(partitions), Layout(partitions), schedule, Hosts(8, 1, 1), FREE)
     assert alone.seconds == pytest.approx(4 * partitions * 0.003 + 0.004)
@@ -170,9 +170,9 @@ def test_replicas_of_a_pipeline():
     cluster = predict_pipeline(measured, Layout(2, 2), schedule, Hosts(2, 2, 1), SLOW)
     # Two partitions of half the gradients share the link of a host.
     vote = 2 * 16e-6
-    assert cluster.all_reduce == pytest.approx(2 * 4000e-6 + vote)
+    assert cluster.communication == pytest.approx(2 * 4000e-6 + vote)
     spread = predict_pipeline(measured, Layout(2, 2, "spread"), schedule, Hosts(2, 2, 1), SLOW)
-    assert spread.all_reduce == pytest.approx(vote)
+    assert spread.communication == pytest.approx(vote)
     # There, activations cross between the hosts instead: the first and the last wait for them.
     assert spread.bubble - cluster.bubble > 2 * 100e-6
 

@@ -28,7 +28,7 @@ def named(rules: SlowRules, *windows: list[Window], link: Link | None = None) ->
 
 
 def test_nothing_is_slow() -> None:
-    rules = SlowRules(0.1, compares=True, linked=True)
+    rules = SlowRules(0.1, compares=True, several_hosts=True)
     assert named(rules, *[[window(), window(1.2 * STEP)]] * 100) == []
     assert rules.suspects == set()
 
@@ -136,7 +136,7 @@ def test_ranks_with_unequal_work_are_compared_with_themselves_only() -> None:
 
 
 def test_a_rank_without_its_core_makes_communication_long_for_all() -> None:
-    rules = SlowRules(0.1, compares=True, linked=True)
+    rules = SlowRules(0.1, compares=True, several_hosts=True)
     slow = [window(communication=0.14, cpu=0.6), window(3 * STEP, communication=0.1, cpu=0.2)]
     (found,) = named(rules, *[[window()] * 2] * 5, *[slow] * 9, link=SLOW_LINK)
     assert (found.rank, found.cause) == (1, "cpu")
@@ -162,7 +162,7 @@ def test_a_longer_computation_is_the_new_past_if_nothing_explains_it() -> None:
 
 def test_a_slow_link_is_named_once_it_is_measured() -> None:
     """Also if ranks that wait for messages share their cores."""
-    rules = SlowRules(0.1, compares=True, linked=True)
+    rules = SlowRules(0.1, compares=True, several_hosts=True)
     usual, slow = [window()] * 2, [window(communication=0.1, cpu=0.4)] * 2
     assert named(rules, *[usual] * 5, slow) == []
     assert ("link", None) in rules.suspects
@@ -175,7 +175,7 @@ def test_a_slow_link_is_named_once_it_is_measured() -> None:
 
 def test_a_slow_link_behind_long_computing_is_named_if_it_was_measured_to_be_slower() -> None:
     """As of Horovod."""
-    rules = SlowRules(0.1, linked=True, waits_hidden=True)
+    rules = SlowRules(0.1, several_hosts=True, waits_hidden=True)
     usual, slow = [window()] * 2, [window(4 * STEP), window(4 * STEP, cpu=0.9)]
     as_before = Link("the link has 900 MB/s", slower=False)
     assert named(rules, *[usual] * 5, *[slow] * 4, link=as_before) == []
@@ -189,13 +189,13 @@ def test_a_slow_link_behind_long_computing_is_named_if_it_was_measured_to_be_slo
 def test_a_rank_that_waits_hidden_for_another_does_not_suspect_the_link(
     late: dict[str, float],
 ) -> None:
-    rules = SlowRules(0.1, linked=True, waits_hidden=True)
+    rules = SlowRules(0.1, several_hosts=True, waits_hidden=True)
     named(rules, *[[window()] * 2] * 5, *[[window(4 * STEP), window(**late)]] * 4, link=SLOW_LINK)
     assert ("link", None) not in rules.suspects
 
 
 def test_ranks_that_wait_for_one_do_not_blame_the_link() -> None:
-    rules = SlowRules(0.1, compares=True, linked=True)
+    rules = SlowRules(0.1, compares=True, several_hosts=True)
     late = [window(communication=0.2), window(11 * STEP, cpu=0.3)]
     found = named(rules, *[[window()] * 2] * 5, *[late] * 9, link=SLOW_LINK)
     assert [slow.cause for slow in found] == ["cpu"]
