@@ -182,12 +182,7 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
         WorldError: an earlier call has ended before all had come.
     """
     global _interrupted_by
-    if (error := _interrupted_by) is not None:
-        raise WorldError(
-            f"rank {comm.rank} stopped waiting for the start of all ranks before all had come: its "
-            "next operation would be taken for that one. Start all processes again. "
-            f"{ended_by(error)}"
-        ) from error
+    _check_never_interrupted(comm)
     began = time.monotonic()
     stall_report = StallReport(comm, _STARTUP_TAG)
     answer_seconds = min(ANSWER_SECONDS, seconds / 4)
@@ -213,6 +208,16 @@ def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:
         if request:  # MPI has not ended it: this is an exception's way out
             _interrupted_by = sys.exception()
             keep_for_mpi(request, stall_report)
+
+
+def _check_never_interrupted(comm: MPI.Intracomm) -> None:
+    """Raise if an earlier startup barrier has ended before all ranks had come."""
+    if (error := _interrupted_by) is not None:
+        raise WorldError(
+            f"rank {comm.rank} stopped waiting for the start of all ranks before all had come: its "
+            "next operation would be taken for that one. Start all processes again. "
+            f"{ended_by(error)}"
+        ) from error
 
 
 def _raise_absent(comm: MPI.Intracomm, seconds: float, answers: Mapping[int, str]) -> None:

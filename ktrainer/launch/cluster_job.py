@@ -70,6 +70,31 @@ class ClusterJob:
 
 def sbatch_script(job: ClusterJob) -> str:
     """The script for Slurm's `sbatch`, with the reason of each line."""
+    exports = [f"export {name}={value}" for name, value in _MPI_ENVIRONMENT.items()]
+    command = shlex.join([job.python, job.script, *job.words])
+    srun = f"srun --mpi=pmix --kill-on-bad-exit=0 --wait={job.grace}"
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *_sbatch_directives(job),
+            "",
+            *exports,
+            "# Slurm connects the processes; the first that ends leaves the others time to save:",
+            f"{srun} --cpus-per-task={job.cores} {command}",
+            "code=$?",
+            f"# {RUN_AGAIN}: interrupted, and there is a checkpoint to resume from:",
+            f'if [ "$code" -eq {RUN_AGAIN} ] && '
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]; then',
+            f'  scontrol requeue "$SLURM_JOB_ID" && sleep {job.grace}  # ended meanwhile',
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def _sbatch_directives(job: ClusterJob) -> list[str]:
+    """The lines that Slurm reads, each with its reason before it."""
     hours, minutes = divmod(job.minutes, 60)
     directives = [
         (f"--job-name={job.name}", ""),
@@ -86,29 +111,10 @@ def sbatch_script(job: ClusterJob) -> str:
         ("--open-mode=append", "which continues the file of its output"),
         (f"--output={job.name}-%j.out", ""),
     ]
-    lines = ["#!/bin/bash"]
+    lines = []
     for directive, reason in directives:
         lines += [*([f"# {reason}:"] if reason else []), f"#SBATCH {directive}"]
-    exports = [f"export {name}={value}" for name, value in _MPI_ENVIRONMENT.items()]
-    command = shlex.join([job.python, job.script, *job.words])
-    srun = f"srun --mpi=pmix --kill-on-bad-exit=0 --wait={job.grace}"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            *exports,
-            "# Slurm connects the processes; the first that ends leaves the others time to save:",
-            f"{srun} --cpus-per-task={job.cores} {command}",
-            "code=$?",
-            f"# {RUN_AGAIN}: interrupted, and there is a checkpoint to resume from:",
-            f'if [ "$code" -eq {RUN_AGAIN} ] && '
-            f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]; then',
-            f'  scontrol requeue "$SLURM_JOB_ID" && sleep {job.grace}  # ended meanwhile',
-            "fi",
-            'exit "$code"',
-            "",
-        ]
-    )
+    return lines
 
 
 def mpi_job(job: ClusterJob) -> str:

@@ -100,6 +100,27 @@ def common_network(
     Raises:
         SetupError: there is none, or a host lacks the chosen interface, or this host is not in it.
     """
+    common = _networks_in_common(reports, interface)
+    named = [ipaddress.ip_address(found["address"]) for found in reports.values()]
+    own = _networks(here, None)
+    reached = [network for network in common if network in own or network.is_loopback]
+    if not reached:
+        raise SetupError(
+            f"this host is not in the network of the hosts, {', '.join(map(str, common))}, by "
+            "which mpirun reaches them; start from one of the hosts, or connect this one to it"
+        )
+    chosen = sorted(reached, key=lambda net: (-sum(address in net for address in named), str(net)))
+    return str(chosen[0])
+
+
+def _networks_in_common(
+    reports: Mapping[str, Mapping[str, Any]], interface: str | None
+) -> set[ipaddress.IPv4Network]:
+    """The networks that every host has an interface in, of those chosen.
+
+    Raises:
+        SetupError: there is none, or a host lacks the chosen interface.
+    """
     networks = {name: _networks(found, interface) for name, found in reports.items()}
     if interface and (without := [name for name, found in networks.items() if not found]):
         listed = "; ".join(
@@ -120,16 +141,7 @@ def common_network(
             f"the hosts have no network in common. {listed}. Connect them to one network, and "
             "choose it with --interface if there are several"
         )
-    named = [ipaddress.ip_address(found["address"]) for found in reports.values()]
-    own = _networks(here, None)
-    reached = [network for network in common if network in own or network.is_loopback]
-    if not reached:
-        raise SetupError(
-            f"this host is not in the network of the hosts, {', '.join(map(str, common))}, by "
-            "which mpirun reaches them; start from one of the hosts, or connect this one to it"
-        )
-    chosen = sorted(reached, key=lambda net: (-sum(address in net for address in named), str(net)))
-    return str(chosen[0])
+    return common
 
 
 def _networks(found: Mapping[str, Any], interface: str | None) -> list[ipaddress.IPv4Network]:

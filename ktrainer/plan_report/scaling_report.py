@@ -45,11 +45,7 @@ def show_scaling(context: RunContext, model: Any, data: Any, request: ScalingReq
     worlds = chosen_worlds(request.worlds, partitions)
     plans = [_plan(context, request, processes) for processes in worlds]
     hosts = Hosts(request.per_host, request.cores, request.threads)
-    given = (
-        Link(request.latency, 1 / request.bandwidth)
-        if request.latency is not None and request.bandwidth
-        else None
-    )
+    given = _given_link(request)
     network = measure_network(world, given)
     communication = Communication(
         network,
@@ -85,6 +81,13 @@ def chosen_worlds(asked: Sequence[int], partitions: int) -> list[int]:
         return list(asked)
     doubled = (partitions * 2**k for k in range(math.ceil(math.log2(asked[0] / partitions)) + 1))
     return [*(size for size in doubled if size < asked[0]), asked[0]]
+
+
+def _given_link(request: ScalingRequest) -> Link | None:
+    """The link between hosts that was asked for; None to measure it."""
+    if request.latency is None or not request.bandwidth:
+        return None
+    return Link(request.latency, 1 / request.bandwidth)
 
 
 def _plan(context: RunContext, request: ScalingRequest, processes: int) -> Plan:

@@ -66,14 +66,10 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
     """
     placed = list(zip(graph.nodes, stage_of, strict=True))
     made = {i: stage for node, stage in placed for i in node.outputs}
-    needed = {i: stages - 1 for i in graph.needed_at_the_end if i in made}
-    for node, stage in placed:
-        for i in node.inputs:
-            if i in made:
-                needed[i] = max(stage, needed.get(i, 0))
+    last_reader = _last_readers(graph, placed, stages)
 
     def crossing(cut: int) -> tuple[int, ...]:
-        found = tuple(i for i, stage in made.items() if stage <= cut < needed.get(i, 0))
+        found = tuple(i for i, stage in made.items() if stage <= cut < last_reader.get(i, 0))
         _refuse_strings(graph, found, cut)
         return found
 
@@ -95,6 +91,15 @@ def cut_graph(graph: Graph, stage_of: Sequence[int], stages: int) -> tuple[Stage
             )
         )
     return tuple(result)
+
+
+def _last_readers(graph: Graph, placed: Sequence[tuple[Node, int]], stages: int) -> dict[int, int]:
+    """The last stage that reads each tensor; `placed` are the nodes with their stages."""
+    last = dict.fromkeys(graph.needed_at_the_end, stages - 1)
+    for node, stage in placed:
+        for i in node.inputs:
+            last[i] = max(stage, last.get(i, 0))
+    return last
 
 
 def _refuse_strings(graph: Graph, crossing: Sequence[int], cut: int) -> None:

@@ -104,14 +104,7 @@ class Runner:
         last = {id(v): place for place, a in enumerate(row) for v in step.added_by(a)}
         for place, action in enumerate(row):
             step.post_receive(row[place + _AHEAD if place else 0 : place + _AHEAD + 1])
-            start = time.perf_counter()
-            getattr(step, _METHODS[action.kind])(action)
-            if self.on_action is not None:
-                tf.test.experimental.sync_devices()  # a GPU's kernels run on after the call
-            end = time.perf_counter()
-            add_span(STAGES, schedule.label(action), start, end)
-            if self.on_action is not None:
-                self.on_action(action, end - start)
+            self._run_action(step, action, schedule.label(action))
             for variable in self.shared.variables:
                 if last.get(id(variable)) == place:
                     self.shared.complete(variable, step.outcome.slices)
@@ -119,6 +112,17 @@ class Runner:
         step.complete_loss()
         self.transport.finish()
         return step.outcome
+
+    def _run_action(self, step: _Step, action: Action, label: str) -> None:
+        """Run an action, and record the time that it took."""
+        start = time.perf_counter()
+        getattr(step, _METHODS[action.kind])(action)
+        if self.on_action is not None:
+            tf.test.experimental.sync_devices()  # a GPU's kernels run on after the call
+        end = time.perf_counter()
+        add_span(STAGES, label, start, end)
+        if self.on_action is not None:
+            self.on_action(action, end - start)
 
 
 _METHODS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
