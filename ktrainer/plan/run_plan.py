@@ -158,8 +158,8 @@ def _layout(config: Config, backend: PipelineConfig, replicas: int) -> str:
     if backend.chunks > 1:
         stages += f" of {backend.chunks} stages each"
     copies = "1 replica" if replicas == 1 else f"{replicas} replicas ({backend.placement})"
-    parts = f"{backend.microbatches} microbatch{'es' if backend.microbatches > 1 else ''}"
-    return f"{stages} x {copies}, {backend.schedule} with {parts}"
+    microbatches = f"{backend.microbatches} microbatch{'es' if backend.microbatches > 1 else ''}"
+    return f"{stages} x {copies}, {backend.schedule} with {microbatches}"
 
 
 def _engine(config: Config, facts: Hardware, replicas: int) -> str | None:

@@ -86,7 +86,7 @@ def _pair(world: World, ranks: Sequence[int]) -> _Pair:
 def _measure_pair(group: MpiComm) -> _Pair:
     comm, other = group.comm, 1 - group.rank
     array = np.ones(_ARRAY_BYTES // 4, np.float32)
-    parts = [array[k : k + PIECE_BYTES // 4] for k in range(0, array.size, PIECE_BYTES // 4)]
+    pieces = [array[k : k + PIECE_BYTES // 4] for k in range(0, array.size, PIECE_BYTES // 4)]
     half = PIECE_BYTES // 8  # the segment of each of two ranks
 
     def small(count: int) -> float:
@@ -96,12 +96,12 @@ def _measure_pair(group: MpiComm) -> _Pair:
     one = small(1)
     post = max(0.0, (small(_MESSAGES) - one) / (2 * (_MESSAGES - 1)))
     latency = max(0.0, one - 2 * post)
-    places = itertools.cycle(parts)
+    places = itertools.cycle(pieces)
     whole = _median(lambda: sum_in_place(group, comm, [next(places)], "large arrays"))
 
     def add() -> None:
-        part = next(places)
-        add_up(part[:half], [part[:half], part[half:]])
+        piece = next(places)
+        add_up(piece[:half], [piece[:half], piece[half:]])
 
     adding = _median(add) / (4 * half)
     per_byte = (whole - 2 * one - 4 * half * adding) / PIECE_BYTES
