@@ -60,7 +60,9 @@ def test_steps_with_powersgd(script):
     _, two = rows(done.stdout)
     # The left factors of 8 matrices, their biases, and the right factors: 8 * 16 numbers each.
     reduced = 3 * (2 * 100 + 4 * 8 * 16 / 1000)
-    assert two["communication"] == pytest.approx(reduced + 2 * (100 + 16 / 1000), rel=2e-3)
+    alone = reduced + 2 * (100 + 16 / 1000)
+    # A message may be under way while another matrix is multiplied.
+    assert alone - two["compute"] <= two["communication"] <= alone * 1.002
 
 
 @pytest.mark.slow
