@@ -6,6 +6,9 @@ Horovod 0.28.1 is the last release. For a current TensorFlow it needs two change
   it includes have moved. It is omitted.
 - On GPUs Horovod calls a function of TensorFlow that is no longer exported. Another
   definition, through the public interface, is added.
+
+Two more leave out what nothing uses, to build faster: debugging information, and a copy of Gloo for
+the C++ standard of older TensorFlows.
 """
 
 from __future__ import annotations
@@ -34,6 +37,13 @@ GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 } // namespace gpu
 } // namespace stream_executor
 """
+PROJECT = "CMakeLists.txt"
+_FLAGS = "CMAKE_CXX_FLAGS_RELWITHDEBINFO"
+_LEFT_OUT = {
+    f'string(REPLACE "-O2" "-O3" {_FLAGS} "${{{_FLAGS}}}")': f'set({_FLAGS} "-O3 -DNDEBUG")',
+    # Still built where something links with it.
+    "add_subdirectory(third_party/gloo)": "add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)",
+}
 NEEDS = ("cffi", "cloudpickle", "packaging", "psutil", "yaml")  # what Horovod imports
 # A wheel is installed in other environments than the one that built it: it looks for PyPI's MPI in
 # the `lib` of its own, from site-packages/horovod/tensorflow. For the linker, through a shell.
@@ -103,9 +113,29 @@ def with_stream_value(text: str) -> str:
     return text.replace(_AFTER_INCLUDES, f"{first}\n{_STREAM_VALUE}{last}")
 
 
+def without_unused_parts(text: str) -> str:
+    """Horovod's project without debugging information, and without the Gloo of older TensorFlows.
+
+    Raises:
+        SetupError: the project is not the expected one.
+    """
+    for line, instead in _LEFT_OUT.items():
+        if text.count(line) != 1:
+            raise SetupError(
+                f"{PROJECT} of this Horovod has {line!r} {text.count(line)} times, not once; the "
+                f"recipe is for Horovod {HOROVOD}"
+            )
+        text = text.replace(line, instead)
+    return text
+
+
 def adapt(source: Path) -> None:
     """Change an unpacked Horovod such that it builds for a current TensorFlow."""
-    changes = ((SOURCE_LIST, without_broken_source), (OPERATIONS, with_stream_value))
+    changes = (
+        (SOURCE_LIST, without_broken_source),
+        (OPERATIONS, with_stream_value),
+        (PROJECT, without_unused_parts),
+    )
     for name, change in changes:
         path = source / name
         path.write_text(change(path.read_text()))

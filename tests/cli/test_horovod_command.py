@@ -45,14 +45,36 @@ def test_missing_function_is_defined_after_the_headers_and_for_gpus_only() -> No
         horovod_recipe.with_stream_value(changed)
 
 
+PROJECT = """\
+string(REPLACE "-O2" "-O3" CMAKE_C_FLAGS_RELWITHDEBINFO "${CMAKE_C_FLAGS_RELWITHDEBINFO}")
+string(REPLACE "-O2" "-O3" CMAKE_CXX_FLAGS_RELWITHDEBINFO "${CMAKE_CXX_FLAGS_RELWITHDEBINFO}")
+    add_subdirectory(third_party/gloo)
+    add_subdirectory(third_party/compatible17_gloo)
+"""
+
+
+def test_debugging_information_and_an_unused_gloo_are_left_out() -> None:
+    lines = horovod_recipe.without_unused_parts(PROJECT).splitlines()
+    assert lines == [
+        PROJECT.splitlines()[0],
+        'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O3 -DNDEBUG")',
+        "    add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)",
+        PROJECT.splitlines()[3],
+    ]
+    with pytest.raises(SetupError, match=r"0 times, not once"):
+        horovod_recipe.without_unused_parts("\n".join(lines))
+
+
 def test_unpacked_source_is_adapted(tmp_path: Path) -> None:
     folder = tmp_path / "horovod" / "tensorflow"
     folder.mkdir(parents=True)
     (folder / "CMakeLists.txt").write_text(LIST)
     (folder / "mpi_ops.cc").write_text(INCLUDES)
+    (tmp_path / "CMakeLists.txt").write_text(PROJECT)
     horovod_recipe.adapt(tmp_path)
     assert "xla_mpi_ops" not in (folder / "CMakeLists.txt").read_text()
     assert "platform_specific_handle" in (folder / "mpi_ops.cc").read_text()
+    assert "EXCLUDE_FROM_ALL" in (tmp_path / "CMakeLists.txt").read_text()
 
 
 def test_key_tells_builds_apart() -> None:
