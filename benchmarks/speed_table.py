@@ -16,6 +16,7 @@ import contextlib
 import importlib.util
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -76,16 +77,19 @@ def environment(program: str, folder: Path) -> dict[str, str]:
 
 def run(command: list[str], env: dict[str, str]) -> str:
     """Run a program; return what it says last if it fails."""
-    try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"not done after {TIMEOUT} s"
-    if done.returncode == 0:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it started, too, so that no other waits
+            return f"not done after {TIMEOUT} s"
+    if process.returncode == 0:
         return ""
-    print(done.stdout, done.stderr, file=sys.stderr)
-    said, _, _ = done.stderr.partition("-----")  # what follows is mpirun's
+    print(out, err, file=sys.stderr)
+    said, _, _ = err.partition("-----")  # what follows is mpirun's
     return (said.strip() or "no message").splitlines()[-1]
 
 
@@ -125,6 +129,8 @@ def machine() -> dict[str, Any]:
 def notes(machine: dict[str, Any], failed: dict[str, str]) -> str:
     """What a reader of the table must know: whether the machine was idle, and what is missing."""
     lines = [f"`{name}.py` failed: {said}" for name, said in failed.items()]
+    if "horovod" not in machine["versions"]:
+        lines.append("Horovod is not installed: what is compared with it is missing.")
     load, cpus = machine["load_before"], machine["cpus"]
     if load > cpus / 4:
         lines.insert(

@@ -4,7 +4,8 @@
 
 An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 examples a global
 batch, two devices or processes of one thread each. Ours and Keras' take turns, each a run
-of its own; the median epoch of all rounds counts, without each run's first. Keras' `fit` does not
+of its own; the median epoch of all rounds counts, without each run's first. Multi-worker steps take
+turns with data-parallel ones, too. Keras' `fit` does not
 run on several workers as it is: here it has the two patches without which it fails. It does not run
 with parameter servers at all.
 """
@@ -61,16 +62,21 @@ def main() -> None:
         run_one(args, words)
         return
     print(f"{'steps a second':32}" + "".join(f"{m + ' ours':>10}{'fit':>8}" for m in args.models))
+    failed = False
     for name in args.only:
         line = f"{name:32}"
         for model in args.models:
             times = in_turns(name, model, args)
+            failed |= not all(times.values())
             for who, width in ((OURS, 10), (PEER, 8)):
                 rate = 1e3 / statistics.median(times[who]) if times.get(who) else None
                 line += f"{rate:{width}.1f}" if rate else f"{'-':>{width}}"
             sizes = f"{MODELS[model]}, batch {BATCH}"
-            record(args.results, f"step of fit, {name}", sizes, times)
+            done = {who: values for who, values in times.items() if values}
+            record(args.results, f"step of fit, {name}", sizes, done)
         print(line, flush=True)
+    if failed:
+        sys.exit("runs have failed: see above")
 
 
 def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
@@ -84,7 +90,7 @@ def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
     for _ in range(args.rounds):
         for who, (run, role) in turns.items():
             times[who] += measured(run, role, model, args)
-    return {who: values for who, values in times.items() if values}
+    return times
 
 
 def measured(run: str, role: str, model: str, args: Any) -> list[float]:

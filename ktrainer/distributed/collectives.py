@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.distributed.sum_in_place import Views, reduce_in_pieces
+from ktrainer.distributed.sum_in_place import reduce_in_pieces
 
 Gradient = Any  # tf.Tensor | tf.IndexedSlices
 DEFAULT_LANE = "order"
@@ -207,10 +207,9 @@ class GradientCollectives(ABC):
         """
         order, factor = InOrder(), tf.constant(weight, tf.float64)
 
-        def start(views: Views) -> None:
-            totals = self.reduce([tf.convert_to_tensor(view) for view in views], factor, order)
-            for view, total in zip(views, totals, strict=True):
-                view[:] = total.numpy()
+        def start(array: np.ndarray) -> None:
+            (total,) = self.reduce([tf.convert_to_tensor(array)], factor, order)
+            array[:] = total.numpy()
 
         reduce_in_pieces(arrays, start)
 

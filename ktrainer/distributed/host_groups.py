@@ -21,7 +21,7 @@ from mpi4py import MPI
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import Views, sum_in_place
+from ktrainer.distributed.sum_in_place import sum_in_place
 
 
 class HostGroups:
@@ -44,26 +44,25 @@ class HostGroups:
         self._world, self._local, self._shared = world, local, shared
         self._leaders = cast(MPI.Intracomm, leaders)
 
-    def sum(self, arrays: Views, totals: Views, what: str = "gradients") -> None:
-        """Sum `arrays` over all ranks into `totals`.
+    def sum(self, array: np.ndarray, total: np.ndarray, what: str = "gradients") -> None:
+        """Sum `array` over all ranks into `total`.
 
         Args:
-            arrays: one-dimensional, of one dtype; their contents are lost.
-            totals: as long; of the type in which sums go between hosts. 16-bit floats are added up
-                in float32. May be `arrays`.
+            array: one-dimensional; its contents are lost.
+            total: as long; of the type in which sums go between hosts. 16-bit floats are added up
+                in float32. May be `array`.
             what: what is summed, for messages.
         """
         local, wait = self._local, self._world.wait
         within = f"{what} within a host"
         if self._shared is not None:
-            self._shared.sum_in_place(arrays, within)
+            self._shared.sum_in_place(array, within)
         else:
-            sum_in_place(self._world, local, arrays, within)
+            sum_in_place(self._world, local, array, within)
         if local.rank == 0:
-            for array, total in zip(arrays, totals, strict=True):
-                convert(array, total)
-            sum_in_place(self._world, self._leaders, totals, f"{what} between hosts")
-        for total in totals if local.size > 1 else []:
+            convert(array, total)
+            sum_in_place(self._world, self._leaders, total, f"{what} between hosts")
+        if local.size > 1:
             wait(local.Ibcast(_sendable(total), 0), f"broadcast of {what} within a host", total)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory, rows_at_once
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import Views, reduce_in_pieces, sum_in_place
+from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
 
 
@@ -228,36 +228,34 @@ class MpiGradients(GradientCollectives):
         reduce_in_pieces(found, partial(self._sum_piece, weight))
         return found
 
-    def _sum_piece(self, weight: np.ndarray, arrays: Views) -> None:
-        """Replace flat arrays of a dtype, at most `PIECE_BYTES`, by weighted sums over ranks."""
-        dtype = arrays[0].dtype
-        wire = self._wire_of(dtype)
-        wide = arrays if wire is None or dtype == np.float32 else _converted(arrays, np.float32)
-        for array in wide:
-            if weight == 0:
-                array.fill(0)
-            elif weight != 1:
-                np.multiply(array, array.dtype.type(weight), out=array)
+    def _sum_piece(self, weight: np.ndarray, array: np.ndarray) -> None:
+        """Replace a flat array of at most `PIECE_BYTES` by its weighted sum over ranks."""
+        wire = self._wire_of(array.dtype)
+        wide = array
+        if wire is not None and array.dtype != np.float32:
+            wide = np.empty(array.size, np.float32)
+            convert(array, wide)
+        if weight == 0:
+            wide.fill(0)
+        elif weight != 1:
+            np.multiply(wide, wide.dtype.type(weight), out=wide)
+        total = wide if wire is None else np.empty(wide.size, wire)
         what = "gradients" if wire is None else "16-bit gradients"
-        totals = wide
         if (hosts := self.communicators.hosts) is not None:
-            if wire is not None:
-                totals = [np.empty(array.size, wire) for array in wide]
-            hosts.sum(wide, totals, what)
+            hosts.sum(wide, total, what)
         else:
-            if wire is not None:
-                totals = _converted(wide, wire)
-            self._sum_over_ranks(totals, what)
-        if totals is not arrays:
-            for total, array in zip(totals, arrays, strict=True):
-                convert(total, array)
+            if total is not wide:
+                convert(wide, total)
+            self._sum_over_ranks(total, what)
+        if total is not array:
+            convert(total, array)
 
-    def _sum_over_ranks(self, arrays: Views, what: str) -> None:
+    def _sum_over_ranks(self, array: np.ndarray, what: str) -> None:
         opened = self.communicators
         if opened.shared is not None:
-            opened.shared.sum_in_place(arrays, what)
+            opened.shared.sum_in_place(array, what)
         else:
-            sum_in_place(self.world, opened.comm, arrays, what)
+            sum_in_place(self.world, opened.comm, array, what)
 
     def _reduce_bucket(
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
@@ -312,14 +310,6 @@ class MpiGradients(GradientCollectives):
         request = self.communicators.comm.Iallreduce(array, total)
         self.world.wait(request, "all-reduce in the forward pass", array, total)
         return total
-
-
-def _converted(arrays: Views, dtype: Any) -> Views:
-    """Copies of flat arrays as another float type."""
-    copies = [np.empty(array.size, dtype) for array in arrays]
-    for array, copy in zip(arrays, copies, strict=True):
-        convert(array, copy)
-    return copies
 
 
 _SAID = {  # in a trace

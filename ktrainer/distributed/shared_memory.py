@@ -1,19 +1,17 @@
-"""Sums and rows of arrays of ranks of one host, through memory that all of them have mapped.
+"""Sum arrays and gather rows among ranks of one host, through memory that all of them have mapped.
 
-Each rank has a part of it. Arrays are summed in four steps, of which each is one pass over half of
-them for two ranks:
+Each rank has a part of it. An array is summed in passes over half of it, for two ranks:
 
-    each rank writes the others' segments of its arrays to its part
+    each rank writes the others' segments of its array to its part
     barrier
-    it adds up its own segments, from the parts of all ranks in their order, and writes the sums
+    it adds up its own segment, read from the parts of all ranks in their order, and writes the sum
     barrier
     it reads the other segments' sums
 
-Rows are gathered with one barrier: each rank writes its own, and reads those of all. Messages
-between two processes copy each byte once more, and each is another wait for the other rank.
+Rows are gathered with one barrier for each 2 MiB: each rank writes its own, and reads those of all.
 
-There are two buffers, which take turns: a rank that writes to one knows, from the barriers since it
-was last used, that all have read it.
+Messages between two processes copy each byte once more. There are two buffers, which take turns: a
+rank that writes to one knows, from the barriers since it was last used, that all have read it.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from ktrainer.distributed.sum_in_place import (
     PIECE_BYTES,
     Views,
     add_up,
-    pieces,
     segments_of,
 )
 
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
 _BUFFERS = 2
-_ALIGNED = 64  # bytes, to a multiple of which TensorFlow aligns its tensors
+_ALIGNMENT = 64  # bytes; TensorFlow copies arrays that do not begin at a multiple of it
 
 
 class SharedMemory:
@@ -61,39 +58,33 @@ class SharedMemory:
         spans = [slice(k * PIECE_BYTES, (k + 1) * PIECE_BYTES) for k in range(_BUFFERS)]
         self._buffers = cycle([[part[span] for part in parts] for span in spans])
 
-    def sum_in_place(self, arrays: Views, what: str) -> None:
-        """Replace flat arrays by their sums over ranks; the bits are those of `sum_in_place`.
+    def sum_in_place(self, array: np.ndarray, what: str) -> None:
+        """Replace a flat array by its sum over ranks; the bits are those of `sum_in_place`.
 
         Args:
-            arrays: contiguous; of the same lengths and dtypes on all ranks.
+            array: contiguous; of the same length and dtype on all ranks.
             what: what is summed, for messages.
         """
-        for views in pieces(arrays):
-            self._sum_piece(views, f"all-reduce of {what}")
+        length = PIECE_BYTES // array.itemsize
+        for start in range(0, array.size, length):
+            self._sum_piece(array[start : start + length], f"all-reduce of {what}")
 
-    def _sum_piece(self, arrays: Views, what: str) -> None:
-        rank, buffer = self._comm.rank, next(self._buffers)
-        others = [each for each in range(len(buffer)) if each != rank]
-        sizes = [array.nbytes for array in arrays]
-        segments = [segments_of(array, len(buffer)) for array in arrays]
-        places = zip(*(_divide(part, sizes) for part in buffer), strict=True)
-        shared = [  # for each array, the segments of its place in the parts of all ranks
-            [segments_of(place.view(array.dtype), len(buffer)) for place in every]
-            for array, every in zip(arrays, places, strict=True)
-        ]
-        for own, parts in zip(segments, shared, strict=True):
-            for other in others:
-                parts[rank][other][:] = own[other]
+    def _sum_piece(self, array: np.ndarray, what: str) -> None:
+        rank = self._comm.rank
+        parts = [part[: array.nbytes].view(array.dtype) for part in next(self._buffers)]
+        segments = segments_of(array, len(parts))
+        shared = [segments_of(part, len(parts)) for part in parts]
+        others = [each for each in range(len(parts)) if each != rank]
+        for other in others:
+            shared[rank][other][:] = segments[other]
         self._world.wait(self._comm.Ibarrier(), what)
-        for own, parts in zip(segments, shared, strict=True):
-            addends = [part[rank] for part in parts]
-            addends[rank] = own[rank]
-            add_up(own[rank], addends)
-            parts[rank][rank][:] = own[rank]
+        addends = [mine[rank] for mine in shared]
+        addends[rank] = segments[rank]
+        add_up(segments[rank], addends)
+        shared[rank][rank][:] = segments[rank]
         self._world.wait(self._comm.Ibarrier(), what)
-        for own, parts in zip(segments, shared, strict=True):
-            for other in others:
-                own[other][:] = parts[other][other]
+        for other in others:
+            segments[other][:] = shared[other][other]
 
     def gather_rows(self, arrays: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
         """The rows of all ranks, ordered by rank; `rows_at_once(arrays)` must not be 0.
@@ -127,32 +118,30 @@ class SharedMemory:
 
 
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:
-    """How many rows of all `arrays` fit into a rank's part of the memory; 0: they are too long."""
+    """How many rows of all `arrays` a rank writes at once, a multiple of 64 so that each array's
+    place is aligned; 0: so many do not fit into its part of the memory."""
     row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
-    return (PIECE_BYTES - _ALIGNED) // max(1, row) // _ALIGNED * _ALIGNED
+    return (PIECE_BYTES - _ALIGNMENT) // max(1, row) // _ALIGNMENT * _ALIGNMENT
 
 
 def _places_of_rows(part: np.ndarray, arrays: Sequence[np.ndarray], rows: int) -> Views:
     """Where a rank writes its number of rows, and so many rows of each array."""
-    spaces = [rows * array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
-    number, *places = _divide(part, [_ALIGNED, *spaces])
-    shaped = [
-        place.view(array.dtype).reshape(rows, *array.shape[1:])
-        for place, array in zip(places, arrays, strict=True)
+    sizes = [rows * array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
+    starts = np.cumsum([_ALIGNMENT, *sizes])  # what is before them is for the number
+    return [
+        part[:8].view(np.int64),
+        *(
+            part[start : start + size].view(array.dtype).reshape(rows, *array.shape[1:])
+            for start, size, array in zip(starts[:-1], sizes, arrays, strict=True)
+        ),
     ]
-    return [number.view(np.int64), *shaped]
-
-
-def _divide(part: np.ndarray, sizes: Sequence[int]) -> Views:
-    """Places of so many bytes each, one after another."""
-    return [part[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """An array in memory that TensorFlow takes as a tensor's without copying it."""
     nbytes = math.prod(shape) * dtype.itemsize
-    space = np.empty(nbytes + _ALIGNED, np.uint8)
-    start = -space.ctypes.data % _ALIGNED
+    space = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -space.ctypes.data % _ALIGNMENT
     return space[start : start + nbytes].view(dtype).reshape(shape)
 
 

@@ -2,13 +2,13 @@
 
 Buffers of their own would take memory twice over, for sending and for receiving: no process of a
 pipeline has room for that beside a large model's gradients, and copying takes as long as summing.
-So `reduce_in_pieces` sums arrays a piece at a time, and copies only small ones, to fuse them.
+So `reduce_in_pieces` sums large arrays a piece at a time, and only small ones fused.
 
 `sum_in_place` sums one piece over the ranks of an MPI communicator:
 
-    each rank gets its segments of the piece from all others    reduce-scatter
+    each rank gets its segment of the piece from all others     reduce-scatter
     it adds them up, in the order of ranks
-    each rank sends its sums to all others                      all-gather
+    each rank sends its sum to all others                       all-gather
 
 Its messages are non-blocking, so that every wait has a deadline. Open MPI's non-blocking all-reduce
 takes twice as long, on two ranks of one host.
@@ -29,46 +29,41 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
 PIECE_BYTES = 2 * 2**20  # longer ones are no faster
-_SMALL_BYTES = 2**16  # a message of its own takes longer than copying that much
+_SMALL_BYTES = 2**16  # a collective of its own takes longer than copying that much
 MOST_RANKS = 64  # of more, each would have too many messages
 _TAG = 1
 
 Views: TypeAlias = list[np.ndarray]
 
 
-def sum_in_place(world: MpiComm, comm: MPI.Intracomm, arrays: Views, what: str) -> None:
-    """Replace flat arrays by their sums over the ranks of `comm`, with equal bits on all of them.
+def sum_in_place(world: MpiComm, comm: MPI.Intracomm, array: np.ndarray, what: str) -> None:
+    """Replace a flat array by its sum over the ranks of `comm`, with equal bits on all of them.
 
     16-bit floats are added up in float32; an overflow is an inf.
 
     Args:
         world: waits, with its deadline.
         comm: a communicator of its ranks, or some of them.
-        arrays: contiguous, of one dtype; of the same lengths and dtype on all ranks.
+        array: contiguous; of the same length and dtype on all ranks.
         what: what is summed, for messages.
     """
     if comm.size == 1:
         return
     what = f"all-reduce of {what}"
-    if comm.size > MOST_RANKS and arrays[0].itemsize > 2:
+    if comm.size > MOST_RANKS and array.itemsize > 2:
         from mpi4py import MPI
 
-        for array in arrays:
-            world.wait(comm.Iallreduce(MPI.IN_PLACE, array), what, array)
+        request = comm.Iallreduce(MPI.IN_PLACE, array)
+        world.wait(request, what, array)
         return
-    segments = [segments_of(array, comm.size) for array in arrays]
-    addends = [[np.empty_like(each[comm.rank]) for _ in each] for each in segments]
+    segments = segments_of(array, comm.size)
+    mine = segments[comm.rank]
     others = [(comm.rank + k) % comm.size for k in range(1, comm.size)]
-    sent = [
-        (rank, each[rank], received[rank])
-        for rank in others
-        for each, received in zip(segments, addends, strict=True)
-    ]
+    received = {rank: np.empty_like(mine) for rank in others}
+    sent = [(rank, segments[rank], received[rank]) for rank in others]
     exchange(world, comm, sent, what)
-    for each, received in zip(segments, addends, strict=True):
-        received[comm.rank] = each[comm.rank]
-        add_up(each[comm.rank], received)
-    sent = [(rank, each[comm.rank], each[rank]) for rank in others for each in segments]
+    add_up(mine, [received.get(rank, mine) for rank in range(comm.size)])
+    sent = [(rank, mine, segments[rank]) for rank in others]
     exchange(world, comm, sent, what)
 
 
@@ -78,10 +73,7 @@ def exchange(
     messages: Sequence[tuple[int, np.ndarray, np.ndarray]],
     what: str,
 ) -> None:
-    """Send arrays to some ranks, and receive one from it for each: (rank, sent, received).
-
-    Of several for a rank, the first that it receives is the first that is sent to it.
-    """
+    """Send an array to each of some ranks, and receive one from it: (rank, sent, received)."""
     started: list[tuple[Any, np.ndarray]] = []
     try:
         for rank, _, received in messages:
@@ -142,38 +134,33 @@ def add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
             total[:] = so_far
 
 
-def reduce_in_pieces(arrays: Sequence[np.ndarray], reduce: Callable[[Views], None]) -> None:
+def reduce_in_pieces(arrays: Sequence[np.ndarray], reduce: Callable[[np.ndarray], None]) -> None:
     """Replace the contents of `arrays` by their sums over ranks.
 
     Args:
         arrays: contiguous; of the same shapes and dtypes on all ranks.
-        reduce: sums flat arrays of a dtype over ranks, in place.
+        reduce: sums a flat array over ranks, in place.
     """
     for views in pieces(arrays):
-        small = [view for view in views if view.nbytes <= _SMALL_BYTES]
-        if len(small) < 2:
-            reduce(views)
-            continue
-        fused = np.concatenate(small)
-        reduce([fused, *(view for view in views if view.nbytes > _SMALL_BYTES)])
-        for view, end in zip(small, np.cumsum([view.size for view in small]), strict=True):
-            view[:] = fused[end - view.size : end]
+        buffer = views[0] if len(views) == 1 else np.concatenate(views)
+        reduce(buffer)
+        if len(views) > 1:
+            for view, end in zip(views, np.cumsum([view.size for view in views]), strict=True):
+                view[:] = buffer[end - view.size : end]
 
 
 def pieces(arrays: Sequence[np.ndarray]) -> Iterator[Views]:
-    """Flat views that cover `arrays`, each list of one dtype and at most `PIECE_BYTES`."""
-    begun: dict[np.dtype, Views] = {}
+    """Flat views that cover `arrays`, each list of one dtype and at most `PIECE_BYTES`: a part
+    of a large array, or several small ones."""
+    small: dict[np.dtype, Views] = {}
     for array in arrays:
         flat = array.reshape(-1)
-        length = PIECE_BYTES // flat.itemsize
-        for view in (flat[start : start + length] for start in range(0, flat.size, length)):
-            piece = begun.setdefault(view.dtype, [])
-            filled = sum(each.nbytes for each in piece)
-            if filled + view.nbytes <= PIECE_BYTES:
-                piece.append(view)
-            elif view.nbytes > filled:  # the other one has more room for what follows
-                yield [view]
-            else:
-                yield piece
-                begun[view.dtype] = [view]
-    yield from begun.values()
+        if flat.nbytes > _SMALL_BYTES:
+            length = PIECE_BYTES // flat.itemsize
+            yield from ([flat[k : k + length]] for k in range(0, flat.size, length))
+        elif flat.size:
+            views = small.setdefault(flat.dtype, [])
+            if sum(view.nbytes for view in views) + flat.nbytes > PIECE_BYTES:
+                yield small.pop(flat.dtype)
+            small.setdefault(flat.dtype, []).append(flat)
+    yield from small.values()

@@ -227,7 +227,7 @@ class GroupState:
             self.end.failures[rank] = note
         elif note.event == "interrupted":
             self.end.interrupted = note
-        else:
+        elif note.event == "ended":
             self.end.ended.add(rank)
 
     def record_end(self, rank: int) -> None:
@@ -241,12 +241,12 @@ class GroupState:
             self.end.missed = self._phases.missed(self.end.silent)
 
     def joining_alone(self) -> set[int]:
-        """Processes that were to join the others, of which none is left."""
+        """Processes that are still to join ranks of which none is left; empty while one is."""
         joining = self._phases is not None and all(map(self._phases.never_joined, self.running))
         return self.running if self.end.ended and joining else set()
 
     def is_spare(self, rank: int) -> bool:
-        """Return whether the rank joined later, so that the others continue without it."""
+        """Return whether the others continue without the rank: it was started to join them."""
         return rank >= self._first and (self._phases is None or self._phases.may_lose(rank))
 
     def grace(self, default: float) -> float:

@@ -33,8 +33,8 @@ _PIDFD_GETFD = 438
 _WILDCARDS = ("0.0.0.0", "::")
 _V6_LOOPBACK = "::1"
 _POLL = 0.01
-_NARROW_SECONDS = 10.0  # how long to look for sockets of mpirun or a daemon
-_WATCH_SECONDS = 1.0  # how often to look at mpirun, once some were found: it costs milliseconds
+_NARROW_SECONDS = 10.0  # at most, to look for sockets of mpirun or a daemon
+_WATCH_SECONDS = 1.0  # between two looks at mpirun, once some were found: one costs milliseconds
 _AFTER_SECONDS = 1.0  # how long to look for more, once some were found
 _BACKLOG = 128
 

@@ -5,7 +5,7 @@ and the time `add` to sum a byte, with L, b for latency and time a byte of the s
 
     exchange   2 L + 4 (p - 1) posts + 2 (p - 1)/p n b + (p - 1)/p n add     the engine `mpi`
     memory     2 L                   + (2 p - 1)/p n b + (p - 1)/p n add     the same, on one host
-    rows         L                   + (p + 1) n b                           rows, on one host
+    rows         L                   + (p + 1) n b                           gather, on one host
     ring       2 (p - 1) L           + 2 (p - 1)/p n b + (p - 1)/p n add     Horovod and NCCL
     tree       2 log2(p) L           + 2 log2(p) n b   + log2(p) n add       Open MPI, in place
 
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MOST_EXCHANGING = 64  # ranks, as in `ktrainer.distributed.sum_in_place`; more use MPI's all-reduce
+PIECE_BYTES = 2 * 2**20  # of a rank that its host's memory takes at a time, as in the same
 _SMALL = 65_536  # bytes; Open MPI divides longer arrays into fragments
 _FEW_RANKS = 4  # that Open MPI's broadcast serves one by one
 
@@ -170,13 +171,15 @@ class Network:
         """Give each rank the arrays of all ranks.
 
         Args:
-            arrays: bytes of each array of a rank.
+            arrays: bytes of each array of a rank. On one host `mpi` copies them through its memory,
+                at most `PIECE_BYTES` at a time.
         """
         if group.ranks == 1:
             return Cost()
         if engine == "mpi" and group.hosts == 1 and group.ranks <= MOST_EXCHANGING:
             copies = (group.ranks + 1) * sum(arrays) * self.memory.per_byte
-            return Cost((self.memory.latency + copies) * self.crowding)
+            barriers = math.ceil(sum(arrays) / PIECE_BYTES) * self.memory.latency
+            return Cost((barriers + copies) * self.crowding)
         return sum((self._all_to_all(group, nbytes) for nbytes in arrays), Cost())
 
     def _all_to_all(self, group: Group, segment: float) -> Cost:

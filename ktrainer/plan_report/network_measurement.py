@@ -97,7 +97,7 @@ def _measure_pair(group: MpiComm) -> _Pair:
     post = max(0.0, (small(_MESSAGES) - one) / (2 * (_MESSAGES - 1)))
     latency = max(0.0, one - 2 * post)
     places = itertools.cycle(pieces)
-    whole = _median(lambda: sum_in_place(group, comm, [next(places)], "large arrays"))
+    whole = _median(lambda: sum_in_place(group, comm, next(places), "large arrays"))
 
     def add() -> None:
         piece = next(places)
@@ -110,7 +110,7 @@ def _measure_pair(group: MpiComm) -> _Pair:
     if shared is None:
         return _Pair(link, link, post, adding)
     barrier = _median(group.barrier)
-    through = _median(lambda: shared.sum_in_place([next(places)], "large arrays"))
+    through = _median(lambda: shared.sum_in_place(next(places), "large arrays"))
     copying = (through - 2 * barrier - 4 * half * adding) / (1.5 * PIECE_BYTES)
     return _Pair(link, Link(barrier, max(0.0, copying)), post, adding)
 

@@ -73,8 +73,10 @@ def predict_pipeline(
     # The processes of a host cannot do more at a time than it has cores for.
     most = max(sum(timeline.busy[p] for p in at) for at in _partitions_by_host(layout, per_host))
     makespan = max(timeline.makespan, most / hosts.places * measured.sharing_slowdown)
-    of_stages, partitions = measured.parameter_shares, range(schedule.ranks)
-    shares = [sum(of_stages[partition :: schedule.ranks]) for partition in partitions]
+    shares = [
+        sum(measured.parameter_shares[partition :: schedule.ranks])
+        for partition in range(schedule.ranks)
+    ]
     actions = schedule.microbatches * (sum(measured.forward) + sum(measured.backward))
     crowding = hosts.crowding(everyone.fullest)
     update = max(0.0, step.seconds - actions) * max(shares) * crowding

@@ -2,7 +2,7 @@
 
     step of one process, on its part of a batch      measured
     the slowest of all                               by the spread of its steps
-    its collectives, each from when it starts        all_reduce of `Network`
+    its collectives, each from when it starts        by the formulas of `Network`
 
 Waits for the network overlap with the rest of a step as they do in it: a bucket of gradients is
 sent once its last gradient is there and the bucket before has arrived. Copies between ranks of a
@@ -31,7 +31,7 @@ class Collective:
             which waits for it.
         at: seconds after the step began.
         seconds: that it took alone: to weigh gradients and pack small ones.
-        pieces: bytes of what is sent at once: of gradients several arrays, of sparse ones one each.
+        pieces: bytes of each piece that is summed; or of the number of rows, values and indices.
         halves: they are sent as 16-bit floats.
     """
 

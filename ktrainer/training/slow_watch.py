@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ktrainer.training.context import RunContext
 
 LEAST_STEPS, LEAST_SECONDS = 3, 0.04
-TIME_PER_COST = 150  # seconds of training for each of comparing; fewer would cost 1 % of it
+TIME_PER_COST = 150  # seconds of training for each of comparing
 LEAST_SHARE_SECONDS = 1e-4  # of a step
 _LONGER = 1.25  # times the usual step, after which a comparison is not put off
 _LEAST_PROCESSOR_WAIT = 0.15  # of the time: steps that are 1.5 times as long lose a third of it

@@ -126,7 +126,7 @@ def test_named_layers_are_found_in_another_order() -> None:
     np.testing.assert_allclose(model(X), truth("adam")["saved"], rtol=0, atol=1e-10)
 
 
-def test_layers_without_names_are_foundin_order(capsys: Any) -> None:
+def test_layers_without_names_are_found_in_order(capsys: Any) -> None:
     assert imports("branches-1", "branches") == 0
     assert "no optimizer in the file" in capsys.readouterr().err
     model = models.branches()

@@ -122,13 +122,13 @@ def _many_sums(count: int) -> list[bool]:
     for number in range(count):
         array = np.full(1 + number % 7, 2.0**here.rank + number)
         time.sleep(random.uniform(0, 2e-4))
-        shared.sum_in_place([array], "numbers")
+        shared.sum_in_place(array, "numbers")
         found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
-        if number % 3 == 0:
-            (rows,) = shared.gather_rows([np.full(2, here.rank + number)], "numbers")
-            found.append(
-                rows.tolist() == [rank + number for rank in range(here.size) for _ in "ab"]
-            )
+        for turn in range(number % 3):  # two in a row have one barrier between their uses of memory
+            mine = [100 * rank + 10 * number + turn for rank in range(here.size)]
+            time.sleep(random.uniform(0, 2e-4))
+            (rows,) = shared.gather_rows([np.full(2, mine[here.rank])], "numbers")
+            found.append(rows.tolist() == [each for each in mine for _ in range(2)])
     return found
 
 
@@ -137,37 +137,57 @@ def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[.
         assert all(all(found) for found in ranks(size).run(_many_sums, 300))
 
 
-def _rows_three_times(width: int) -> list[list[np.ndarray]]:
-    """Rows of all ranks, as memory they share gathers them, as messages do, and as they are."""
+def _noted(wait: Callable[..., None], operations: list[str]) -> Callable[..., None]:
+    """`wait`, which also notes the operation that is waited for."""
+
+    def waits(request: Any, what: str, *buffers: Any) -> None:
+        operations.append(what)
+        wait(request, what, *buffers)
+
+    return waits
+
+
+def _rows_three_times(width: int, wire: str) -> tuple[list[list[np.ndarray]], list[int]]:
+    """Rows of all ranks, as memory they share gathers them, as messages do, and as they are; and
+    how often a rank waits for that in memory, and by messages."""
     here: Any = distributed.current_world()
     counts = [0, 3 * rows_at_once([np.empty((0, width), "f"), np.empty(0, "q")]) // 2 + 5, 7]
     values = [
-        np.random.default_rng(rank).normal(size=(counts[rank % 3], width)).astype("f")
+        np.random.default_rng(rank).normal(size=(counts[rank], width)).astype("f")
         for rank in range(here.size)
     ]
-    indices = [
-        np.arange(len(rows), dtype=np.int64) * (rank + 1) for rank, rows in enumerate(values)
-    ]
-    found = []
+    indices = [np.arange(len(rows)) * (rank + 1) for rank, rows in enumerate(values)]
+    weight, mine = np.array([0.5, 0.5, 0.0][here.rank]), (values[here.rank], indices[here.rank])
+    found, waits = [], []
     for open_memory in (shared_memory._open_memory, lambda path, name: None):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_memory, "_open_memory", open_memory)
-            collectives = MpiGradients(here)
-        assert (collectives.communicators.shared is None) == (len(found) == 1)
-        for _ in range(2):  # the buffers take turns
-            rows = collectives.gather_slices(np.array(0.5), values[here.rank], indices[here.rank])
-        found.append(list(rows))
+            collectives = MpiGradients(here, compression=wire)
+            operations: list[str] = []
+            patch.setattr(here, "wait", _noted(here.wait, operations))
+            nothing = collectives.gather_slices(weight, mine[0][:0], mine[1][:0])
+            assert [len(rows) for rows in nothing] == [0, 0]
+            operations.clear()
+            found.append(list(collectives.gather_slices(weight, *mine)))
+        waits.append(len(operations))
         collectives.close()
-    return [*found, [np.concatenate(values) * np.float32(0.5), np.concatenate(indices)]]
+    weighted = np.concatenate(values[:2]) * np.float32(0.5)  # a third rank has no weight
+    if wire == "fp16":
+        weighted = weighted.astype(np.float16).astype("f")
+    return [*found, [weighted, np.concatenate(indices[:2])]], waits
 
 
-# 16 numbers a row: in two turns; 20,000: one row is too long for the memory.
-@pytest.mark.parametrize("width", [16, 20_000, 0])
+# 16 numbers a row: memory takes them in two turns; of 20,000 it does not hold 64 rows.
+@pytest.mark.parametrize(
+    "width, wire, in_memory",
+    [(16, "none", 2), (16, "fp16", 1), (0, "none", 2), (20_000, "none", 3)],
+)
 def test_shared_memory_gathers_the_rows_that_messages_do(
-    ranks: Callable[..., Any], width: int
+    ranks: Callable[..., Any], width: int, wire: str, in_memory: int
 ) -> None:
     for size in (2, 3):
-        for found in ranks(size).run(_rows_three_times, width):
+        for found, waits in ranks(size).run(_rows_three_times, width, wire):
+            assert waits == [in_memory, 3]
             for gathered in found[:2]:
                 for array, expected in zip(gathered, found[2], strict=True):
                     assert array.dtype == expected.dtype

@@ -62,7 +62,7 @@ def test_steps_with_powersgd(script):
     reduced = 3 * (2 * 100 + 4 * 8 * 16 / 1000)
     alone = reduced + 2 * (100 + 16 / 1000)
     # A message may be under way while another matrix is multiplied.
-    assert alone - two["compute"] <= two["communication"] <= alone * 1.002
+    assert max(alone - two["compute"], 0.95 * alone) <= two["communication"] <= alone * 1.002
 
 
 @pytest.mark.slow
