@@ -1,9 +1,10 @@
 """What a data-parallel step costs: no communication, our engines, and a hand-written loop.
 
 A variant "only waits" has the mpi engine's step without its sums: the difference is what these
-cost.
+cost. With `--profile` there is one that does not even wait, and what the others cost is divided
+into waiting for the later rank and what follows.
 
-    ktrainer run -n 2 benchmarks/data_parallel_step.py [--engine horovod] [--model cnn]
+    ktrainer run -n 2 benchmarks/data_parallel_step.py [--engine horovod] [--model cnn] [--profile]
     mpirun -n 2 python benchmarks/data_parallel_step_torch.py  # the same with PyTorch's DDP
 
 The model is one of `MODELS`, by default an MLP of 2.9 million parameters (784-1024-1024-1024-10)
@@ -15,6 +16,7 @@ engine has a run of its own: the thread with which Horovod listens takes time fr
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,24 +140,74 @@ class LocalBatch:
     global_examples: int
 
 
-class OnlyWaits(MpiGradients):
-    """Ranks wait for each other and exchange nothing: what is left if sums took no time."""
+class NoWaits(MpiGradients):
+    """Ranks exchange nothing: what is left are the operations around collectives, and updates of as
+    many rows as with them."""
 
     def __init__(self, world: World, ids: int) -> None:
         super().__init__(world)
         self._ids = ids  # how many there are
 
     def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        self.world.barrier()
         return list(arrays)
 
     def gather_slices(
         self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """As many rows as all ranks have: each rank updates all of them, however they come."""
-        self.world.barrier()
         ids = [(indices + 1000 * rank) % self._ids for rank in range(self.size)]
         return np.concatenate([values] * self.size), np.concatenate(ids)
+
+
+class OnlyWaits(NoWaits):
+    """Ranks wait for each other and exchange nothing: what is left if sums took no time."""
+
+    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        self.world.barrier()
+        return super().sum_bucket(weight, *arrays)
+
+    def gather_slices(
+        self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        self.world.barrier()
+        return super().gather_slices(weight, values, indices)
+
+
+class Profiled(MpiGradients):
+    """The engine, with a barrier before each collective: what is waited for is not part of it.
+
+    Attributes:
+        seconds_of: of each call, by what it was.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.seconds_of: dict[str, list[float]] = {"waiting for the later rank": []}
+
+    def _profile(self, what: str, call: Callable[..., Any], *given: np.ndarray) -> Any:
+        start = time.perf_counter()
+        self.world.barrier()
+        begun = time.perf_counter()
+        found = call(*given)
+        self.seconds_of["waiting for the later rank"].append(begun - start)
+        self.seconds_of.setdefault(what, []).append(time.perf_counter() - begun)
+        return found
+
+    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        found: list[np.ndarray] = self._profile("sums", super().sum_bucket, weight, *arrays)
+        return found
+
+    def gather_slices(
+        self, weight: np.ndarray, values: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        call, given = super().gather_slices, (weight, values, indices)
+        found: tuple[np.ndarray, np.ndarray] = self._profile("gathers", call, *given)
+        return found
+
+    def show(self, steps: int) -> None:
+        """Print the milliseconds of a step, of so many."""
+        for what, seconds in self.seconds_of.items():
+            print(f"{what:28s} {1e3 * sum(seconds) / steps:7.2f} ms a step")
 
 
 def ours(
@@ -209,12 +261,17 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--engine", choices=["mpi", "horovod"], default="mpi")
     parser.add_argument("--model", choices=list(MODELS), default="mlp")
+    parser.add_argument("--profile", action="store_true", help="divide the cost, with mpi")
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
     world, case = open_world(), MODELS[args.model]
     ranks = (world.rank, world.size)
     variants = {"none": ours(case, None, *ranks)}
+    profiled = Profiled(world) if args.profile and args.engine == "mpi" else None
+    if profiled is not None:
+        variants["no waits"] = ours(case, NoWaits(world, case.ids), *ranks)
+        variants["profiled"] = ours(case, profiled, *ranks)
     if args.engine == "mpi":
         variants["only waits"] = ours(case, OnlyWaits(world, case.ids), *ranks)
         variants["mpi"] = ours(case, MpiGradients(world), *ranks)
@@ -228,6 +285,8 @@ def main() -> None:
     if world.is_root:
         print(f"ktrainer {ktrainer.__version__}, {world.size} processes, {case.sizes}")
         show(times)
+        if profiled is not None:
+            profiled.show((args.rounds + 1) * args.steps)
         who, name = (OURS, "mpi") if args.engine == "mpi" else ("Horovod, by hand", BY_HAND)
         what = sizes(world.size, case.sizes, case.batch)
         record_steps(args.results, what, who, times[name], times["none"])
