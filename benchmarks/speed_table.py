@@ -6,7 +6,7 @@ Writes `results.json` and `results.svg` to the folder, and prints the table; `--
 page, too. Programs that are compared take turns, with one thread a process. PyTorch is taken from
 the folder `torch` in that folder, where `make bench` installs it, and Horovod from where `make
 horovod` does. A program that fails is named under the table, and the others run. Takes about
-fifteen minutes on two cores.
+twenty minutes on two cores.
 """
 
 from __future__ import annotations
