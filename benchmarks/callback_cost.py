@@ -10,7 +10,6 @@ epoch, is timed alone.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,15 +20,14 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 # isort: split
 import keras
 import numpy as np
-import tensorflow as tf
-from data_parallel_fit import rows, together
+from data_parallel_fit import rows, start, together
 from data_parallel_table import sizes
-from results import OURS, add_option, record
+from results import OURS, record
 
 from ktrainer.distributed import World
 from ktrainer.steps.metric_reduction import global_results
 
-EVERYTHING = {"logging": {"progress": "plain"}, "health": {"audit_every": "1ep"}}
+EVERYTHING = {"logging": {"progress": "plain"}}
 NOTHING = {
     "logging": {"progress": "none", "csv": False, "slow": None, "every": "1000000ba"},
     "health": {"audit_every": None, "nan": "ignore"},
@@ -76,16 +74,7 @@ def show(name: str, values: Sequence[float], unit: str = "ms a step") -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60, help="steps an epoch")
-    parser.add_argument("--epochs", type=int, default=4, help="epochs a round; the first compiles")
-    parser.add_argument("--rounds", type=int, default=4)
-    add_option(parser)
-    args, overrides = parser.parse_known_args()
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(2)
+    args, overrides = start(__doc__, epochs=4, rounds=4)
     trainers = {
         name: Trainer.from_cli(argv=overrides, defaults={**defaults, "world": {"threads": 1}})
         for name, defaults in (("everything", EVERYTHING), ("nothing", NOTHING))

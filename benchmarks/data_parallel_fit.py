@@ -93,17 +93,29 @@ def measure(trainer: Trainer, steps: int, epochs: int, rounds: int) -> dict[str,
     return times
 
 
-def main() -> None:
+def start(
+    description: str | None, *, epochs: int, rounds: int
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line, with these defaults, and set TensorFlow's threads.
+
+    Returns:
+        The options, and the settings `key=value`.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=60, help="steps an epoch")
-    parser.add_argument("--epochs", type=int, default=3, help="epochs a round; the first compiles")
-    parser.add_argument("--rounds", type=int, default=5)
+    help_epochs = "epochs a round; the first compiles"
+    parser.add_argument("--epochs", type=int, default=epochs, help=help_epochs)
+    parser.add_argument("--rounds", type=int, default=rounds)
     add_option(parser)
-    args, overrides = parser.parse_known_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    args, overrides = start(__doc__, epochs=3, rounds=5)
     defaults = {"logging": {"progress": "none"}, "world": {"threads": 1}}
     trainer = Trainer.from_cli(argv=overrides, defaults=defaults)
     times = measure(trainer, args.steps, args.epochs, args.rounds)

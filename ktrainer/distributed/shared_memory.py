@@ -27,13 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktrainer.distributed.sum_in_place import (
-    MOST_RANKS,
-    PIECE_BYTES,
-    Views,
-    add_up,
-    segments_of,
-)
+from ktrainer.distributed.sum_in_place import MOST_RANKS, PIECE_BYTES, Views, add_up, segments_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -120,13 +114,17 @@ class SharedMemory:
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:
     """How many rows of all `arrays` a rank writes at once, a multiple of 64 so that each array's
     place is aligned; 0: so many do not fit into its part of the memory."""
-    row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays)
-    return (PIECE_BYTES - _ALIGNMENT) // max(1, row) // _ALIGNMENT * _ALIGNMENT
+    row = max(1, sum(map(_row_bytes, arrays)))
+    return (PIECE_BYTES - _ALIGNMENT) // row // _ALIGNMENT * _ALIGNMENT
+
+
+def _row_bytes(array: np.ndarray) -> int:
+    return array.dtype.itemsize * math.prod(array.shape[1:])
 
 
 def _places_of_rows(part: np.ndarray, arrays: Sequence[np.ndarray], rows: int) -> Views:
     """Where a rank writes its number of rows, and so many rows of each array."""
-    sizes = [rows * array.dtype.itemsize * math.prod(array.shape[1:]) for array in arrays]
+    sizes = [rows * _row_bytes(array) for array in arrays]
     starts = np.cumsum([_ALIGNMENT, *sizes])  # what is before them is for the number
     return [
         part[:8].view(np.int64),

@@ -125,8 +125,9 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     assert (found.first, found.alone) == ({}, (0, 0))
     assert found.points >= len(expected["history"]["loss"])
     changes = [event["lost"] for event in healed.events if event["event"] == "ranks"]
-    assert changes[:3] == [[1], [], [0]]
-    assert changes[3:] in ([], [[]])  # where steps are slow, a rank still joins before the end
+    # Where steps are slow, another rank joins the last one before the end.
+    late = ended.stderr.count("a rank joined; 2 ranks continue") - 1
+    assert changes == [[1], [], [0]] + [[]] * late
     assert (healed.state, len(healed.starts)) == (("finished", ""), 1)
 
 
