@@ -354,7 +354,7 @@ tensorflow.python.eager.record
         pipeline: called; whether a gradient of a model's inputs is asked for
 tensorflow.python.eager.context
     context()
-        runtime, data, verify, tf_distribute: called; the generator of seeds, the cluster
+        steps, runtime, data, verify, tf_distribute: called; operations, seeds, the cluster
     global_seed()
         runtime, data: called; whether the script has set a seed
     Context()._rng
@@ -363,6 +363,9 @@ tensorflow.python.eager.context
         tf_distribute: read; whether the cluster is connected
     Context.configure_coordination_service
         tf_distribute: called; a lost process is noticed
+tensorflow.python.eager.execute
+    execute(op_name, num_outputs, inputs, attrs, ctx, name)
+        steps: called; many variables are read in one operation
 tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2
     CoordinatedJob
         tf_distribute: called; a lost process is noticed

@@ -108,7 +108,7 @@ class _Reduction:
     def check(self) -> None:
         """Compare metrics and log keys between ranks; a difference raises on every rank."""
         here = [
-            f"metric {leaf.metric.name!r} {[tuple(v.shape) for v in leaf.metric.variables]}"
+            f"metric {leaf.metric.name!r} {[self.states[leaf.top][k].shape for k in leaf.span]}"
             for leaf in self.leaves
         ]
         here += [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +12,7 @@ import keras
 import numpy as np
 
 from ktrainer.errors import ModelError
-from ktrainer.runtime.monkeypatching import replaced
-from ktrainer.steps.named_variables import view_of
+from ktrainer.steps.named_variables import views_of
 
 States = list[list[np.ndarray]]  # per top-level metric, per variable
 
@@ -83,7 +83,9 @@ def require_sums(model: keras.Model, why: str, instead: str) -> None:
 
 def take_states(metrics: Iterable[Any]) -> States:
     """Copies of the states of `metrics`, on the host."""
-    return [[np.array(view_of(v)) for v in metric.variables] for metric in metrics]
+    variables = [metric.variables for metric in metrics]
+    read = iter(views_of([v for group in variables for v in group]))
+    return [[np.array(next(read)) for _ in group] for group in variables]
 
 
 @dataclass
@@ -120,30 +122,43 @@ def result_with(metric: Any, states: Sequence[np.ndarray]) -> Any:
     """
     means, changed, rest = [], [], iter(states)
     for part in metric.metrics if is_compiled_metrics(metric) else [metric]:
-        pairs = [(variable, next(rest)) for variable in part.variables]
-        if _is_plain_mean(part):
-            means.append((part, "result", partial(_mean, *(state for _, state in pairs))))
+        variables = part.variables
+        given = [next(rest) for _ in variables]
+        if _is_plain_mean(part, variables, given):
+            means.append((part, partial(_mean, *given)))
             continue
-        own = [(variable, np.array(variable.numpy()), state) for variable, state in pairs]
+        own = zip(variables, map(np.array, views_of(variables)), given, strict=True)
         changed += [each for each in own if each[1].tobytes() != each[2].tobytes()]
     try:
         for variable, _, state in changed:
             variable.assign(state)
-        with replaced(*means):
+        with _own_results(means):
             return keras.tree.map_structure(_to_numpy, metric.result())
     finally:
         for variable, mine, _ in changed:
             variable.assign(mine)
 
 
-def _is_plain_mean(metric: Any) -> bool:
-    """Whether Keras computes the result as `_mean` does."""
-    if getattr(metric.result, "__func__", None) is not keras.metrics.Mean.result:
+@contextmanager
+def _own_results(results: Sequence[tuple[Any, Callable[[], Any]]]) -> Iterator[None]:
+    """Have metrics return these results inside the block, past Keras' slow `__setattr__`."""
+    try:
+        for metric, result in results:
+            vars(metric)["result"] = result
+        yield
+    finally:
+        for metric, _ in results:
+            vars(metric).pop("result", None)
+
+
+def _is_plain_mean(metric: Any, variables: list[Any], states: list[np.ndarray]) -> bool:
+    """Whether Keras computes the result of these states as `_mean` does."""
+    if "result" in vars(metric) or type(metric).result is not keras.metrics.Mean.result:
         return False
-    if [id(v) for v in metric.variables] != [id(metric.total), id(metric.count)]:
+    if [id(v) for v in variables] != [id(metric.total), id(metric.count)]:
         return False
-    kinds = {(v.dtype, tuple(v.shape)) for v in metric.variables}
-    return kinds == {(metric.dtype, ())} and metric.dtype in ("float32", "float64")
+    dtype = metric.dtype
+    return dtype in ("float32", "float64") and all(s.dtype == dtype and not s.ndim for s in states)
 
 
 def _mean(total: np.ndarray, count: np.ndarray) -> Any:

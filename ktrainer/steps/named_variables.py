@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import context
+from tensorflow.python.eager.execute import execute
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ktrainer.steps.optimizers import optimizers_of
@@ -68,3 +70,16 @@ def view_of(variable: Any) -> np.ndarray:
     if type(value) is ResourceVariable:  # one operation, not three
         return np.asarray(tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype))
     return np.asarray(tf.convert_to_tensor(variable))
+
+
+def views_of(variables: Sequence[Any]) -> list[np.ndarray]:
+    """`view_of` each, in one operation where one can: it costs more than a scalar is worth."""
+    values = [getattr(variable, "_value", variable) for variable in variables]
+    plain = all(type(value) is ResourceVariable for value in values)
+    if not plain or len({value.device for value in values}) != 1:
+        return [view_of(variable) for variable in variables]
+    dtypes = [value.dtype.as_datatype_enum for value in values]
+    attributes = ("N", len(values), "dtypes", dtypes)
+    handles = [value.handle for value in values]
+    read = execute(b"_ReadVariablesOp", len(values), handles, attributes, context())
+    return [np.asarray(tensor) for tensor in read]
