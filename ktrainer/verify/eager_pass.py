@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 import keras
@@ -90,8 +90,8 @@ class GradientPasses:
         # As the very step does: what losses are divided by is counted over all parts first.
         columns = zip(*(part.denominators for part in counted), strict=True)
         totals = [tf.add_n(list(column)) for column in columns]
-        parts = [self._part(b, w, totals) for b, w in zip(batches, weights, strict=True)]
-        return combined(parts, weights)
+        pairs = zip(batches, weights, strict=True)
+        return combined((self._part(b, w, totals) for b, w in pairs), weights)
 
     def outputs(self, batch: Any) -> list[np.ndarray]:
         """The model's outputs for a batch, flat and as float64, as in inference."""
@@ -120,7 +120,8 @@ class GradientPasses:
             rows=rows_of(batch),
         )
         done = self._run(batch, context)
-        done.denominators = list(context.denominators or []) if record else []
+        if record and context.denominators:  # the gradients follow once these are counted
+            done.denominators, done.gradients = list(context.denominators), []
         return done
 
     def _run(self, batch: Any, context: StepContext) -> GradientPass:
@@ -146,28 +147,40 @@ class GradientPasses:
         return done
 
 
-def combined(parts: Sequence[GradientPass], weights: Sequence[float]) -> GradientPass:
-    """The sum of w * gradient over the parts.
+def combined(parts: Iterable[GradientPass], weights: Sequence[float]) -> GradientPass:
+    """The sum of w * gradient over the parts, which lose their gradients one by one.
 
     Raises:
         CheckSkipped: the parts applied their optimizers differently.
     """
-    first = parts[0]
-    ids = [[[id(v) for v in each] for each in part.variables] for part in parts]
-    if any(each != ids[0] for each in ids):
+    total: GradientPass | None = None
+    for part, weight in zip(parts, weights, strict=True):
+        if part.loss is not None:
+            part.loss *= weight
+        if total is None:
+            total = replace(part, gradients=[[None] * len(each) for each in part.gradients])
+        else:
+            _add(part, total)
+        _add_gradients(part, weight, total)
+    assert total is not None
+    return total
+
+
+def _add(part: GradientPass, total: GradientPass) -> None:
+    ids = [[[id(v) for v in each] for each in one.variables] for one in (part, total)]
+    if ids[0] != ids[1]:
         raise CheckSkipped("train_step applies its optimizers differently to other examples")
-    losses = [part.loss for part in parts]
-    loss = None
-    if None not in losses:
-        loss = sum(w * x for w, x in zip(weights, losses, strict=True) if x is not None)
-    gradients = [
-        [_sum(column, weights) for column in zip(*apply, strict=True)]
-        for apply in zip(*(part.gradients for part in parts), strict=True)
-    ]
-    slices = sum((part.squared_slices for part in parts), Counter[str]())
-    return GradientPass(
-        gradients, first.variables, loss, changed=first.changed, squared_slices=slices
-    )
+    total.loss = None if part.loss is None or total.loss is None else total.loss + part.loss
+    total.squared_slices += part.squared_slices
+
+
+def _add_gradients(part: GradientPass, weight: float, total: GradientPass) -> None:
+    for sums, gradients in zip(total.gradients, part.gradients, strict=True):
+        for i, gradient in enumerate(gradients):
+            gradients[i] = None  # all gradients of a part take as much memory as the model
+            if gradient is not None:
+                weighted, before = gradient * tf.cast(weight, gradient.dtype), sums[i]
+                sums[i] = weighted if before is None else before + weighted
 
 
 def _squared_slices(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
@@ -200,13 +213,6 @@ def summed_tables(model: keras.Model, spec: Any) -> set[str]:
     with Untouched(model):
         tf.function(step, autograph=False).get_concrete_function(spec)
     return found
-
-
-def _sum(column: Sequence[tf.Tensor | None], weights: Sequence[float]) -> tf.Tensor | None:
-    present = [
-        g * tf.cast(w, g.dtype) for g, w in zip(column, weights, strict=True) if g is not None
-    ]
-    return tf.add_n(present) if present else None
 
 
 @contextmanager

@@ -8,10 +8,11 @@ touched, and an error in here is no error of the run.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -90,10 +91,19 @@ def check_first_update(
     except Exception as error:
         _say_skipped(error, config)
         return ()
+    finally:
+        _return_freed_memory()
     _remember(model, (split, exact), noise)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     return noise
+
+
+def _return_freed_memory() -> None:
+    """Give freed memory back to the system. glibc keeps it for this thread, and the threads that
+    train would take more beside it."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
