@@ -5,9 +5,10 @@
 An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 examples a global
 batch, two devices or processes of one thread each. Ours and Keras' take turns, each a run
 of its own; the median epoch of all rounds counts, without each run's first. Multi-worker steps take
-turns with data-parallel ones, too. Keras' `fit` does not
-run on several workers as it is: here it has the two patches without which it fails. It does not run
-with parameter servers at all.
+turns with data-parallel ones, too, and with their bound: steps without Keras' loop, metrics and
+data, of which TensorFlow adds up all gradients in one collective. Keras' `fit` does not run on
+several workers as it is: here it has the two patches without which it fails. It does not run with
+parameter servers at all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from results import OURS, add_option, record
 
 BATCH = 128
 PEER = "Model.fit under the strategy"
+BOUND = "a bare step"
 MODELS = {"mlp": "MLP 784-256-256-10", "cnn": "CNN, 8 and 16 filters"}
 RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a strategy)
     "one process": ([], ["backend=local"], True),
@@ -44,14 +46,15 @@ RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a 
     ),
 }
 # Beside another of ours, too: both add up gradients of two processes.
-COMPARED = {"multi-worker mirrored, 2": "data_parallel, 2"}
+MULTI_WORKER = "multi-worker mirrored, 2"
+COMPARED = {MULTI_WORKER: "data_parallel, 2"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--role", choices=["ours", "keras"])
+    parser.add_argument("--role", choices=["ours", "keras", "bare"])
     parser.add_argument("--model", choices=[*MODELS], default="mlp")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
@@ -73,7 +76,8 @@ def main() -> None:
                 line += f"{rate:{width}.1f}" if rate else f"{'-':>{width}}"
             sizes = f"{MODELS[model]}, batch {BATCH}"
             done = {who: values for who, values in times.items() if values}
-            record(args.results, f"step of fit, {name}", sizes, done)
+            bound = BOUND if BOUND in done else ""
+            record(args.results, f"step of fit, {name}", sizes, done, bound)
         print(line, flush=True)
     if failed:
         sys.exit("runs have failed: see above")
@@ -84,6 +88,8 @@ def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
     turns = {OURS: (name, "ours")}
     if RUNS[name][2]:
         turns[PEER] = (name, "keras")
+    if name == MULTI_WORKER:
+        turns[BOUND] = (name, "bare")
     if other := COMPARED.get(name):
         turns[f"ktrainer's {other}"] = (other, "ours")
     times: dict[str, list[float]] = {who: [] for who in turns}
@@ -146,7 +152,10 @@ def run_one(args: Any, words: list[str]) -> None:
     x = random.random((args.steps * BATCH, *shape), np.float32)
     y = random.integers(0, 10, len(x))
     epochs = Epochs()
-    if args.role == "ours":
+    if args.role == "bare":
+        own = slice(trainer.world.rank, BATCH, trainer.world.size)
+        with_collective(trainer.strategy, args, x[own], y[own], epochs)
+    elif args.role == "ours":
         trainer.fit(lambda: build(args.model), (x, y), callbacks=[epochs])
     else:
         with_keras(trainer, args, x, y, epochs)
@@ -195,6 +204,34 @@ def with_keras(trainer: Any, args: Any, x: Any, y: Any, epochs: Any) -> None:
     options.experimental_distribute.auto_shard_policy = policy.DATA if several else policy.OFF
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).prefetch(2)
     model.fit(data.with_options(options), epochs=args.epochs, verbose=0, callbacks=[epochs])
+
+
+def with_collective(strategy: Any, args: Any, x: Any, y: Any, epochs: Any) -> None:
+    """The same batch again and again; gradients are added up in one collective."""
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = build(args.model)
+        weights = [v.value for v in model.trainable_variables]
+        moving = [tf.Variable(tf.zeros_like(w)) for w in weights]
+
+    def update(x: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = model.loss(y, model(x, training=True)) / strategy.num_replicas_in_sync
+        replica = tf.distribute.get_replica_context()
+        summed = replica.all_reduce("sum", tape.gradient(loss, weights))
+        for weight, momentum, gradient in zip(weights, moving, summed, strict=True):
+            momentum.assign(0.9 * momentum - 0.01 * gradient)
+            weight.assign_add(momentum)
+
+    step = tf.function(lambda x, y: strategy.run(update, (x, y)))
+    x, y = tf.constant(x), tf.constant(y)
+    for epoch in range(args.epochs):
+        epochs.on_epoch_begin(epoch)
+        for _ in range(args.steps):
+            step(x, y)
+        weights[0].numpy()  # all steps are done
+        epochs.on_epoch_end(epoch)
 
 
 def patch_fit() -> None:
