@@ -94,9 +94,13 @@ BACKENDS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+RECURRENT = [("masked_lstm", "data_parallel"), ("masked_lstm", "pipeline")]
+
+
 @pytest.mark.quick("mlp-data_parallel", "mlp-pipeline")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["mlp", "masked_lstm"])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*(("mlp", backend) for backend in BACKENDS), *RECURRENT]
+)
 def test_norms_equal_those_of_one_process(
     ranks: Callable[..., Any], backend: str, name: str
 ) -> None:

@@ -1,5 +1,5 @@
-"""Every model of the zoo under `data_parallel` gives the numbers of `local`: on 2 ranks, and every
-other one on 3, and in two stages."""
+"""Every model of the zoo under `data_parallel` gives the numbers of `local`: on 2 ranks, and some
+on 3, and in two stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compare(name: str, expected: Outcome, ours: Outcome) -> float:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [2, 3])
 def test_models_equal_one_process(ranks: Callable[..., Any], size: int) -> None:
-    chosen = EXACT if size == 2 else EXACT[1::2]
+    chosen = EXACT if size == 2 else EXACT[1::4]
     by_rank = ranks(size).run(train, chosen, name="data_parallel", engine="mpi", deadline=280)
     largest = {}
     for name in chosen:

@@ -88,7 +88,7 @@ def under_strategy(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "devices", "names"),
-    [("mirrored", 2, TOUCHING), ("central_storage", 2, HOLDING), ("one_device", 1, HOLDING)],
+    [("mirrored", 2, TOUCHING), ("central_storage", 2, HOLDING)],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_under_strategies(

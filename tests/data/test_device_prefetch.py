@@ -156,9 +156,15 @@ def resumed(make: Callable[[], Any], devices: tuple[str | None, str | None], siz
 
 
 @pytest.mark.quick("1-devices0-composite", "2-devices1-pipeline")
-@pytest.mark.parametrize("make", [pipeline, composite])
-@pytest.mark.parametrize("devices", [("CPU:1", "CPU:1"), ("CPU:1", None), (None, "CPU:1")])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("size", "devices", "make"),
+    [
+        (1, ("CPU:1", "CPU:1"), composite),
+        (2, ("CPU:1", None), pipeline),
+        (1, (None, "CPU:1"), pipeline),
+        (2, (None, "CPU:1"), composite),
+    ],
+)
 def test_a_resume_reads_what_was_copied_ahead(
     ranks: Any, make: Any, devices: Any, size: int
 ) -> None:

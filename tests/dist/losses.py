@@ -60,13 +60,13 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def added(eagerly: bool = False, **settings: Any) -> Case:
+def added() -> Case:
     def build() -> Any:
         model = network(middle=Penalties())
-        model.compile(sgd(), "mse", run_eagerly=eagerly)
+        model.compile(sgd(), "mse")
         return model
 
-    return case(build, {**SMALL, **settings})
+    return case(build, SMALL)
 
 
 class Returns(keras.Model):
@@ -76,10 +76,10 @@ class Returns(keras.Model):
         return keras.losses.mean_squared_error(y, y_pred)
 
 
-def returned(eagerly: bool = False, **settings: Any) -> Case:
+def returned(**settings: Any) -> Case:
     def build() -> Any:
         model = network(Returns)
-        model.compile(keras.optimizers.LossScaleOptimizer(sgd()), run_eagerly=eagerly)
+        model.compile(keras.optimizers.LossScaleOptimizer(sgd()))
         return model
 
     return case(build, {**SMALL, **settings})
@@ -288,33 +288,24 @@ def gathering(cls: Any = GatheringClip, **settings: Any) -> Case:
 
 FEWER = {"data.batch_size": 2}  # three ranks: some have no rows
 HALVES = {"data.batch_size": 8, "trainer.accumulate": 2}
-SUMS = {
+LOSSES = {
     "added": lambda: added(),
-    "added_eagerly": lambda: added(True),
-    "added_accumulated": lambda: added(**HALVES),
     "returned": lambda: returned(),
-    "returned_eagerly": lambda: returned(True),
+    "returned_whole": lambda: returned(**WHOLE),
     "returned_accumulated": lambda: returned(**HALVES),
     "differentiated": lambda: differentiated(),
     "differentiated_eagerly": lambda: differentiated(True),
-    "differentiated_accumulated": lambda: differentiated(**HALVES),
     "differentiated_in_few_rows": lambda: differentiated(**FEWER),
     "differentiated_by_xla": lambda: differentiated(**{"trainer.xla": "true"}),
-}
-COUPLED = {
     "simclr": lambda: simclr(),
     "simclr_in_few_rows": lambda: simclr(**FEWER),
     "clip": lambda: clip(),
     "ranking": lambda: ranking(),
-    "returned_whole": lambda: returned(**WHOLE),
-    "added_whole": lambda: added(**WHOLE),
     "gathering_clip": lambda: gathering(),
     "own_against_all": lambda: gathering(OwnAgainstAll),
     "own_against_all_in_few_rows": lambda: gathering(OwnAgainstAll, **FEWER),
-    "sums_of_gathered": lambda: gathering(SumsOfGathered),
+    "sums_of_gathered_accumulated": lambda: gathering(SumsOfGathered, **HALVES),
 }
-ACCUMULATED = {"sums_of_gathered_accumulated": lambda: gathering(SumsOfGathered, **HALVES)}
-LOSSES = {**SUMS, **COUPLED, **ACCUMULATED}
 
 
 def outcomes(names: list[str], **settings: Any) -> list[Outcome]:

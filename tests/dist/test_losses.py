@@ -11,8 +11,6 @@ import pytest
 from ktrainer import ConfigError, ModelError, Trainer
 from tests.dist import cases, losses
 from tests.dist.cases import Outcome, difference, train
-from tests.dist.losses import ACCUMULATED, LOSSES
-from tests.dist.small import more
 from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
 
 _references: dict[str, Outcome] = {}
@@ -26,12 +24,12 @@ def compare(names: list[str], every: list[list[Outcome]]) -> None:
     cases.compare([_references[name] for name in names], every, names, 1e-12, 1e-11)
 
 
-# Some are enough in everyday runs; `make test-all` shares out the others.
-FIRST = ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]
-FIRST += ["differentiated_by_xla", "returned_whole"]
-SECOND = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all", *ACCUMULATED]
-THREE = ["differentiated_in_few_rows", "simclr_in_few_rows", "own_against_all_in_few_rows", "clip"]
-OTHERS = [name for name in LOSSES if name not in FIRST + SECOND]
+# Losses that are sums over examples, and those that couple them.
+SUMS = ["added", "returned", "returned_accumulated"]
+SUMS += ["differentiated", "differentiated_eagerly", "differentiated_by_xla"]
+COUPLED = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all"]
+COUPLED += ["sums_of_gathered_accumulated"]
+FEW_ROWS = ["differentiated_in_few_rows", "simclr_in_few_rows", "own_against_all_in_few_rows"]
 
 
 PARALLEL = {"backend": "data_parallel"}
@@ -39,28 +37,22 @@ HOROVOD = {**PARALLEL, "backend__engine": "horovod"}
 MIRRORED = {"backend": "tf_distribute", "backend__strategy": "mirrored", "backend__devices": 2}
 CENTRAL = {**MIRRORED, "backend__strategy": "central_storage"}
 WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__devices": 1}
-SHARDS = ["added", "returned_accumulated", "differentiated", "differentiated_eagerly"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("group", "settings", "names"),
     [
-        ((2,), PARALLEL, FIRST),
-        ((2,), PARALLEL, SECOND),
-        more((2,), PARALLEL, OTHERS),
-        ((3,), PARALLEL, THREE),
+        ((2,), PARALLEL, SUMS),
+        ((2,), PARALLEL, COUPLED),
+        ((3,), PARALLEL, FEW_ROWS),
         pytest.param(
-            (2, "horovod"),
-            HOROVOD,
-            ["added", "differentiated", "clip", "own_against_all"],
-            marks=pytest.mark.horovod,
+            (2, "horovod"), HOROVOD, ["added", "own_against_all"], marks=pytest.mark.horovod
         ),
-        ((1, ONE_PROCESS), MIRRORED, SHARDS),
-        ((1, ONE_PROCESS), MIRRORED, SECOND),
-        more((1, ONE_PROCESS), MIRRORED, OTHERS),
-        ((1, ONE_PROCESS), CENTRAL, ["added", "differentiated", "simclr", "own_against_all"]),
-        ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "clip", "own_against_all"]),
+        ((1, ONE_PROCESS), MIRRORED, ["returned_accumulated", "differentiated_eagerly"]),
+        ((1, ONE_PROCESS), MIRRORED, COUPLED),
+        ((1, ONE_PROCESS), CENTRAL, ["differentiated", "simclr"]),
+        ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "own_against_all"]),
     ],
     ids=lambda v: "-".join(map(str, list(v.values())[:2])) if isinstance(v, dict) else "",
 )

@@ -19,7 +19,7 @@ from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.sent_bytes import sent_bytes
-from tests.dist.small import group_mode, make_trainer, more
+from tests.dist.small import group_mode, make_trainer
 
 ROWS = 60
 QUIET: dict[str, Any] = {
@@ -161,7 +161,7 @@ def _sent(compression: str) -> tuple[int, int]:
 
 
 @pytest.mark.quick("powersgd")
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "powersgd"])
 def test_bytes_are_those_foretold(ranks: Callable[..., Any], compression: str) -> None:
     for counted, foretold in ranks(2).run(_sent, compression):
         assert counted == foretold
@@ -183,12 +183,11 @@ def _problem(folder: str, **settings: Any) -> str:
     return "\n".join(str(each.message) for each in caught)
 
 
-@pytest.mark.parametrize("size", [2, more(3)])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
-    ranks: Callable[..., Any], tmp_path: Path, size: int
+    ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
-    group = ranks(size)
+    group = ranks(2)
     expected = group.run(_in, whole, deadline=120)
     group.run(_in, cut, trainer__max_steps=7, deadline=120)  # in the second epoch
     for found, wanted in zip(group.run(_in, cut, deadline=120), expected, strict=True):
@@ -200,7 +199,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
             np.testing.assert_array_equal(arrays[f"powersgd/{place}/error@{rank}"], left)
     assert np.abs(expected[0]["left"][0] - expected[1]["left"][0]).max() > 1e-3
     # Other ranks: nothing is lost. One process sends nothing, and other ranks' products differ.
-    three = ranks(5 - size).run(_in, whole, trainer__epochs=2, deadline=120)
+    three = ranks(3).run(_in, whole, trainer__epochs=2, deadline=120)
     for k in range(len(places)):
         total = sum(found["left"][k] for found in three)
         np.testing.assert_allclose(

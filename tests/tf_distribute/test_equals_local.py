@@ -158,9 +158,7 @@ def test_options_do_not_change_the_numbers(
 ) -> None:
     few = {"trainer__epochs": 2}
     # The second has sparse gradients, and a loss whose denominator is counted over all replicas.
-    chosen = (
-        [("plain", "sgd"), ("masked_embedding", "adamw")] if "trainer__xla" in settings else FEW[:1]
-    )
+    chosen = [("plain", "sgd"), ("masked", "adamw")] if "trainer__xla" in settings else FEW[:1]
     devices = 2 if strategy in ("mirrored", "central_storage") else 1
     words = (strategy, cases_under, strategy, devices, chosen, "float64")
     for ours in under(ranks, *words, deadline=200, **settings, **few):
