@@ -38,12 +38,11 @@ def ragged() -> tf.data.Dataset:
 
 
 @pytest.mark.parametrize("make", [shuffled, endless, ragged])
-@pytest.mark.parametrize("options", [{}, {"batch": "per_worker"}], ids=["batch", "per_worker"])
-@pytest.mark.parametrize(("epoch", "taken"), [(0, 1), (0, 9), (2, 4)])
-def test_the_rest_of_an_epoch(
-    make: Callable[[], Any], options: dict[str, Any], epoch: int, taken: int
-) -> None:
-    options |= {"rank": 1, "size": 2, "limit": 10}
+@pytest.mark.parametrize(
+    ("batch", "epoch", "taken"), [("global", 0, 1), ("per_worker", 0, 9), ("global", 2, 4)]
+)
+def test_the_rest_of_an_epoch(make: Callable[[], Any], batch: str, epoch: int, taken: int) -> None:
+    options: dict[str, Any] = {"batch": batch, "rank": 1, "size": 2, "limit": 10}
     first, again = feed(make(), **options), feed(make(), **options)
     for before in range(epoch):
         list(first.epoch(before))
@@ -136,10 +135,11 @@ def test_a_peeked_shuffle_is_not_drawn_once_more() -> None:
 
 
 @pytest.mark.quick("7-False-2")
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("known", [True, False])  # the length
-@pytest.mark.parametrize("taken", [2, 7, 9])  # where the prefetch has come to the end, too
-def test_the_orders_of_later_epochs_follow(size: int, known: bool, taken: int) -> None:
+@pytest.mark.parametrize(  # where the prefetch has come to the end, too; a length that is known
+    ("taken", "known", "size"),
+    [(2, True, 2), (2, False, 1), (7, True, 1), (7, False, 2), (9, True, 2), (9, False, 1)],
+)
+def test_the_orders_of_later_epochs_follow(taken: int, known: bool, size: int) -> None:
     def seeded() -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices(numbered(40)).shuffle(40, seed=3).batch(4)
         return data if known else data.filter(lambda x, y: True)

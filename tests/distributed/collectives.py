@@ -216,7 +216,6 @@ def late(kind: str, operation: str, deadline: float) -> None:
             "barrier": world.barrier,
             "broadcast": lambda: world.broadcast(np.zeros(3), 1),
             "allgather": lambda: world.allgather("x"),
-            "oob_allreduce": lambda: world.oob_allreduce(1.0),
             "allreduce": lambda: world.allreduce(1.0),
             "any": lambda: world.any(False),
         }

@@ -16,7 +16,6 @@ from tests.dist.harness.group import ROOT
 from tests.dist.harness.hosts import INTERFACE, Hosts
 from tests.distributed.test_gradients import _gradients, _overlap, _reduced
 from tests.distributed.test_host_groups import on_hosts
-from tests.faults.test_healing import launch
 from tests.processes import warm_python_on
 
 SIZES = [(1e-6, 1e-6), (0.001, 0.3), (1.0, 1.2), (1.0, 7.0), (25.0, 25.0)]
@@ -43,28 +42,6 @@ sums = MpiGradients(world, None)
 chosen = world.allgather((sums._first_bytes, sums._bucket_bytes))
 if world.rank == 0:
     print(json.dumps([seconds, ranks, latency, bandwidth, chosen]), flush=True)
-"""
-
-
-JOINS = """
-import os, sys
-from ktrainer import Trainer  # the script trains by itself
-from tests.faults import healing_script
-from ktrainer.distributed import host_groups
-from ktrainer.distributed.mpi_gradients import MpiGradients
-
-name = os.environ.get("KTRAINER_STABLE_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-host_groups.host_name = lambda: name
-original = MpiGradients._choose_sizes
-
-def choose(self):
-    sizes = original(self)
-    with open(sys.argv[1] + "/sizes", "a") as file:
-        file.write(f"{name} {sizes.first!r} {sizes.other!r}\\n")
-    return sizes
-
-MpiGradients._choose_sizes = choose
-healing_script.main()
 """
 
 
@@ -125,28 +102,6 @@ def test_ranks_of_one_host_have_large_buckets_all_ranks_the_same(ranks: Callable
     (first, other), *rest = ranks(3).run(_sizes, "aab")
     assert first == 2**20 <= other <= 25 * 2**20
     assert rest == [(first, other)] * 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(300)
-def test_a_joining_rank_has_the_buckets_of_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "joins.py"
-    script.write_text(JOINS)
-    words = (
-        "--replace",
-        "-n",
-        "2",
-        str(script),
-        str(tmp_path),
-        "longer,1:8:validation,0:16:joined",
-    )
-    ended = launch(tmp_path, *words, PYTHONPATH=str(ROOT))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "a rank joined; 2 ranks continue" in ended.stderr
-    found = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
-    assert {name for name, *_ in found} >= {"0", "1", "2"}
-    assert len({(first, other) for _, first, other in found}) == 1
-    assert found[0][1] == "1.0"
 
 
 @pytest.mark.exhaustive

@@ -323,13 +323,10 @@ def test_bytes_between_two_hosts(hosts: Callable[[int], Hosts], tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("per_host", [[1, 2], [2, 2, 2]], ids=str)
-def test_each_host_sends_its_sum_once(
-    hosts: Callable[[int], Hosts], tmp_path: Path, per_host: list[int]
-) -> None:
+def test_each_host_sends_its_sum_once(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
     """Ranks in order of hosts: as little as any sum can, 2 (hosts - 1) / hosts of the array."""
-    found = _traffic(hosts(len(per_host)), tmp_path, per_host, "slot")
-    least = 2 * (len(per_host) - 1) / len(per_host)
+    found = _traffic(hosts(3), tmp_path, [2, 1, 2], "slot")
+    least = 4 / 3
     for name in ("new", "in place"):
         assert found[f"hierarchical none {name}"] == pytest.approx(least, rel=0.02), found
         assert found[f"hierarchical bf16 {name}"] == pytest.approx(least / 2, rel=0.02), found

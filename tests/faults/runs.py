@@ -220,6 +220,7 @@ CASES = {
     ),
     "compiled": Case(scheduled, 8, _FOUR_EPOCHS),
     "judged": Case(compiled, 8, ("trainer.epochs=6",), judging),
+    "judged, PyDataset": Case(compiled, 8, ("trainer.epochs=6",), judging, Turning),
     "compiled, tf.data": Case(compiled, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
     "compiled, PyDataset": Case(compiled, 14, ("trainer.epochs=2",), data=Turning),
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),

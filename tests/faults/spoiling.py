@@ -120,7 +120,6 @@ CASES: dict[str, tuple[tuple[str, ...], dict[int, float], tuple[int, ...]]] = {
     "nan": (("health.nan=skip",), {3: math.nan}, (3,)),
     "inf": (("health.nan=skip",), {3: math.inf}, (3,)),
     "spike": (SPIKE, {3: 1000.0}, (3,)),
-    "parts": (("health.nan=skip",), {4: math.nan}, (3, 4)),
     "spike in parts": (SPIKE, {5: 1000.0}, (5, 6)),
     "rollback": (ROLLBACK, {6: math.nan}, (5, 6)),
 }

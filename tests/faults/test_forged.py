@@ -124,8 +124,9 @@ def test_row_25_any_manifest(copied: Path, capsys: Any) -> None:
     some = list(manifest["arrays"])[:2]
     manifest["arrays"] = {name: manifest["arrays"][name] for name in some}
     del manifest["checksum"]
+    lists = ["list", str(copied.parent)], ["show", str(copied)], ["show", "--best", "."]
     refused = 0
-    for forged in changed(manifest):
+    for number, forged in enumerate(changed(manifest)):
         if isinstance(forged, dict):  # else it has no checksum that could be right
             digits = {"blake3": blake3(json.dumps(forged).encode()).hexdigest()}
             (copied / MANIFEST).write_text(json.dumps({**forged, "checksum": digits}))
@@ -133,8 +134,7 @@ def test_row_25_any_manifest(copied: Path, capsys: Any) -> None:
         store = Store(copied.parent)
         (entry,) = store.entries()
         store.best("val_loss", "min")
-        for words in (["list", str(copied.parent)], ["show", str(copied)], ["show", "--best", "."]):
-            assert main.main(["checkpoint", *words]) in (0, 2)
+        assert main.main(["checkpoint", *lists[number % 3]]) in (0, 2)
         capsys.readouterr()
         assert entry.step == 8
     assert refused > 300

@@ -15,10 +15,32 @@ import pytest
 from ktrainer.checkpoint import verify
 from ktrainer.runs.run_differences import compare
 from ktrainer.runs.run_record import RunRecord
+from tests.dist.harness.group import ROOT
 from tests.faults import agreements_script, healing_script
 from tests.processes import Done, run, warm_python
 
 SCRIPT = Path(healing_script.__file__)
+# Each rank on a host of its own, so that it measures its links; it notes its sizes of buckets.
+JOINS = """
+import os, sys
+from ktrainer import Trainer  # the script trains by itself
+from tests.faults import healing_script
+from ktrainer.distributed import host_groups
+from ktrainer.distributed.mpi_gradients import MpiGradients
+
+name = os.environ.get("KTRAINER_STABLE_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+host_groups.host_name = lambda: name
+original = MpiGradients._choose_sizes
+
+def choose(self):
+    sizes = original(self)
+    with open(sys.argv[1] + "/sizes", "a") as file:
+        file.write(f"{name} {sizes.first!r} {sizes.other!r}\\n")
+    return sizes
+
+MpiGradients._choose_sizes = choose
+healing_script.main()
+"""
 
 
 def launch(tmp_path: Path, *words: str, settings: str = "", warm: bool = True, **env: str) -> Done:
@@ -106,11 +128,11 @@ def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
 @pytest.mark.timeout(300)
 def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     """One dies in validation, another comes; then the first rank dies, and its duties pass on."""
-    ended = launch(
-        tmp_path,
-        *("--replace", "-n", "2", str(SCRIPT), str(tmp_path)),
-        "longer,1:8:validation,0:16:joined",
-    )
+    script = tmp_path / "joins.py"
+    script.write_text(JOINS)
+    faults = "longer,1:8:validation,0:16:joined"
+    words = ("--replace", "-n", "2", str(script), str(tmp_path), faults)
+    ended = launch(tmp_path, *words, PYTHONPATH=str(ROOT))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     expected = one_process("longer")
     facts, weights = result(tmp_path, 0)
@@ -129,6 +151,10 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     late = ended.stderr.count("a rank joined; 2 ranks continue") - 1
     assert changes == [[1], [], [0]] + [[]] * late
     assert (healed.state, len(healed.starts)) == (("finished", ""), 1)
+    sizes = [line.split() for line in (tmp_path / "sizes").read_text().splitlines()]
+    assert {name for name, *_ in sizes} >= {"0", "1", "2"}
+    assert len({(first, other) for _, first, other in sizes}) == 1  # whatever a rank measured
+    assert sizes[0][1] == "1.0"
 
 
 @pytest.mark.exhaustive

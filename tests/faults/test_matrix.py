@@ -27,7 +27,7 @@ ROWS = {
     5: ["faults/test_saving.py::test_row_05_the_disk_is_full"],
     6: ["faults/test_saving.py::test_row_06_a_folder_that_is_read_only"],
     7: [
-        "faults/test_resume.py::test_row_07_resume_at_every_step",
+        "faults/test_resume.py::test_row_07_resume_at_any_step",
         "faults/test_resume.py::test_row_07_data_parallel",
         "faults/test_resume.py::test_row_07_pipeline",
         "faults/test_resume.py::test_row_07_tf_distribute",
@@ -35,7 +35,7 @@ ROWS = {
         "faults/test_epoch_ends.py::test_row_07_logs_of_an_epoch",
     ],
     8: [
-        "faults/test_interrupted.py::test_row_08_at_every_step",
+        "faults/test_interrupted.py::test_row_08_at_any_step",
         "faults/test_interrupted.py::test_row_08_data_parallel",
         "faults/test_interrupted.py::test_row_08_pipeline",
         "faults/test_interrupted.py::test_row_08_tf_distribute",

@@ -96,14 +96,16 @@ def launched(folder: Path, launch: Callable[..., Any]) -> str:
 
 # Row 30
 
+CYCLES = 6  # what the first ones open stays; a leak of the others shows in the last ones
 
-def cycles(backend: str, count: int, folder: str, *words: str) -> list[tuple[int, int, int]]:
+
+def cycles(backend: str, folder: str, *words: str) -> list[tuple[int, int, int]]:
     """Files, threads of Python and threads in all, after each of some fits that save."""
     seen = []
     process = psutil.Process()
     settings = {"trainer__limit_train_batches": 1, "checkpoint__every": "1ba"}
     settings |= dict(word.split("=") for word in words)
-    for k in range(count):
+    for k in range(CYCLES):
         with trainer(backend=backend, run__dir=f"{folder}/{k}", **settings) as it:
             it.fit(lambda: build(eager=backend != "pipeline"), data(), validation_data=data(4))
         keras.utils.clear_session()
@@ -113,7 +115,7 @@ def cycles(backend: str, count: int, folder: str, *words: str) -> list[tuple[int
 
 @pytest.mark.exhaustive
 def test_row_30_cycles(tmp_path: Path) -> None:
-    seen = cycles("local", 20, str(tmp_path))
+    seen = cycles("local", str(tmp_path))
     assert len(set(seen[3:])) == 1, seen
 
 
@@ -121,15 +123,14 @@ def test_row_30_cycles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_row_30_cycles_on_ranks(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     group, word = ranks(2, group_mode(engine)), f"backend__engine={engine}"
-    count = 20 if engine == "mpi" else 8
-    for seen in group.run(cycles, "data_parallel", count, str(tmp_path), word, deadline=120):
+    for seen in group.run(cycles, "data_parallel", str(tmp_path), word, deadline=120):
         assert len(set(seen[3:])) == 1, seen
 
 
 @pytest.mark.exhaustive
 def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend__partitions=2", "backend__microbatches=2")
-    for seen in ranks(2).run(cycles, "pipeline", 8, str(tmp_path), *words, deadline=180):
+    for seen in ranks(2).run(cycles, "pipeline", str(tmp_path), *words, deadline=180):
         assert len(set(seen[3:])) == 1, seen
 
 
@@ -137,5 +138,5 @@ def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) 
 def test_row_30_cycles_of_a_strategy(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend__strategy=mirrored", "backend__devices=2")
     group = ranks(1, ONE_PROCESS)
-    (seen,) = group.run(cycles, "tf_distribute", 8, str(tmp_path), *words, deadline=180)
+    (seen,) = group.run(cycles, "tf_distribute", str(tmp_path), *words, deadline=180)
     assert len(set(seen[3:])) == 1, seen

@@ -24,11 +24,10 @@ from tests.tf_distribute.running import CLUSTER, ONE_PROCESS
 
 @pytest.mark.exhaustive
 def test_row_20_local(tmp_path: Path) -> None:
-    names = ["nan", "inf", "spike", "rollback"]
+    names = ["inf", "spike", "rollback"]
     assert on_ranks(str(tmp_path), "local", names) == [[]] * len(names)
-    assert on_ranks(str(tmp_path / "2"), "local", ["parts"], "trainer.accumulate=2") == [[]]
     words = ("trainer.xla=true", "health.nan=skip")  # compiled alike
-    assert on_ranks(str(tmp_path / "3"), "local", ["nan"], *words) == [[]]
+    assert on_ranks(str(tmp_path / "2"), "local", ["nan"], *words) == [[]]
     step, steps, said = stopped(str(tmp_path / "stop"))
     assert (step, steps) == (4, [1, 2, 3])
     assert len(said) == 1
@@ -40,9 +39,8 @@ def test_row_20_local(tmp_path: Path) -> None:
 def test_row_20_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     """Only rank 1 sees the bad rows."""
     group, more = ranks(2, group_mode(engine)), f"backend.engine={engine}"
-    words = ("data_parallel", ["nan", "rollback"] if engine == "mpi" else ["spike"], more)
-    for found in group.run(on_ranks, str(tmp_path), *words, deadline=180):
-        assert found == [[]] * len(words[1])
+    words = ("data_parallel", ["rollback"] if engine == "mpi" else ["spike"], more)
+    assert group.run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]]] * 2
     if engine == "mpi":
         words = ("data_parallel", ["spike in parts"], "trainer.accumulate=2", "backend.op=sum")
         assert group.run(on_ranks, str(tmp_path / "2"), *words, deadline=180) == [[[]]] * 2
@@ -54,8 +52,8 @@ def test_row_20_data_parallel(ranks: Callable[..., Any], tmp_path: Path, engine:
 
 @pytest.mark.exhaustive
 def test_row_20_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    words = ("pipeline", ["nan", "spike", "rollback"])
-    assert ranks(2).run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]] * 3] * 2
+    words = ("pipeline", ["spike", "rollback"])
+    assert ranks(2).run(on_ranks, str(tmp_path), *words, deadline=180) == [[[]] * 2] * 2
 
 
 @pytest.mark.exhaustive
@@ -99,15 +97,14 @@ def halved(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.quick("local")
-@pytest.mark.parametrize("backend", ["local", "data_parallel", "pipeline", "strategy"])
+@pytest.mark.parametrize("backend", ["local", "data_parallel", "pipeline"])
 def test_row_20_a_loss_scale_is_halved(
     ranks: Callable[..., Any], tmp_path: Path, backend: str
 ) -> None:
     if backend == "local":
         by_rank = [halved(tmp_path)]
     else:
-        group = ranks(1, ONE_PROCESS) if backend == "strategy" else ranks(2)
-        by_rank = group.run(halved, tmp_path, *BACKENDS[backend], deadline=120)
+        by_rank = ranks(2).run(halved, tmp_path, *BACKENDS[backend], deadline=120)
     for names in by_rank:
         assert [n for n in names if "dynamic_scale" not in n and "step_counter" not in n] == []
         assert any("dynamic_scale" in n for n in names)

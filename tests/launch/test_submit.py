@@ -76,8 +76,12 @@ def _submit(script: Path, to: str, *options: str, words: list[str]) -> Path:
     return path
 
 
-def _one_process(script: Path) -> list[np.ndarray]:
-    return _weights(script, processes.script(script, *WORDS, cwd=script.parent, seconds=120))
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+    """The weights of one process that nothing interrupts."""
+    path = tmp_path_factory.mktemp("alone") / "train.py"
+    path.write_text(SCRIPT)
+    return _weights(path, processes.script(path, *WORDS, cwd=path.parent, seconds=120))
 
 
 def _quiet(script: Path) -> dict[str, Any]:
@@ -166,12 +170,11 @@ def test_the_script_gets_its_own_words(script: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_slurm_runs_the_job_and_resumes_it_after_a_signal(
-    script: Path, tmp_path_factory: pytest.TempPathFactory
+    script: Path, one_process: list[np.ndarray], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """With two processes, interrupted at update 5: the weights of one that was not."""
     if (reason := why_no_slurm()) is not None:
         pytest.skip(reason)
-    expected = _one_process(script)
     words = ["backend=data_parallel", "run.dir=run", "checkpoint.every=1ep", *WORDS]
     submit = (processes.warm_python(), "-m", "ktrainer.cli.main", "submit", "-n", "2", "--start")
     with slurm(tmp_path_factory.mktemp("slurm")) as env:
@@ -200,16 +203,15 @@ def test_slurm_runs_the_job_and_resumes_it_after_a_signal(
     said = (script.parent / f"train-{job}.out").read_text()
     assert "interrupted by SIGTERM at step 5" in said
     assert said.count("size 2") == 1
-    _same(_weights(script, subprocess.CompletedProcess([], 0)), expected)
+    _same(_weights(script, subprocess.CompletedProcess([], 0)), one_process)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("to", ["mpijob", "skypilot"])
 def test_its_mpirun_trains_over_two_hosts(
-    hosts: Callable[[int], Hosts], script: Path, to: str
+    hosts: Callable[[int], Hosts], script: Path, one_process: list[np.ndarray], to: str
 ) -> None:
     """With a hostfile, as Kubeflow mounts it, or the addresses that SkyPilot gives."""
-    expected = _one_process(script)
     words = ["backend=data_parallel", f"run.dir={script.parent}/run", *WORDS]
     job = yaml.safe_load(_submit(script, to, "--nodes", "2", "-n", "2", words=words).read_text())
     made = hosts(2)
@@ -235,4 +237,4 @@ def test_its_mpirun_trains_over_two_hosts(
         command = shlex.join(_command(job)).replace("/etc/mpi/hostfile", str(hostfile))
     done = made.run(0, "bash", "-c", command, env=env, timeout=150, cwd=script.parent)
     assert "size 4" in done.stdout, done.stdout + done.stderr
-    _same(_weights(script, done), expected)
+    _same(_weights(script, done), one_process)

@@ -28,6 +28,7 @@ from ktrainer.runtime.history_file import NAME, append
 from tests.dist.harness.group import ROOT
 from tests.processes import script, warm_python
 from tests.runs.recorded import train
+from tests.runs.test_report import check_lost_ranks
 
 SCRIPT = Path(__file__).parent / "recorded.py"
 START = {"step": 0, "epoch": 0, "epochs": 4, "steps_per_epoch": 50, "ranks": 2}
@@ -285,3 +286,4 @@ def test_a_real_run_is_watched(tmp_path: Path) -> None:
     watching.until("finished", 120)
     assert watching.code() == 0
     assert run.wait(60) == 0
+    check_lost_ranks(folder, "resume")

@@ -85,20 +85,20 @@ def test_a_killed_run_continues_in_the_same_run_of_the_tracker(tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(1500)
-def test_twenty_kills(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_several_kills(tmp_path: Path) -> None:
     """At any moment of training; then the rows are those of the undisturbed run."""
     whole, cut = tmp_path / "whole" / "run", tmp_path / "cut" / "run"
-    words = ("trainer.epochs=24",)
+    words = ("trainer.epochs=12",)
     for folder in (whole, cut):
         folder.parent.mkdir()
     assert tracked(whole, 0.0, *words).returncode == 0
     moments = random.Random(5)
-    for _ in range(20):
+    for _ in range(5):
         assert tracked(cut, moments.uniform(0.05, 0.6), *words).returncode == -signal.SIGKILL
     done = tracked(cut, 0.0, *words)
     assert done.returncode == 0, done.stderr
-    assert len(RunRecord(cut).starts) > 10  # some were killed before they began
+    assert len(RunRecord(cut).starts) > 2  # some were killed before they began
     assert check(cut) == check(whole)
 
 

@@ -15,7 +15,6 @@ import pytest
 from ktrainer import Trainer
 from ktrainer.cli import main
 from ktrainer.tuning.range_test_mode import VARIABLE, RangeTest, RangeTestDone
-from tests.dist.small import more
 from tests.processes import Done, ktrainer
 
 UPDATES, ROWS = 30, 16
@@ -161,7 +160,6 @@ def test_an_unmodified_script(tmp_path: Path) -> None:
     "words",
     [
         ("-n", "2", "backend=data_parallel"),
-        more(("-n", "3", "backend=data_parallel")),
         ("-n", "2", "backend={name: pipeline, partitions: 2, microbatches: 2}"),
     ],
 )
