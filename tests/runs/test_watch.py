@@ -273,7 +273,7 @@ def test_a_real_run_is_watched(tmp_path: Path) -> None:
     """From its first moments; rank 1 is killed, and both start again from a checkpoint."""
     folder = tmp_path / "run"
     command = [warm_python(), "-m", "ktrainer.cli.main", "run", "-n", "2", "--max-restarts", "1"]
-    words = [str(SCRIPT), str(folder), "8", "--", "backend=data_parallel"]
+    words = ["--no-warm", str(SCRIPT), str(folder), "8", "--", "backend=data_parallel"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}
     run = subprocess.Popen([*command, *words], env=env, stdout=subprocess.DEVNULL)
     until = time.monotonic() + 60
