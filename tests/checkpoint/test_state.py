@@ -28,9 +28,7 @@ def same(a: Any, b: Any) -> None:
 
 
 @pytest.mark.quick("lion")
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", "adamw", "adafactor", "lion", "ftrl", "loss_scale", "schedule"]
-)
+@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "loss_scale", "schedule"])
 def test_everything_comes_back(optimizer: str) -> None:
     def make() -> Any:
         if optimizer == "loss_scale":

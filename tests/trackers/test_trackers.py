@@ -103,19 +103,16 @@ def test_several_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("fails", [False, True], ids=["whole", "healed"])
-def test_rank_0_sends(tmp_path: Path, fails: bool) -> None:
+def test_rank_0_sends(tmp_path: Path) -> None:
     """And the rank that takes its place when it is lost."""
-    folder, heal = tmp_path / "run", ("--heal",) if fails else ()
-    words = ("backend=data_parallel", f"world.heal={str(fails).lower()}", "world.deadline=30")
-    what = "rank0" if fails else "0"
-    launch = ("run", "-n", 2, *heal, SCRIPT, *words, "--", folder, what)
+    folder, words = tmp_path / "run", ("backend=data_parallel", "world.deadline=30")
+    launch = ("run", "-n", 2, "--heal", SCRIPT, *words, "--", folder, "rank0")
     done = ktrainer(*launch, cwd=tmp_path, **_env(folder))
     assert done.returncode == 0, done.stderr
     rows = check(folder)
     assert len(rows) == 18
     lost = [event["lost"] for event in RunRecord(folder).events if event["event"] == "ranks"]
-    assert lost == ([[0]] if fails else [])
+    assert lost == [[0]]
 
 
 @needs_one
