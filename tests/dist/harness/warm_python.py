@@ -66,7 +66,7 @@ case "$1 $2 $3" in
 "-m {__name__} "*) fork_of FOLDER/socket "$@" $$ ;;
 "-m {rank_process.__name__} "*) stub "$@" ;;
 "-m {data_service_process.__name__} "*) stub "$@" ;;
-"-m {CLI} plan") stub "$@" ;;
+"-m {CLI} plan" | "-m {CLI} checkpoint") stub "$@" ;;
 "-m {CLI} "*) shift 2; exec "{sys.executable}" -c '{LAUNCH}' "$0" "$@" ;;
 esac
 case "$1" in
@@ -158,7 +158,7 @@ def _read(environment: Mapping[str, str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Be a rank, `ktrainer plan`, a script, or the process to fork of a host in each fork."""
+    """Be a rank, a command, a script, or the process to fork of a host in each fork."""
     end_with_parent()
     number, program = sys.argv[1:]
     _serve(socket.socket(fileno=int(number)), program)
