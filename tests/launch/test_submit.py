@@ -215,9 +215,8 @@ def test_its_mpirun_trains_over_two_hosts(
     words = ["backend=data_parallel", f"run.dir={script.parent}/run", *WORDS]
     job = yaml.safe_load(_submit(script, to, "--nodes", "2", "-n", "2", words=words).read_text())
     made = hosts(2)
-    path = f"{Path(find_mpirun()).parent}:{os.environ['PATH']}"
-    if to == "skypilot":  # the ranks of the other one import TensorFlow
-        path = f"{Path(processes.warm_python_on(made, PYTHONPATH=str(ROOT))).parent}:{path}"
+    warm = Path(processes.warm_python_on(made, PYTHONPATH=str(ROOT)))
+    path = f"{warm.parent}:{Path(find_mpirun()).parent}:{os.environ['PATH']}"
     for host in range(2):
         made.prelude(host, f"export PATH={path} PYTHONPATH={ROOT}")
     env = {
