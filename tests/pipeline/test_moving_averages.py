@@ -14,7 +14,6 @@ from keras import callbacks, layers
 
 from ktrainer import Trainer
 from ktrainer.steps.variable_placement import placement_of
-from tests.dist.small import more
 from tests.pipeline.equal import configure, pipeline
 
 ROWS, BATCH, EPOCHS = 43, 8, 3  # the last of six batches has three rows
@@ -116,11 +115,9 @@ TWO = ("backend.costs=uniform",)
 @pytest.mark.parametrize(
     ("optimizer", "partitions", "size", "swap_on_epoch", "words"),
     [
-        ("adam", 2, 2, False, TWO),
+        ("adam", 2, 4, False, TWO),
         ("overwriting", 3, 3, True, (STAGES,)),
-        more("overwriting", 2, 4, False, TWO),
-        more("scaled", 3, 3, False, (STAGES,)),
-        more("adam", 1, 1, True, ()),
+        ("scaled", 3, 3, False, (STAGES,)),
     ],
 )
 def test_as_model_fit(

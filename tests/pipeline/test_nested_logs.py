@@ -30,11 +30,12 @@ def history(backend: dict[str, Any], **more: Any) -> Any:
     return with_ktrainer(Case(build, features_and_targets), backend=backend, **more).history
 
 
-@pytest.mark.quick("plain-2")
-@pytest.mark.parametrize("partitions", [1, 2])
-@pytest.mark.parametrize("more", [{}, {"health": {"nan": "skip"}}], ids=["plain", "guarded"])
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("partitions", "more"), [(2, {}), (1, {"health": {"nan": "skip"}})], ids=["plain", "guarded"]
+)
 def test_nested_logs(ranks: Callable[..., Any], partitions: int, more: dict[str, Any]) -> None:
-    """Two replicas of the whole model, and two stages of one."""
+    """Two stages of a model, and two replicas of the whole."""
     backend = {"name": "pipeline", "partitions": partitions, "microbatches": 2}
     truth = history({"name": "local"})
     assert {"mae", "val_mae", "val_cosine_similarity"} < truth.keys()

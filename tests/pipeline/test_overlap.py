@@ -73,13 +73,12 @@ def _reducing(case: Case, words: tuple[str, ...], folder: str) -> Outcome:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("model", "schedule"), [("plain", "1f1b"), ("masked", "gpipe")])
 def test_copies_sum_gradients_while_stages_before_them_are_at_work(
-    ranks: Ranks, tmp_path: Path, model: str, schedule: str
+    ranks: Ranks, tmp_path: Path
 ) -> None:
     """Also where weights are tied, of which one part is on the first stage."""
-    words = pipeline(2, "backend.microbatches=2", f"backend.schedule={schedule}")
-    case = Case(model, rows=38, epochs=1)
+    words = pipeline(2, "backend.microbatches=2", "backend.schedule=gpipe")
+    case = Case("masked", rows=38, epochs=1)
     copies_agree(ranks(4).run(_reducing, case, words, str(tmp_path), deadline=150))
     assert len(list(tmp_path.iterdir())) == 2 * 2  # both ranks, in both steps
 
