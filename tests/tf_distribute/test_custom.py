@@ -45,7 +45,7 @@ def trained(strategy: str) -> Any:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage", "multi_worker_mirrored"])
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
 def test_a_loop_with_batches_that_do_not_divide(ranks: Callable[..., Any], strategy: str) -> None:
     by_rank = under(ranks, strategy, trained, strategy)
     ((expected, weights),) = under(ranks, "local", trained, "local")

@@ -63,8 +63,7 @@ def evaluated_by_another(strategy: str, other: str, steps: int) -> Any:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("other", ["mirrored", "central_storage"])
+@pytest.mark.parametrize(("other", "steps"), [("mirrored", 1), ("central_storage", 3)])
 def test_another_trainer_may_take_the_model_in_between(
     ranks: Callable[..., Any], other: str, steps: int
 ) -> None:
@@ -153,9 +152,8 @@ def normalised_weights(strategy: str, **more: Any) -> Any:
         return weights_of(model)
 
 
-@pytest.mark.quick("1-central_storage")
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.quick
+@pytest.mark.parametrize(("strategy", "accumulate"), [("central_storage", 1), ("mirrored", 2)])
 def test_layers_that_assign_their_weights(
     ranks: Callable[..., Any], strategy: str, accumulate: int
 ) -> None:
@@ -197,11 +195,9 @@ def moved_with_slots(strategy: str) -> Any:
     return weights_of(model)
 
 
-@pytest.mark.quick("central_storage")
 @pytest.mark.skipif(version("keras").startswith("3.14."), reason="Keras 3.14 has no MultiOptimizer")
-@pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
-def test_optimizers_find_their_variables_again(ranks: Callable[..., Any], strategy: str) -> None:
-    (ours,) = under(ranks, strategy, moved_with_slots, strategy)
+def test_optimizers_find_their_variables_again(ranks: Callable[..., Any]) -> None:
+    (ours,) = under(ranks, "mirrored", moved_with_slots, "mirrored")
     (reference,) = under(ranks, "local", moved_with_slots, "local")
     close(ours, reference, atol=1e-6)
 

@@ -21,12 +21,11 @@ from tests.tf_distribute.test_equals_local import compare
 from tests.tf_distribute.test_features import trainer, vectors
 
 CHOSEN = [
-    ("regularised", "adamw"),
     ("synchronized_batch_norm", "adamw"),
     ("masked_accumulated", "sgd"),
     ("several_outputs", "adamw"),
 ]
-EXACT, NOISY = ["gan", "own_logs", "nested_logs", "averaged_weights"], ["batch_norm_cnn", "vae"]
+EXACT, NOISY = ["gan", "nested_logs", "averaged_weights"], ["batch_norm_cnn", "vae"]
 _strategies: dict[int, Any] = {}
 
 
