@@ -84,20 +84,16 @@ def xy(**more: Any) -> dict[str, Any]:
 
 CASES: dict[str, Make] = {
     "shuffled": lambda: xy(batch_size=5),
-    "defaults": lambda: xy(),
     "shuffled within batches": lambda: xy(batch_size=5, shuffle="batch"),
-    "in order": lambda: xy(batch_size=5, shuffle=False),
-    "validation data": lambda: xy(batch_size=5, validation_data=arrays(9, 1)),
     "validation batches": lambda: xy(
         batch_size=5, validation_data=arrays(9, 1), validation_batch_size=2, validation_steps=3
     ),
     "validation steps alone": lambda: xy(validation_data=arrays(9, 1), validation_steps=2),
-    "validation split": lambda: xy(batch_size=5, validation_split=0.3),
     "validation of some epochs": lambda: xy(
         batch_size=5, epochs=5, validation_split=0.3, validation_freq=[1, 4]
     ),
-    "validation every 2 epochs": lambda: xy(
-        batch_size=5, epochs=5, validation_split=0.3, validation_freq=2
+    "in order, validation every 2 epochs": lambda: xy(
+        batch_size=5, epochs=5, shuffle=False, validation_split=0.3, validation_freq=2
     ),
     "sample weights": lambda: xy(batch_size=5, sample_weight=np.linspace(0.0, 2.0, ROWS)),
     "weights and split": lambda: xy(

@@ -92,9 +92,7 @@ def wall_and_rows(strategy: str, folder: str) -> tuple[float, Any, float]:
 
 
 @pytest.mark.quick("data_parallel")
-@pytest.mark.parametrize(
-    "strategy", ["local", "data_parallel", "pipeline", "mirrored", "multi_worker_mirrored"]
-)
+@pytest.mark.parametrize("strategy", ["data_parallel", "pipeline", "multi_worker_mirrored"])
 def test_shares_sum_to_the_wall_time(
     ranks: Callable[..., Any], strategy: str, tmp_path: Path
 ) -> None:
@@ -399,8 +397,7 @@ def test_a_map_function_that_sleeps_is_named_with_rank_and_stage(ranks: Callable
 
 
 def test_nothing_is_named_in_clean_runs_or_when_switched_off(ranks: Callable[..., Any]) -> None:
-    for _ in range(2):
-        assert ranks(2).run(planted, "nothing") == [[], []]
+    assert ranks(2).run(planted, "nothing") == [[], []]
     assert ranks(2).run(planted, "callback", share="null") == [[], []]
 
 
@@ -542,7 +539,6 @@ trainer.fit(model, data)
         "backend=data_parallel",
         "backend=data_parallel backend.engine=horovod",
         "backend=pipeline backend.partitions=2",
-        "backend=tf_distribute backend.strategy=multi_worker_mirrored",
     ],
 )
 def test_a_link_that_becomes_slow_is_named(

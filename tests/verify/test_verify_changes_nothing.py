@@ -37,6 +37,6 @@ def test_two_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.exhaustive
 def test_mirrored_devices(ranks: Ranks) -> None:
-    names = ["numpy", "keras", "keeping"]
+    names = ["numpy", "keeping"]
     run = ranks(1, ONE_PROCESS).run
     assert_same_bits(run(under_mirrored, stateful_trainings.both, names, deadline=200)[0])
