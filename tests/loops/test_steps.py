@@ -62,10 +62,10 @@ def stops_at(step: int) -> Callable[[int], bool]:
     return lambda now: now == step
 
 
-@pytest.mark.quick("3")
-@pytest.mark.parametrize("step", [0, 3, 5, 14])
+@pytest.mark.quick("5")
+@pytest.mark.parametrize("step", [0, 5, 14])
 def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(tmp_path: Path, step: int) -> None:
-    """At the first, in mid-epoch, as the first of the second epoch, at the last."""
+    """At the first, as the first of the second epoch, at the last."""
     expected = whole(tmp_path / "whole", "checkpoint.every=1ba")
     assert len(expected["history"]["loss"]) == 3
     assert expected["plain"]["count"] == 15
@@ -73,8 +73,8 @@ def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(tmp_path: Path, step: i
     assert whole(tmp_path / "cut", "checkpoint.every=1ba") == expected
 
 
-@pytest.mark.parametrize("fault", ["step:6", *(pytest.param(f, marks=pytest.mark.exhaustive)
-    for f in ("step:0", "step:14", "save:7"))])  # fmt: skip
+@pytest.mark.quick
+@pytest.mark.parametrize("fault", ["step:6", "save:7"])
 def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None:
     words = ("checkpoint.every=1ba", "seed=7")
     code, expected, said = launch(tmp_path, "none", f"run.dir={tmp_path / 'whole'}", *words)
@@ -87,20 +87,13 @@ def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("fault", "engine"),
-    [
-        ("step:6", "mpi"),
-        pytest.param("step:6", "horovod", marks=pytest.mark.horovod),
-    ],
-)
-def test_killed_ranks_resume_to_the_bit(tmp_path: Path, engine: str, fault: str) -> None:
-    words = ("checkpoint.every=1ba", "seed=7", f"backend.engine={engine}")
+def test_killed_ranks_resume_to_the_bit(tmp_path: Path) -> None:
+    words = ("checkpoint.every=1ba", "seed=7")
     whole_run = tmp_path / "whole"
     whole_run.mkdir()
     code, expected, said = launch(whole_run, "none", *words, ranks=2)
     assert code == 0, said
-    assert launch(tmp_path, fault, *words, ranks=2)[0] != 0
+    assert launch(tmp_path, "step:6", *words, ranks=2)[0] != 0
     code, found, said = launch(tmp_path, "none", *words, ranks=2)
     assert (code, found) == (0, expected), said
 

@@ -173,7 +173,7 @@ def in_stages(
         return {**weights(model), "losses": np.array(losses), "evaluated": np.array(evaluated)}
 
 
-def hybrid(traced: bool) -> dict[str, np.ndarray]:
+def hybrid() -> dict[str, np.ndarray]:
     """Two stages and two replicas, whose gradients `ktrainer.dataparallel` averages; the weights
     that are trained."""
     import keras
@@ -195,11 +195,11 @@ def hybrid(traced: bool) -> dict[str, np.ndarray]:
                 loss = loss_of(y, model(x, training=True))
             return tape.gradient(loss, model.trainable_variables)
 
+        @tf.function
         def train(x: Any, y: Any) -> None:
             gradients = [sdp.allreduce(g.accumulate(), process_set=mine) for g in get_grads(x, y)]
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-        train = tf.function(train) if traced else train
         for x, y in zip(*data(), strict=True):
             part = slice(0, ROWS // 2) if rank < 2 else slice(ROWS // 2, ROWS)
             train(tf.constant(x[part]), tf.constant(y[part]))
@@ -323,21 +323,21 @@ def one_fails(rank: int) -> str:
         return error
 
 
-def gan(staged: bool, traced: bool = False, own_tapes: bool = True) -> dict[str, np.ndarray]:
+def gan(staged: bool, own_tapes: bool = True) -> dict[str, np.ndarray]:
     """Weights and losses of a GAN, of two models and two optimizers; a variable of the script's own
     before the models; the second model has regularisers. In stages on this rank, or in one process.
     """
     if staged:
         with started(partitions=2, microbatches=3) as smp:
-            return _gan(smp.DistributedModel, smp, traced, own_tapes)
+            return _gan(smp.DistributedModel, smp, own_tapes)
     import keras
 
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    return _gan(keras.Model, None, False, True)
+    return _gan(keras.Model, None, True)
 
 
-def _gan(base: type, smp: Any, traced: bool, own_tapes: bool) -> dict[str, np.ndarray]:
+def _gan(base: type, smp: Any, own_tapes: bool) -> dict[str, np.ndarray]:
     import keras
     import tensorflow as tf
 
@@ -401,7 +401,7 @@ def _gan(base: type, smp: Any, traced: bool, own_tapes: bool) -> dict[str, np.nd
         scale.assign_sub(0.1 * g_scale)
         return found
 
-    train = tf.function(train) if traced else train
+    train = train if smp is None else tf.function(train)
     z, x = data()[0], data()[0][::-1] ** 2
     found = [train(tf.constant(a), tf.constant(b)) for a, b in zip(z, x, strict=True)]
     return {

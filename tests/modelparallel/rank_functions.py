@@ -90,9 +90,7 @@ def over_replicas(placement: str) -> tuple[Any, ...]:
         )
 
 
-def train(
-    folder: str, stop: int | None, save: int | None, partitions: int = 2, traced: bool = True
-) -> dict[str, Any]:
+def train(folder: str, stop: int | None, save: int | None, partitions: int = 2) -> dict[str, Any]:
     """The loop of `helpers` with checkpoints: restores the newest one before the first step.
 
     Args:
@@ -120,11 +118,11 @@ def train(
                 loss = loss_of(y, model(x, training=True))
             return tape.gradient(loss, model.trainable_variables)
 
+        @tf.function
         def train_step(x: Any, y: Any) -> None:
             gradients = [g.accumulate() for g in get_grads(x, y)]
             optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
-        train_step = tf.function(train_step) if traced else train_step
         restored = manager.restore()
         first, paths = int(step), []
         for x, y in list(zip(*data(), strict=True))[first:stop]:

@@ -13,22 +13,17 @@ from tests.modelparallel import rank_functions
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("traced", [True, False], ids=["traced", "eager"])
-def test_a_resumed_loop_is_the_undisturbed_one(
-    ranks: Callable[..., Ranks], tmp_path: Path, traced: bool
-) -> None:
+def test_a_resumed_loop_is_the_undisturbed_one(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     """Restored before the first step, on two partitions and on three."""
     folder = str(tmp_path / "made" / "here")
-    want = ranks(2).run(rank_functions.train, str(tmp_path / "none"), None, None, traced=traced)
-    first = ranks(2).run(rank_functions.train, folder, 2, 2, traced=traced)
+    want = ranks(2).run(rank_functions.train, str(tmp_path / "none"), None, None)
+    first = ranks(2).run(rank_functions.train, folder, 2, 2)
     assert first[0]["paths"] == [f"{folder}/ckpt-{k}" for k in (1, 2, 3)]
     assert first[0]["kept"] == first[1]["kept"] == first[0]["paths"][1:]
     assert sorted(p.name for p in Path(folder).iterdir()) == ["ckpt-2", "ckpt-3"]
     whole = {name: value for each in want for name, value in each["weights"].items()}
     for partitions in (2, 3):
-        found = ranks(partitions).run(
-            rank_functions.train, folder, None, None, partitions, traced=traced
-        )
+        found = ranks(partitions).run(rank_functions.train, folder, None, None, partitions)
         for each in found:
             assert (each["restored"], each["step"]) == (f"{folder}/ckpt-3", 3)
             for name, value in each["weights"].items():

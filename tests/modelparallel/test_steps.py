@@ -20,9 +20,12 @@ def same(found: Sequence[dict[str, Any]], want: dict[str, Any]) -> None:
     assert {name for each in found for name in each} == set(want)
 
 
-@pytest.mark.quick("interleaved-traced")
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
-@pytest.mark.parametrize("pipeline", ["interleaved", "simple"])
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("pipeline", "traced"),
+    [("interleaved", True), ("simple", False)],
+    ids=["interleaved-traced", "simple-eager"],
+)
 def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) -> None:
     group = ranks(2)
     (want, _) = group.run(helpers.single, 4)
@@ -40,10 +43,6 @@ def test_global_norm_and_own_gradients(ranks: Callable[..., Ranks]) -> None:
         helpers.in_stages, True, own_tape=False, clip=0.05, partitions=3, microbatches=3
     )
     same(found, want)
-    found = group.run(
-        helpers.in_stages, False, own_tape=False, clip=0.05, partitions=3, microbatches=3
-    )
-    same(found, want)
 
 
 @pytest.mark.exhaustive
@@ -59,13 +58,12 @@ def test_partitions_by_hand(ranks: Callable[..., Ranks]) -> None:
     same(found, want)  # ignored with auto-partitioning
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["eager", "traced"])
 @pytest.mark.exhaustive
-def test_two_by_two(ranks: Callable[..., Ranks], traced: bool) -> None:
+def test_two_by_two(ranks: Callable[..., Ranks]) -> None:
     """Replicas of stages reach the weights of one process with all microbatches."""
     group = ranks(4)
     want = group.run(helpers.single, 4, None, 0.0)[0]
-    found = group.run(helpers.hybrid, traced)
+    found = group.run(helpers.hybrid)
     for each in found:
         for name, value in each.items():
             np.testing.assert_allclose(value, want[name], rtol=0, atol=1e-10, err_msg=name)
@@ -105,17 +103,13 @@ def test_errors(ranks: Callable[..., Ranks]) -> None:
         assert found["threads"] == "[]"
 
 
-@pytest.mark.quick("traced")
-@pytest.mark.parametrize(
-    ("traced", "own_tapes"),
-    [(True, True), (False, True), (True, False)],
-    ids=["traced", "eager", "gradients"],
-)
-def test_gan(ranks: Callable[..., Ranks], traced: bool, own_tapes: bool) -> None:
+@pytest.mark.quick
+@pytest.mark.parametrize("own_tapes", [True, False], ids=["tapes", "gradients"])
+def test_gan(ranks: Callable[..., Ranks], own_tapes: bool) -> None:
     """Gradients go through one model in stages into another one, and to a variable before it."""
     group = ranks(2)
     want = group.run(helpers.gan, False)[0]
-    same(group.run(helpers.gan, True, traced, own_tapes), want)
+    same(group.run(helpers.gan, True, own_tapes), want)
 
 
 def test_one_rank_fails(ranks: Callable[..., Ranks]) -> None:
