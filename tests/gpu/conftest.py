@@ -2,7 +2,7 @@
 
     make test-gpu                                        a GPU is required
     python -m pytest -m gpu tests/gpu                    without one, all is skipped
-    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: tries the tests
+    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: tries each test
 
 All of TensorFlow runs in ranks of their own: this process never sees a GPU, which its own tests
 would share and fill.
@@ -41,13 +41,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip all tests where there is no GPU."""
+    """Skip all tests where there is no GPU; try one case of each where the CPU takes its place."""
+    if _asked(config) == "cpu":
+        _keep_first_cases(config, items)
     reason = None if _asked(config) != "auto" else why_no_gpu()
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.timeout(600))
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """More cases of the CPU beside the CPU show nothing of a GPU."""
+    seen: set[str] = set()
+    left = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("gpu") and test in seen:
+            left.append(item)
+        seen.add(test)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(wrapper=True)
