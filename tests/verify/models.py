@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -175,16 +174,20 @@ def checks(caught: Any) -> list[str]:
     return [str(w.message) for w in caught if any(words in str(w.message) for words in said)]
 
 
+# Models that draw random numbers, or move statistics, which a check might change.
+MOVING = ("batch_norm_cnn", "transformer", "vae", "averaged_weights")
+
+
 @unhurried()
-def quiet(names: list[str], **backend: Any) -> dict[str, dict[str, Any]]:
-    """Whether models of the zoo train without a warning, to the last bit as with the check off."""
+def quiet(names: list[str], **backend: Any) -> dict[str, list[str]]:
+    """What models of the zoo are warned of; `MOVING` ones must also train to the last bit as with
+    the check off."""
     found = {}
     for name in names:
-        both, seconds = [], []
-        for verify in ("auto", "off"):
+        both = []
+        for verify in ("auto", "off") if name in MOVING else ("auto",):
             keras_state.clear()
             running.use_float64()
-            started = time.monotonic()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 both.append(
@@ -196,11 +199,10 @@ def quiet(names: list[str], **backend: Any) -> dict[str, dict[str, Any]]:
                         health={"verify": verify},
                     )
                 )
-            seconds.append(time.monotonic() - started)
             if verify == "auto":
-                said = checks(caught)
-        running.assert_same(*both)
-        found[name] = {"said": said, "more_seconds": seconds[0] - seconds[1]}
+                found[name] = checks(caught)
+        for other in both[1:]:
+            running.assert_same(both[0], other)
     return found
 
 

@@ -132,23 +132,21 @@ STAGES = [name for name in ZOO if name not in REFUSED]
 @pytest.mark.parametrize("names", [RANKS[::3], RANKS[1::3], RANKS[2::3]])
 def test_sound_models_on_two_ranks(ranks: Ranks, names: list[str]) -> None:
     found = ranks(2).run(models.quiet, names, name="data_parallel", deadline=250)
-    assert not any(each["said"] for rank in found for each in rank.values()), found
-    print({name: round(each["more_seconds"], 2) for name, each in found[0].items()})
+    assert not any(said for rank in found for said in rank.values()), found
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", [MIRRORED[::2], MIRRORED[1::2]])
 def test_sound_models_on_two_mirrored_devices(ranks: Ranks, names: list[str]) -> None:
-    found = ranks(1, ONE_PROCESS).run(under_mirrored, models.quiet, names, deadline=250)[0]
-    assert not any(each["said"] for each in found.values()), found
-    print({name: round(each["more_seconds"], 2) for name, each in found.items()})
+    (found,) = ranks(1, ONE_PROCESS).run(under_mirrored, models.quiet, names, deadline=250)
+    assert not any(found.values()), found
 
 
 @pytest.mark.exhaustive
 def test_sound_models_in_a_pipeline(ranks: Ranks) -> None:
     settings = {"name": "pipeline", "partitions": 2, "microbatches": 2}
     found = ranks(2).run(models.quiet, STAGES[2::5], **settings, deadline=250)
-    assert not any(each["said"] for rank in found for each in rank.values()), found
+    assert not any(said for rank in found for said in rank.values()), found
 
 
 @pytest.fixture
