@@ -75,8 +75,15 @@ XLA = ("trainer.xla=true",)
 CLIP = ("trainer.clip.global_norm=0.1",)
 OPTIONS = {
     "clip": (Case("mlp", **SHORT, settings=CLIP), 2, ZERO),
-    "sample-weight-instance-accumulate": (
-        Case("plain", **SHORT, weighted=True, instance=True, accumulate=2),
+    "sample-weight-instance-accumulate-clip-norm": (
+        Case(
+            "plain",
+            **SHORT,
+            weighted=True,
+            instance=True,
+            accumulate=2,
+            settings=("trainer.clip.norm=0.02",),
+        ),
         2,
         (),
     ),
@@ -85,7 +92,6 @@ OPTIONS = {
         2,
         ("backend.stages={0: dense, 1: 'dense_[1-3]'}",),
     ),
-    "scope": (Case("scoped", **SHORT, settings=CLIP), 2, ()),
     "callbacks": (Case("plain", rows=38, epochs=6, callbacks=True), 2, ()),
     "aside": (Case("aside", **SHORT), 3, ()),
     "unused": (Case("unused", **SHORT), 3, ZERO),
@@ -93,11 +99,6 @@ OPTIONS = {
     "rare": (Case("rare", **SHORT, settings=("health.verify=off",)), 3, ZERO),
     "three-holders": (Case("thrice", **SHORT), 3, ()),
     "nested-strings-profile": (Case("words", **SHORT), 2, ("backend.costs=profile",)),
-    "masks-and-weights-clip-norm": (
-        Case("masked", **SHORT, weighted=True, settings=("trainer.clip.norm=0.02",)),
-        2,
-        (),
-    ),
     "clip-value-xla": (
         Case("plain", rows=20, epochs=2, settings=(*XLA, "trainer.clip.value=0.01")),
         2,
@@ -122,7 +123,7 @@ def test_stopping_early_takes_the_best_weights_back() -> None:
 REPLICATED = Case("mlp")
 # The last batch is one row: the other copy has nothing to do.
 LITTLE = Case("plain", rows=41, epochs=2, weighted=True)
-MASKED = Case("masked", **SHORT, settings=("trainer.clip.global_norm=0.5",))
+MASKED = Case("masked", **SHORT, weighted=True, settings=("trainer.clip.global_norm=0.5",))
 
 
 @pytest.mark.quick("mlp-2-2-1f1b")

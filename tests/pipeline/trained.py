@@ -126,18 +126,6 @@ def recurrent() -> keras.Model:
     return model
 
 
-def scoped() -> keras.Model:
-    """Stages set in the code: the middle on stage 0, its ends on stage 1."""
-    inputs = keras.Input((6,))
-    with ktrainer.partition(0):
-        x = layers.Dense(8, "tanh")(inputs)
-    with ktrainer.partition(1):
-        x = layers.Dense(8, "tanh")(layers.Dense(8, "tanh")(x))
-        model = keras.Model(inputs, layers.Dense(3)(x))
-    model.compile(keras.optimizers.SGD(0.1, nesterov=True, momentum=0.5), classes())
-    return model
-
-
 def aside() -> keras.Model:
     """Of two outputs one has a loss, so that the weights of stage 2 have no gradients, and the
     first stage of three has no weights."""
@@ -407,7 +395,7 @@ def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
     return model
 
 
-_PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent, scoped)
+_PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent)
 _SPECIAL = (aside, unused, rare, thrice, words, steep, steep_first)
 _WHOLE = (simclr, clip, weighted_tokens, two_losses, adds)
 BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL, *_WHOLE)} | {
