@@ -6,9 +6,9 @@ An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 ex
 batch, two devices or processes of one thread each. Ours and Keras' take turns, each a run
 of its own; the median epoch of all rounds counts, without each run's first. Multi-worker steps take
 turns with data-parallel ones, too, and with their bound: steps without Keras' loop, metrics and
-data, of which TensorFlow adds up all gradients in one collective. Keras' `fit` does not run on
-several workers as it is: here it has the two patches without which it fails. It does not run with
-parameter servers at all.
+data, whose gradients TensorFlow adds up in one collective. Keras' `fit` does not run on several
+workers as it is: here it has the two patches without which it fails. It does not run with parameter
+servers at all.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a 
         False,
     ),
 }
-# Beside another of ours, too: both add up gradients of two processes.
 MULTI_WORKER = "multi-worker mirrored, 2"
+# Beside another of ours, too: both add up gradients of two processes.
 COMPARED = {MULTI_WORKER: "data_parallel, 2"}
 
 

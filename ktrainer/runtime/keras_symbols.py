@@ -365,7 +365,7 @@ tensorflow.python.eager.context
         tf_distribute: called; a lost process is noticed
 tensorflow.python.eager.execute
     execute(op_name, num_outputs, inputs, attrs, ctx, name)
-        steps: called; many variables are read in one operation
+        steps: called with _ReadVariablesOp; many variables are read in one operation
 tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2
     CoordinatedJob
         tf_distribute: called; a lost process is noticed

@@ -148,7 +148,7 @@ class GradientPasses:
 
 
 def combined(parts: Iterable[GradientPass], weights: Sequence[float]) -> GradientPass:
-    """The sum of w * gradient over the parts, which lose their gradients one by one.
+    """The sum of w * gradient over the parts, which are consumed: they lose their gradients.
 
     Raises:
         CheckSkipped: the parts applied their optimizers differently.

@@ -46,7 +46,7 @@ from ktrainer.verify.update_split import Split, split_of
 
 SECONDS = 5.0  # after which the check ends
 _PARTS, _ROWS_A_PART = 4, 3
-_MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three times
+_MOST_BYTES = 512 * 2**20  # of weights: their gradients are held three to five times
 _MOST_ROW_BYTES = 16 * 2**20
 _FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
 

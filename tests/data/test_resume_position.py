@@ -135,7 +135,7 @@ def test_a_peeked_shuffle_is_not_drawn_once_more() -> None:
 
 
 @pytest.mark.quick("7-False-2")
-@pytest.mark.parametrize(  # where the prefetch has come to the end, too; a length that is known
+@pytest.mark.parametrize(  # after 7 and 9 batches the prefetch has come to the end
     ("taken", "known", "size"),
     [(2, True, 2), (2, False, 1), (7, True, 1), (7, False, 2), (9, True, 2), (9, False, 1)],
 )

@@ -60,13 +60,13 @@ def sgd() -> Any:
     return keras.optimizers.SGD(0.05, momentum=0.9)
 
 
-def added() -> Case:
+def added(**settings: Any) -> Case:
     def build() -> Any:
         model = network(middle=Penalties())
         model.compile(sgd(), "mse")
         return model
 
-    return case(build, SMALL)
+    return case(build, {**SMALL, **settings})
 
 
 class Returns(keras.Model):
@@ -290,7 +290,7 @@ FEWER = {"data.batch_size": 2}  # three ranks: some have no rows
 HALVES = {"data.batch_size": 8, "trainer.accumulate": 2}
 LOSSES = {
     "added": lambda: added(),
-    "returned": lambda: returned(),
+    "added_accumulated": lambda: added(**HALVES),
     "returned_whole": lambda: returned(**WHOLE),
     "returned_accumulated": lambda: returned(**HALVES),
     "differentiated": lambda: differentiated(),

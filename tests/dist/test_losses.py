@@ -25,7 +25,7 @@ def compare(names: list[str], every: list[list[Outcome]]) -> None:
 
 
 # Losses that are sums over examples, and those that couple them.
-SUMS = ["added", "returned", "returned_accumulated"]
+SUMS = ["added", "added_accumulated", "returned_whole", "returned_accumulated"]
 SUMS += ["differentiated", "differentiated_eagerly", "differentiated_by_xla"]
 COUPLED = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all"]
 COUPLED += ["sums_of_gathered_accumulated"]
@@ -49,7 +49,7 @@ WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__d
         pytest.param(
             (2, "horovod"), HOROVOD, ["added", "own_against_all"], marks=pytest.mark.horovod
         ),
-        ((1, ONE_PROCESS), MIRRORED, ["returned_accumulated", "differentiated_eagerly"]),
+        ((1, ONE_PROCESS), MIRRORED, ["added", "returned_accumulated", "differentiated_eagerly"]),
         ((1, ONE_PROCESS), MIRRORED, COUPLED),
         ((1, ONE_PROCESS), CENTRAL, ["differentiated", "simclr"]),
         ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "own_against_all"]),

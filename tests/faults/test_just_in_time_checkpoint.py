@@ -41,7 +41,7 @@ def test_replicas_save_the_state_of_lost_ranks(tmp_path: Path) -> None:
     assert not verify(saved)
     ninth = read(saved)
 
-    restarts = ("--max-restarts", "1", "--backoff", "0.1", "--no-warm")
+    restarts = ("--max-restarts", "1", "--backoff", "0.1")
     fault = "0:12:schedule,2:12:schedule"
     ended = launch(tmp_path, *HEAL, *restarts, SCRIPT, str(tmp_path), fault)
     assert ended.returncode == 0, ended.stdout + ended.stderr

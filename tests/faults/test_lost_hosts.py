@@ -68,6 +68,7 @@ if trainer.world.is_root:
 """
 PLANTED = "PLANTED"  # the file that tells the ranks that the fault is there: they wait for it
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
+MIRRORED = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 MORE = ("logging.progress=none", "checkpoint.every=1ba", "world.deadline=8")
 LAUNCH = ("-m", "ktrainer.cli.main", "launch", "--all-ranks")
 ENV = {"PYTHONPATH": str(ROOT)}
@@ -237,12 +238,17 @@ def test_a_replicated_pipeline_restarts_from_its_last_update(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("cut", ()), ("killed", MIRRORED)],
+    ids=["cut", "killed-mirrored"],
+)
 def test_a_launch_restarts_on_the_other_hosts(
-    hosts: Callable[[int], Hosts], tmp_path: Path
+    hosts: Callable[[int], Hosts], tmp_path: Path, how: str, words: tuple[str, ...]
 ) -> None:
     """With the numbers of one process: each example once, the interrupted update again."""
     made = hosts(2)
-    lost = lose(made, "cut", tmp_path, "--max-restarts", 2)
+    lost = lose(made, how, tmp_path, "--max-restarts", 2, *words)
     assert lost.code == 0, lost.errors
     assert f"host {made.names[1]} was lost, with rank 1" in lost.errors
     # The checkpoint before the interrupted update may still have been on its way to the disk.
@@ -251,3 +257,15 @@ def test_a_launch_restarts_on_the_other_hosts(
     size, values = found(lost.out)
     assert size == 1
     assert_equals_one_process(values, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_without_restarts_the_error_names_the_host(
+    hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """In the last line."""
+    made = hosts(2)
+    lost = lose(made, "killed", tmp_path)
+    assert lost.code != 0
+    last = lost.errors.strip().splitlines()[-1]
+    assert f"host {made.names[1]} was lost, with rank 1" in last, lost.errors

@@ -80,8 +80,7 @@ def test_a_failed_group_resumes_from_its_last_checkpoint(
     words += ("backend.local_layers=[head]",) if local else ()
     path = tmp_path / "script.py"
     path.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{TRAINS}")
-    options = (*ARGS,) if local else (*ARGS, "--no-warm")
-    launcher = start(*LAUNCH, "-n", 2, *options, path, *words)
+    launcher = start(*LAUNCH, "-n", 2, *ARGS, path, *words)
     out, errors = launcher.communicate(timeout=150)
     assert launcher.returncode == 0, errors
     said = [line for line in out.splitlines() if line.startswith("[0]")]

@@ -2,7 +2,7 @@
 
     make test-gpu                                        a GPU is required
     python -m pytest -m gpu tests/gpu                    without one, all is skipped
-    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: tries each test
+    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: one case of each
 
 All of TensorFlow runs in ranks of their own: this process never sees a GPU, which its own tests
 would share and fill.
@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # once pytest has selected by name and marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip all tests where there is no GPU; try one case of each where the CPU takes its place."""
     if _asked(config) == "cpu":
@@ -55,15 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
     """More cases of the CPU beside the CPU show nothing of a GPU."""
     seen: set[str] = set()
-    left = []
+    deselected = []
     for item in items:
         test = item.nodeid.partition("[")[0]
         if item.get_closest_marker("gpu") and test in seen:
-            left.append(item)
+            deselected.append(item)
         seen.add(test)
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(wrapper=True)

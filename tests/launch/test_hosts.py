@@ -215,8 +215,8 @@ MISTAKES = {
     ),
     "a full disk, a read-only run folder, checkpoints of its own": Mistake(
         [
-            *("host HOST", "cannot hold files", "TMPDIR"),
-            *("cannot hold files (Read-only file system)", "run.dir"),
+            *("host HOST", "cannot hold files", "choose another folder with TMPDIR"),
+            *("cannot hold files (Read-only file system)", "choose another folder with run.dir"),
             *("host HOST: the folder of checkpoints", "is not the one of this host"),
             "checkpoint.dir",
         ],

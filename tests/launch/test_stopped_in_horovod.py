@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.small import more
+
 SCRIPT = """
 import os, signal, time
 import keras, numpy as np, tensorflow as tf
@@ -42,17 +44,30 @@ def build():
 trainer = Trainer.from_cli(callbacks=[Deadline()])
 trainer.fit(build, (np.zeros((64, 6), "float32"), np.zeros((64, 3), "float32")))
 """
-WORDS = ("backend=data_parallel", "backend.engine=horovod", "data.batch_size=16")
+STAGES = "backend.stages={0: dense, 1: 'stops|dense_1'}"
+WORDS = ("backend.engine=horovod", "data.batch_size=16", "logging.progress=none")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.horovod
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (2, ("backend=data_parallel",)),
+        more(4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1", STAGES)),
+    ],
+    ids=["data_parallel", "pipeline"],
+)
 def test_a_rank_that_stops_is_named(
-    launch: Callable[..., subprocess.CompletedProcess[str]], script: Callable[[str], Path]
+    launch: Callable[..., subprocess.CompletedProcess[str]],
+    script: Callable[[str], Path],
+    size: int,
+    words: tuple[str, ...],
 ) -> None:
-    done = launch("-n", 2, script(SCRIPT), *WORDS, "logging.progress=none", warm=True)
+    done = launch("-n", size, script(SCRIPT), *words, *WORDS, warm=True)
     assert done.returncode not in (0, None), done.stdout
     assert re.search(r"DeadlineExceeded: rank \d waited 5 s at step 3 in", done.stderr), done.stderr
+    # In the pipeline some wait in Horovod, and one for its other stage: all of them answer.
     assert "'sums over ranks through Horovod'" in done.stderr, done.stderr
-    assert "No answer from rank 1:" in done.stderr
-    assert re.search(r"rank 1 \(process \d+\) is stopped \(state T\)", done.stderr)
+    assert f"No answer from rank {size - 1}:" in done.stderr
+    assert re.search(rf"rank {size - 1} \(process \d+\) is stopped \(state T\)", done.stderr)

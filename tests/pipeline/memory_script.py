@@ -1,6 +1,6 @@
 """Writes, for each rank, what training a pipeline takes of resident memory; see test_memory.py.
 
-ktrainer run -n 2 memory_script.py LAYERS WIDTH
+ktrainer run -n 4 memory_script.py LAYERS WIDTH
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A pipeline gives the numbers of one process: every kind of model, schedule, number of stages and
-of replicas, precision, and loss."""
+"""A pipeline gives the numbers of one process: each kind of model, schedule, number of stages and
+of replicas, precision, and loss, in pairs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ MAIN = {name: Case(name, epochs=3 if name == "mlp" else 1, gradients=True) for n
     [
         ("mlp", 2, ()),
         ("cnn", 2, ZERO),
-        ("tied", 2, INTERLEAVED),
-        ("two", 3, GPIPE),
+        ("tied", 2, GPIPE),
+        ("two", 3, INTERLEAVED),
         ("recurrent", 2, RECOMPUTE),
         ("mlp", 4, BACKWARD_FIRST),
     ],

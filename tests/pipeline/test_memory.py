@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("memory_script.py")
 def test_a_process_takes_its_share_of_a_model_of_200_mb(tmp_path: Path) -> None:
     """Weights, gradients, Adam's slots and activations in flight, within 15 per cent, above what
     the process had taken after training tiny layers. Each process holds half of the model, of which
-    there are two copies, that sum their gradients where they are."""
+    there are two copies, which sum their gradients where they are."""
     processes, layers, width = 4, 24, 1448
     # The allocator raises this threshold as it likes, and then keeps what was freed.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}

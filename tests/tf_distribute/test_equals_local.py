@@ -20,9 +20,8 @@ from tests.tf_distribute.running import cases_under, expected, make_devices, und
 
 WORKERS = "multi_worker_mirrored"
 
-# The same cases that also accumulate, and weights of examples, have all of these.
-IN_OTHERS = ("masked", "accumulated", "positions", "class_weights")
-NAMES = [name for name in CASES if name not in IN_OTHERS]
+# Without those of which a case that also accumulates has all.
+NAMES = [name for name in CASES if name not in ("masked", "accumulated", "positions")]
 ALL = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)] + [("plain", "sgd")]
 SOME = [
     ("synchronized_batch_norm", "sgd"),
@@ -153,7 +152,7 @@ def test_options_do_not_change_the_numbers(
     few = {"trainer__epochs": 2}
     # The second has sparse gradients, and a loss whose denominator is counted over all replicas.
     chosen = [("plain", "sgd"), ("masked", "adamw")] if "trainer__xla" in settings else PLAIN
-    devices = 2 if strategy in ("mirrored", "central_storage") else 1
+    devices = 1 if strategy == WORKERS else 2
     words = (strategy, cases_under, strategy, devices, chosen, "float64")
     for ours in under(ranks, *words, deadline=200, **settings, **few):
         compare(ours, chosen, **few)

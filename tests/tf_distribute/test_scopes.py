@@ -15,7 +15,7 @@ from tests.tf_distribute.running import ONE_PROCESS, make_devices, under
 from tests.tf_distribute.test_features import trainer
 
 ROWS = 41
-_found: dict[Any, Any] = {}
+_found: dict[Any, Any] = {}  # what trainings in one process gave, by function and arguments
 PLACES = ["trainer's scope", "a strategy's scope", "tf.device"]
 
 
@@ -195,8 +195,11 @@ def test_a_gan_with_a_compile_of_its_own(ranks: Callable[..., Any]) -> None:
             same(ours, truth)
 
 
-def made_elsewhere(backend: str, strategy: str, trained: bool, normalised: bool = True) -> Any:
+def made_elsewhere(
+    backend: str, strategy: str, trained: bool, compiled: bool, normalised: bool = True
+) -> Any:
     """A model made in a scope of the user's own, and trained there by Keras; then by us."""
+    import keras
     import tensorflow as tf
 
     if backend not in ("data_parallel", "pipeline"):
@@ -212,6 +215,11 @@ def made_elsewhere(backend: str, strategy: str, trained: bool, normalised: bool 
         model = classifier(normalised)
         if trained:
             model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+        if not compiled:
+            model.optimizer = None
+    if not compiled:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
     with trainer(backend, 2, data__batch_size=16, trainer__epochs=2) as it:
         history = it.fit(model, (x, y), validation_data=(x, y)).history
         evaluated = it.evaluate(model, (x, y))
@@ -223,11 +231,13 @@ def made_elsewhere(backend: str, strategy: str, trained: bool, normalised: bool 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_model_of_a_strategy_of_the_users_own(ranks: Callable[..., Any], trained: bool) -> None:
-    truth = in_one_process(ranks, made_elsewhere, "", trained)
+@pytest.mark.parametrize(("trained", "compiled"), [(True, True), (False, False)])
+def test_a_model_of_a_strategy_of_the_users_own(
+    ranks: Callable[..., Any], trained: bool, compiled: bool
+) -> None:
+    truth = in_one_process(ranks, made_elsewhere, "", trained, compiled)
     for backend in ("local", "mirrored"):
-        (ours,) = under(ranks, backend, made_elsewhere, backend, "mirrored", trained)
+        (ours,) = under(ranks, backend, made_elsewhere, backend, "mirrored", trained, compiled)
         same(ours, truth)
 
 
@@ -237,7 +247,7 @@ def test_a_model_of_a_strategy_of_the_users_own_on_ranks(
     ranks: Callable[..., Any], backend: str
 ) -> None:
     """A pipeline normalises by microbatches."""
-    words = (True,) if backend == "data_parallel" else (True, False)
+    words = (True, True, backend != "pipeline")
     truth = in_one_process(ranks, made_elsewhere, "", *words)
     for ours in under(ranks, backend, made_elsewhere, backend, "one device", *words):
         same((*ours[:2], ours[2] or truth[2]), truth)

@@ -175,7 +175,7 @@ def checks(caught: Any) -> list[str]:
 
 
 # Models that draw random numbers, or move statistics, which a check might change.
-MOVING = ("batch_norm_cnn", "transformer", "vae", "averaged_weights")
+MOVING = ("batch_norm_cnn", "synchronized_batch_norm", "transformer", "vae", "averaged_weights")
 
 
 @unhurried()

@@ -145,7 +145,7 @@ def test_sound_models_on_two_mirrored_devices(ranks: Ranks, names: list[str]) ->
 @pytest.mark.exhaustive
 def test_sound_models_in_a_pipeline(ranks: Ranks) -> None:
     settings = {"name": "pipeline", "partitions": 2, "microbatches": 2}
-    found = ranks(2).run(models.quiet, STAGES[2::5], **settings, deadline=250)
+    found = ranks(2).run(models.quiet, STAGES[::3], **settings, deadline=250)
     assert not any(said for rank in found for said in rank.values()), found
 
 
