@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.dist import cases
-from tests.dist.cases import CASES, Case, compare, several, train
+from tests.dist.cases import Case, compare, several, train
 
 PARALLEL = {"backend": "data_parallel", "trainer__xla": "true"}
 
@@ -23,11 +23,12 @@ def _reference(chosen: list[tuple[str, str]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("engine", "size", "names"),
     [
-        ("mpi", 2, list(CASES)),
-        ("mpi", 3, list(CASES)[::4]),
-        ("mpi", 4, list(CASES)[3:4]),
-        pytest.param("horovod", 2, list(CASES)[::4], marks=pytest.mark.horovod),
-        pytest.param("horovod", 3, list(CASES)[1:2], marks=pytest.mark.horovod),
+        ("mpi", 2, ["plain", "regularised", "accumulated", "clipped_by_config"]),
+        ("mpi", 2, ["masked_accumulated", "positions", "several_outputs"]),
+        ("mpi", 3, ["sample_weights", "positions_accumulated"]),
+        ("mpi", 4, ["synchronized_batch_norm"]),
+        pytest.param("horovod", 2, ["plain", "masked_accumulated"], marks=pytest.mark.horovod),
+        pytest.param("horovod", 3, ["sample_weights"], marks=pytest.mark.horovod),
     ],
     ids=lambda v: str(v) if not isinstance(v, list) else "",
 )
