@@ -8,11 +8,10 @@ touched, and an error in here is no error of the run.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -29,6 +28,7 @@ from ktrainer.distributed import World
 from ktrainer.plan.run_plan import Plan
 from ktrainer.steps.loss_scope import explain_coupled_call
 from ktrainer.steps.strategy_scope import outside_strategy_scope
+from ktrainer.steps.variable_broadcast import return_freed_memory
 from ktrainer.steps.variable_placement import placement_of
 from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.eager_pass import GradientPass, GradientPasses, eager_passes, summed_tables
@@ -92,18 +92,11 @@ def check_first_update(
         _say_skipped(error, config)
         return ()
     finally:
-        _return_freed_memory()
+        return_freed_memory()
     _remember(model, (split, exact), noise)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
     return noise
-
-
-def _return_freed_memory() -> None:
-    """Give freed memory back to the system. glibc keeps it for this thread, and the threads that
-    train would take more beside it."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
