@@ -45,9 +45,13 @@ RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a 
         False,
     ),
 }
-MULTI_WORKER = "multi-worker mirrored, 2"
-# Beside another of ours, too: both add up gradients of two processes.
-COMPARED = {MULTI_WORKER: "data_parallel, 2"}
+# Beside others, too: (run, role) by who it is. All add up gradients of two processes.
+COMPARED = {
+    "multi-worker mirrored, 2": {
+        BOUND: ("multi-worker mirrored, 2", "bare"),
+        "ktrainer's data_parallel, 2": ("data_parallel, 2", "ours"),
+    },
+}
 
 
 def main() -> None:
@@ -88,10 +92,7 @@ def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
     turns = {OURS: (name, "ours")}
     if RUNS[name][2]:
         turns[PEER] = (name, "keras")
-    if name == MULTI_WORKER:
-        turns[BOUND] = (name, "bare")
-    if other := COMPARED.get(name):
-        turns[f"ktrainer's {other}"] = (other, "ours")
+    turns |= COMPARED.get(name, {})
     times: dict[str, list[float]] = {who: [] for who in turns}
     for _ in range(args.rounds):
         for who, (run, role) in turns.items():

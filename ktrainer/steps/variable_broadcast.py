@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from ktrainer.distributed.array_transfer import broadcast_arrays, buckets
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
+from ktrainer.runtime.garbage_collection import return_freed_memory
 from ktrainer.steps.named_variables import view_of
 
 
@@ -33,13 +32,6 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
                 variable.assign(value)
             del mine, received, variable, value
     return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """Give freed memory back to the system. glibc keeps it for this thread, and the threads that
-    train would take more beside it."""
-    with suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _check_same_variables(

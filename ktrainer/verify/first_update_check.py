@@ -26,9 +26,9 @@ from ktrainer.data import Feed
 from ktrainer.data.local_batch import count_rows, take_slice
 from ktrainer.distributed import World
 from ktrainer.plan.run_plan import Plan
+from ktrainer.runtime.garbage_collection import return_freed_memory
 from ktrainer.steps.loss_scope import explain_coupled_call
 from ktrainer.steps.strategy_scope import outside_strategy_scope
-from ktrainer.steps.variable_broadcast import return_freed_memory
 from ktrainer.steps.variable_placement import placement_of
 from ktrainer.verify.batch_invariant_random import RandomDraws
 from ktrainer.verify.eager_pass import GradientPass, GradientPasses, eager_passes, summed_tables
