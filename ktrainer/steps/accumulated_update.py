@@ -294,7 +294,11 @@ def _zeros(kind: type | None, tensors: Sequence[tf.Tensor], variable: Any) -> tf
     if kind is None or kind is tf.IndexedSlices:
         return None
     shape = variable.shape if kind is tf.Tensor else tensors[0].shape
-    return tf.Variable(tf.zeros(shape, tensors[0].dtype))
+    return tf.Variable(
+        tf.zeros(shape, tensors[0].dtype),
+        trainable=False,
+        experimental_enable_variable_lifting=False,  # else what is being traced is traced again
+    )
 
 
 def _columns(total: Sequence[Tensors]) -> Tensors:

@@ -302,9 +302,22 @@ def on_tensors(step: Callable[..., Any]) -> Callable[..., Any]:
 
 def trace(step: Callable[..., Any], spec: Any) -> None:
     """Trace a step and forget it; the variables that it made stay."""
-    own = python_step(step)
     with single_process_step():
-        tf.function(lambda batch: own(batch), autograph=False).get_concrete_function(spec)
+        trace_once(python_step(step), spec)
+
+
+def trace_once(function: Callable[..., Any], *specs: Any) -> None:
+    """Trace `function` only for what this makes: TensorFlow would trace it again, without making
+    variables, to have a function that can be called."""
+    is_traced = False
+
+    def once(*args: Any) -> None:
+        nonlocal is_traced
+        if not is_traced:
+            is_traced = True
+            function(*args)
+
+    tf.function(once, autograph=False).get_concrete_function(*specs)
 
 
 def _weight(local_batch: LocalBatchLike) -> np.float64:

@@ -22,6 +22,7 @@ from tensorflow.python.eager import context as eager_context
 
 from ktrainer.distributed.collectives import densified
 from ktrainer.runtime.monkeypatching import entered_in_this_thread, replaced_in
+from ktrainer.steps.compiled_program import trace_once
 from ktrainer.steps.embedding_gradients import CommonSlices, mark_common
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.optimizers import is_linear, optimizers_of
@@ -211,7 +212,7 @@ def summed_tables(model: keras.Model, spec: Any) -> set[str]:
                     found.add(variable.path)
 
     with Untouched(model):
-        tf.function(step, autograph=False).get_concrete_function(spec)
+        trace_once(step, spec)
     return found
 
 

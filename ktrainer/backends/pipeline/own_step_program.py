@@ -49,6 +49,7 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import Clip, CompiledProgram, StepOptions
+from ktrainer.steps.compiled_program import trace_once
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_context import StepContext, current_step
 from ktrainer.steps.step_helpers import global_seed, python_step
@@ -178,7 +179,7 @@ class OwnStepProgram(StageProgram, CompiledProgram):
         kind = "train" if training else "test"
         step = self._traced(python_step(getattr(self.model, STEPS[kind])), kind, padding=False)
         weight = tf.TensorSpec([], tf.float64)
-        tf.function(step, autograph=False).get_concrete_function(spec, weight)
+        trace_once(step, spec, weight)
 
     def _traced(self, step: Callable[..., Any], kind: str, padding: bool) -> Callable[..., Any]:
         def in_stages(batch: Any) -> Any:
