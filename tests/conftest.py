@@ -50,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.exhaustive)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a test when it fails: what is said of all tests at the end may be an hour away."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)", flush=True)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """The groups of this session; fails the session when a rank outlives it."""

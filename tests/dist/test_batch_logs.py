@@ -86,7 +86,7 @@ def test_callbacks_of_an_evaluation(ranks: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("backend", "names", "steps_per_call"),
     [
-        (DATA_PARALLEL, ["many_metrics", "own_logs", "nested_logs"], 1),
+        (DATA_PARALLEL, ["own_logs", "nested_logs"], 1),
         (DATA_PARALLEL, ["sample_weights"], 2),
         (MULTI_WORKER, ["nested_logs"], 1),
         (PIPELINE, ["sample_weights"], 1),

@@ -50,7 +50,7 @@ WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__d
             (2, "horovod"), HOROVOD, ["added", "own_against_all"], marks=pytest.mark.horovod
         ),
         ((1, ONE_PROCESS), MIRRORED, ["added", "returned_accumulated", "differentiated_eagerly"]),
-        ((1, ONE_PROCESS), MIRRORED, COUPLED),
+        ((1, ONE_PROCESS), MIRRORED, ["simclr", "sums_of_gathered_accumulated"]),
         ((1, ONE_PROCESS), CENTRAL, ["differentiated", "simclr"]),
         ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "own_against_all"]),
     ],

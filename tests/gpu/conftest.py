@@ -2,7 +2,7 @@
 
     make test-gpu                                        a GPU is required
     python -m pytest -m gpu tests/gpu                    without one, all is skipped
-    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: one case of each
+    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: a case of each
 
 All of TensorFlow runs in ranks of their own: this process never sees a GPU, which its own tests
 would share and fill.
@@ -117,6 +117,12 @@ def on_device(ranks: Callable[..., Ranks], device: Device) -> Callable[[int], Ra
         return found
 
     return group
+
+
+@pytest.fixture
+def models(device: Device) -> Callable[..., tuple[str, ...]]:
+    """`models("mlp", "vae")` are those names; where the CPU takes the GPU's place, the first."""
+    return lambda *names: names if device.is_gpu else names[:1]
 
 
 @pytest.fixture

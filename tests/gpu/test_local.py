@@ -25,10 +25,14 @@ HALF = 4
 
 
 def test_float64_has_the_numbers_of_the_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None]
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    seen: Callable[..., None],
+    models: Callable[..., tuple[str, ...]],
 ) -> None:
-    (truth,) = on_cpu.run(zoo, MODELS, deadline=240)
-    (ours,) = on_device().run(zoo, MODELS, deadline=240)
+    names = models(*MODELS)
+    (truth,) = on_cpu.run(zoo, names, deadline=240)
+    (ours,) = on_device().run(zoo, names, deadline=240)
     seen(difference=same_numbers(ours, truth))
 
 
@@ -87,9 +91,12 @@ def test_mixed_precision_is_as_exact_as_on_the_cpu(
 
 
 def test_xla_has_the_numbers_of_the_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None]
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    seen: Callable[..., None],
+    models: Callable[..., tuple[str, ...]],
 ) -> None:
-    names = ["mlp", "batch_norm_cnn", "skip_connections"]
+    names = models("mlp", "batch_norm_cnn", "skip_connections")
     (truth,) = on_cpu.run(zoo, names, deadline=240)
     (ours,) = on_device().run(zoo, names, trainer={"xla": True}, deadline=240)
     seen(difference=same_numbers(ours, truth))
@@ -97,9 +104,13 @@ def test_xla_has_the_numbers_of_the_cpu(
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored", "central_storage"])
 def test_strategies_have_the_numbers_of_the_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None], strategy: str
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    seen: Callable[..., None],
+    models: Callable[..., tuple[str, ...]],
+    strategy: str,
 ) -> None:
-    names = ["mlp", "batch_norm_cnn"]
+    names = models("mlp", "batch_norm_cnn")
     (truth,) = on_cpu.run(zoo, names, deadline=240)
     backend = {"name": "tf_distribute", "strategy": strategy}
     (ours,) = on_device().run(zoo, names, backend=backend, deadline=240)
@@ -107,15 +118,15 @@ def test_strategies_have_the_numbers_of_the_cpu(
 
 
 def test_deterministic_runs_repeat_and_are_those_of_model_fit(
-    on_device: Callable[..., Ranks],
+    on_device: Callable[..., Ranks], models: Callable[..., tuple[str, ...]]
 ) -> None:
-    on_device().run(equals_fit, ["mlp", "batch_norm_cnn", "masked_lstm"], deadline=240)
+    on_device().run(equals_fit, models("mlp", "batch_norm_cnn", "masked_lstm"), deadline=240)
 
 
 def test_updates_in_one_call_have_the_bits_of_single_ones(
-    on_device: Callable[..., Ranks],
+    on_device: Callable[..., Ranks], models: Callable[..., tuple[str, ...]]
 ) -> None:
-    names = ["mlp", "masked_lstm"]
+    names = models("mlp", "masked_lstm")
     (single,), (several,) = (
         on_device().run(
             zoo,

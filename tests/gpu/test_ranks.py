@@ -30,9 +30,13 @@ def equal_on_all_ranks(ranks: list[dict[str, Any]], name: str) -> bool:
 
 @pytest.mark.parametrize("xla", [False, True], ids=["plain", "XLA"])
 def test_data_parallel_ranks_have_the_numbers_of_one_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None], xla: bool
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    seen: Callable[..., None],
+    models: Callable[..., tuple[str, ...]],
+    xla: bool,
 ) -> None:
-    names = ["mlp", "regularised"] if xla else ["mlp", "synchronized_batch_norm"]
+    names = models("mlp", "regularised" if xla else "synchronized_batch_norm")
     (truth,) = on_cpu.run(zoo, names, deadline=240)
     ranks = on_device(2).run(zoo, names, backend=DATA_PARALLEL, trainer={"xla": xla}, deadline=240)
     seen(difference=same_numbers(ranks[0], truth))
@@ -95,9 +99,13 @@ def test_ranks_in_sixteen_bits(
 
 @pytest.mark.parametrize("xla", [False, True], ids=["plain", "XLA"])
 def test_stages_have_the_numbers_of_one_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None], xla: bool
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    seen: Callable[..., None],
+    models: Callable[..., tuple[str, ...]],
+    xla: bool,
 ) -> None:
-    names = ["mlp", "skip_connections"] if xla else ["mlp", "skip_connections", "masked_lstm"]
+    names = models("mlp", "skip_connections", *([] if xla else ["masked_lstm"]))
     (truth,) = on_cpu.run(zoo, names, deadline=240)
     ranks = on_device(2).run(zoo, names, backend=PIPELINE, trainer={"xla": xla}, deadline=240)
     seen(difference=same_numbers_in_stages(ranks, truth))

@@ -47,7 +47,7 @@ def test_weights_are_those_of_one_process(
     found = {}
     for size, partitions in ((1, 1), (SCRIPTS[name], 2)):
         path = tmp_path / f"{size}.weights.h5"
-        words = ["--data-dir", str(images), "--epochs=1", "--steps=5", "--dtype=float64"]
+        words = ["--data-dir", str(images), "--epochs=1", "--steps=3", "--dtype=float64"]
         words += [f"--partitions={partitions}", f"--weights={path}"]
         script = str(EXAMPLES / "custom_loops" / f"{name}.py")
         said = ranks(size).run(_run_script, script, *words, deadline=180)

@@ -325,7 +325,7 @@ def test_a_sweep_that_is_killed_when_it_has_pruned(script: Path, tmp_path: Path)
     assert "the script has ended" not in (folder / OUTPUT).read_text()
 
 
-KILLED = ("--trials", "5", "train.py", "user.lr=log(1e-3,1e-1)",
+KILLED = ("--trials", "4", "train.py", "user.lr=log(1e-3,1e-1)",
           "user.width=int(2,6)", "user.sleep=0.03", "checkpoint.every=1ep",
           "checkpoint.asynchronous=false")  # fmt: skip
 
@@ -361,21 +361,21 @@ def test_a_killed_sweep_goes_on_as_if_it_had_not_been(script: Path, tmp_path: Pa
         process.kill()
         process.communicate()
     process = start(killed)
-    record = killed / "trial-0003"
+    record = killed / "trial-0002"
     assert wait_for(process, record, "checkpoint", 2)
     first = json.loads((record / "history.jsonl").read_text().splitlines()[0])
     os.kill(first["pid"], signal.SIGKILL)
-    assert wait_for(process, killed / "trial-0004", "checkpoint", 2)
+    assert wait_for(process, killed / "trial-0003", "checkpoint", 2)
     process.terminate()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, out + err
-    assert "trial 3: killed" in out
+    assert "trial 2: killed" in out
     assert "the same command again continues" in out
     process = start(killed)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err
     assert facts(killed) == facts(undisturbed)
-    resumed = RunRecord(killed / "trial-0003").starts
+    resumed = RunRecord(killed / "trial-0002").starts
     assert resumed[-1]["step"] > 0  # from its checkpoint
 
 

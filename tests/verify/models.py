@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -13,7 +11,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 from ktrainer import Trainer, all_gather
-from ktrainer.verify import first_update_check
 from tests.contracts import running
 from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
@@ -136,17 +133,7 @@ def config(**backend: Any) -> dict[str, Any]:
     return running.config(backend=backend, trainer={"epochs": 1}, data={"batch_size": ROWS})
 
 
-@contextmanager
-def unhurried() -> Iterator[None]:
-    """However busy the machine is, the check is not left out for the time that it takes."""
-    seconds, first_update_check.SECONDS = first_update_check.SECONDS, 1e3
-    try:
-        yield
-    finally:
-        first_update_check.SECONDS = seconds
-
-
-@unhurried()
+@running.unhurried()
 def said(
     names: list[str], floatx: str, scope: str = "local", **backend: Any
 ) -> dict[str, list[str]]:
@@ -166,19 +153,15 @@ def said(
 
 
 def checks(caught: Any) -> list[str]:
-    said = (
-        "does not train as in one process",
-        "does not compute as in one process",
-        "will not be as in one process",
-    )
-    return [str(w.message) for w in caught if any(words in str(w.message) for words in said)]
+    said = [str(w.message) for w in caught]
+    return [text for text in said if any(words in text for words in running.NOT_AS_ONE_PROCESS)]
 
 
 # Models that draw random numbers, or move statistics, which a check might change.
 MOVING = ("batch_norm_cnn", "synchronized_batch_norm", "transformer", "vae", "averaged_weights")
 
 
-@unhurried()
+@running.unhurried()
 def quiet(names: list[str], **backend: Any) -> dict[str, list[str]]:
     """What models of the zoo are warned of; `MOVING` ones must also train to the last bit as with
     the check off."""

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[type, Callable[[], Any]]] = {
 }
 
 
-@models.unhurried()
+@running.unhurried()
 def trained(case: str, verify: str, **backend: Any) -> list[Any]:
     """Losses, weights and what the model keeps, of a training with `health.verify` or without."""
     keras_state.clear()

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from ktrainer import Trainer
 from ktrainer.verify import first_update_check
+from tests.contracts import running
 from tests.contracts.test_backends import REFUSED
 from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
@@ -124,14 +125,13 @@ def test_a_coupled_call_is_found_in_a_pipeline_that_builds_the_model(ranks: Rank
     assert not found[1]["unbuilt"]
 
 
-RANKS, MIRRORED = [*ZOO][::2], [*ZOO][1::2]
-STAGES = [name for name in ZOO if name not in REFUSED]
+MIRRORED = [*ZOO][1::3]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("names", [RANKS[::3], RANKS[1::3], RANKS[2::3]])
-def test_sound_models_on_two_ranks(ranks: Ranks, names: list[str]) -> None:
-    found = ranks(2).run(models.quiet, names, name="data_parallel", deadline=250)
+def test_sound_models_on_two_ranks(ranks: Ranks) -> None:
+    """The others, and in stages: `contracts/test_backends.py`."""
+    found = ranks(2).run(models.quiet, models.MOVING, name="data_parallel", deadline=250)
     assert not any(said for rank in found for said in rank.values()), found
 
 
@@ -145,13 +145,14 @@ def test_sound_models_on_two_mirrored_devices(ranks: Ranks, names: list[str]) ->
 @pytest.mark.exhaustive
 def test_sound_models_in_a_pipeline(ranks: Ranks) -> None:
     settings = {"name": "pipeline", "partitions": 2, "microbatches": 2}
-    found = ranks(2).run(models.quiet, STAGES[::3], **settings, deadline=250)
+    names = [name for name in models.MOVING if name not in REFUSED]
+    found = ranks(2).run(models.quiet, names, **settings, deadline=250)
     assert not any(said for rank in found for said in rank.values()), found
 
 
 @pytest.fixture
 def unhurried() -> Iterator[None]:
-    with models.unhurried():
+    with running.unhurried():
         yield
 
 
@@ -414,7 +415,7 @@ def test_a_table_that_is_looked_up_once_a_batch(
     model.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=eagerly)
     x, y = np.arange(80).reshape(16, 5) % 9, np.arange(16) % 3
     settings = {"trainer": {"accumulate": 2}, "data": {"batch_size": 8}}
-    with models.unhurried(), warnings.catch_warnings(record=True) as caught:
+    with running.unhurried(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Trainer({**settings, "logging": {"progress": "plain", "csv": False}}) as trainer:
             trainer.fit(model, x, y)
