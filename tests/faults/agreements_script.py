@@ -10,7 +10,7 @@ import threading
 from ktrainer.distributed import open_world
 from ktrainer.distributed.mpi_communicator import Mailbox
 
-TIMES = 20_000
+TIMES = 10_000
 
 
 def exchange(mailbox: Mailbox, sends: bool, ended: threading.Event) -> None:

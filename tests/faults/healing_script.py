@@ -1,6 +1,6 @@
 """Trainings in which ranks die; `test_healing.py` launches it, and compares with one process.
 
-    ktrainer run --heal -n 4 healing_script.py RESULTS dense,0:7:in mixed,1:5:before
+    ktrainer run --heal -n 4 healing_script.py RESULTS mixed,0:7:in,1:9:before words,2:9:after
 
 Each word is one `fit`: its training, then who dies (by its number for life), at which step, where.
 """
@@ -25,12 +25,14 @@ from ktrainer import Callback, Trainer
 from ktrainer.distributed.listening_sockets import on_all_interfaces
 
 SETTINGS = {
-    "dense": ["checkpoint.every=2ba", "trainer.validate_every=3ba"],
-    "mixed": ["trainer.accumulate=2", "trainer.clip.global_norm=0.5"],
+    "mixed": [
+        *("checkpoint.every=2ba", "trainer.validate_every=3ba"),
+        *("trainer.accumulate=2", "trainer.clip.global_norm=0.5"),
+    ],
     "words": ["trainer.steps_per_call=3", "logging.batch_logs=all"],
     "longer": ["checkpoint.every=1ep", "logging.batch_logs=all"],
 }
-EPOCHS = {"longer": 60}
+EPOCHS = {"longer": 24}
 
 
 def data(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +88,7 @@ class Dies(Callback):
     def on_step_begin(self, step: int) -> None:
         self.at("before")
         if self.where == "joined" and not self.joined():
-            time.sleep(0.2)  # so that new ranks find ranks to join
+            time.sleep(0.5)  # so that new ranks find ranks to join
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
         self.at("after")

@@ -59,15 +59,20 @@ def test_ranks_agree_while_another_thread_exchanges_messages(tmp_path: Path) -> 
     assert ended.stdout.count("all agreed") == 4
 
 
+_ALONE: dict[str, Any] = {}
+
+
 @pytest.fixture
 def one_process(tmp_path: Path) -> Any:
-    """`one_process(name)`: that training, undisturbed."""
+    """`one_process(name)`: that training, undisturbed; it runs once a session."""
     before = keras.config.floatx()
 
     def train(name: str) -> dict[str, Any]:
-        keras.config.set_floatx("float64")
-        words = [f"run.dir={tmp_path / 'alone' / name}"]
-        return healing_script.train(name, words, [])[0]
+        if name not in _ALONE:
+            keras.config.set_floatx("float64")
+            words = [f"run.dir={tmp_path / 'alone' / name}"]
+            _ALONE[name] = healing_script.train(name, words, [])[0]
+        return _ALONE[name]
 
     yield train
     keras.config.set_floatx(before)
@@ -97,7 +102,7 @@ def same_logs(found: dict[str, Any], expected: dict[str, Any], but: tuple[str, .
 @pytest.mark.timeout(300)
 def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
     """Rank 0 in an all-reduce, one that stops, and one between an update and its end."""
-    faults = ["dense,0:7:in", "mixed,1:5:before!", "words,2:9:after"]
+    faults = ["mixed,0:7:in,1:9:before!", "words,2:9:after"]
     ended = launch(
         tmp_path,
         *("--heal", "-n", "4", str(SCRIPT), str(tmp_path), *faults),
@@ -105,11 +110,12 @@ def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "NBC_" not in ended.stderr
-    for number, (name, size) in enumerate([("dense", 3), ("mixed", 2), ("words", 1)]):
+    for number, (name, sizes) in enumerate([("mixed", [3, 2]), ("words", [1])]):
         facts, weights = result(tmp_path, number)
-        ((_, gone, left, seconds),) = facts["healed"]
-        assert (gone, left) == ([0], size)  # of those who were left, each time the first
-        assert seconds < 5.0  # measured: 0.02 to 0.1; the machine may be busy
+        # Of those who were left, each time the first.
+        assert [(gone, left) for _, gone, left, _ in facts["healed"]] == [([0], n) for n in sizes]
+        # Measured: 0.02 to 0.1; the machine may be busy.
+        assert all(seconds < 5.0 for *_, seconds in facts["healed"])
         expected = one_process(name)
         same_weights(weights, expected["weights"])
         # What a rank had counted in the update in which it was lost is not known.
@@ -118,7 +124,7 @@ def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
     assert "rank 0 was lost; 3 ranks continue after step 7" in ended.stderr
     run = tmp_path / "run-0"
     saved = sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir())
-    assert saved == ["step-00000030", "step-00000032"]  # nothing half-written is left
+    assert saved == ["step-00000014", "step-00000016"]  # nothing half-written is left
     assert not any(verify(run / "checkpoints" / name) for name in saved)
     with (run / "metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["event"] == "epoch"]
@@ -160,12 +166,12 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_rank_that_never_joins_is_not_waited_for(tmp_path, one_process) -> None:
-    words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "dense,1:5:before")
+    words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "mixed,1:5:before")
     ended = launch(tmp_path, *words, NEVER_JOINS="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     facts, weights = result(tmp_path, 0)
     assert [change[1] for change in facts["healed"]] == [[1]]
-    same_weights(weights, one_process("dense")["weights"])
+    same_weights(weights, one_process("mixed")["weights"])
 
 
 @pytest.mark.exhaustive
@@ -174,7 +180,7 @@ def test_too_few_are_left(tmp_path, one_process) -> None:
     """The surviving ranks save and end; one process resumes from there."""
     ended = launch(
         tmp_path,
-        *("--min-n", "2", "-n", "2", str(SCRIPT), str(tmp_path), "dense,0:11:before"),
+        *("--min-n", "2", "-n", "2", str(SCRIPT), str(tmp_path), "mixed,0:11:before"),
     )
     assert ended.returncode != 0
     last = ended.stderr.strip().splitlines()[-1]
@@ -183,7 +189,7 @@ def test_too_few_are_left(tmp_path, one_process) -> None:
     assert str(run / "checkpoints") in last
     assert (run / "checkpoints" / "step-00000011").is_dir()
     keras.config.set_floatx("float64")
-    rest = healing_script.train("dense", [f"run.dir={run}"], [])[0]
-    expected = one_process("dense")
+    rest = healing_script.train("mixed", [f"run.dir={run}"], [])[0]
+    expected = one_process("mixed")
     same_weights(rest["weights"], expected["weights"])
     same_logs(rest["history"], expected["history"])
