@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,18 +27,20 @@ import json, os, pathlib, time
 import keras, numpy as np
 from ktrainer import Callback, Trainer
 
-planted = pathlib.Path(__file__).with_name("PLANTED")
+def planted(number):
+    return pathlib.Path(__file__).with_name(f"PLANTED-{number}").exists()
 
 class Wait(Callback):
-    waited = again = False
+    waited, again = 0, False
 
     def on_step_begin(self, step):
         first = os.environ["KTRAINER_RESTART"] == "0"
-        if first and self.world.size > 1 and step == 3 and not self.waited:
-            self.waited = True
-            print("now", flush=True)
+        due = step == 3 if self.waited == 0 else step == 5 and self.waited == 1 and planted(1)
+        if first and self.world.size > 1 and due:
+            self.waited += 1
+            print("now", self.waited, flush=True)
             for _ in range(400):
-                if planted.exists():
+                if planted(self.waited):
                     break
                 time.sleep(0.05)
         if not first and not self.again:
@@ -66,7 +68,8 @@ if trainer.world.is_root:
     print("hash seed", os.environ.get("PYTHONHASHSEED"), flush=True)
     print("found", trainer.world.size, json.dumps(found), flush=True)
 """
-PLANTED = "PLANTED"  # the file that tells the ranks that the fault is there: they wait for it
+SLEEPS = "import time\nprint('now 1', flush=True)\ntime.sleep(30)\n"
+PLANTED = ("PLANTED-1", "PLANTED-2")  # they tell the ranks, which wait, that a fault is there
 WORDS = ("backend=data_parallel", "data.batch=global", "data.batch_size=16", "trainer.epochs=2")
 MIRRORED = ("backend=tf_distribute", "backend.strategy=multi_worker_mirrored")
 MORE = ("logging.progress=none", "checkpoint.every=1ba", "world.deadline=8")
@@ -76,12 +79,11 @@ ENV = {"PYTHONPATH": str(ROOT)}
 
 @dataclass
 class Lost:
-    """The end of a launch that lost a host, after so many seconds."""
+    """The end of a launch that lost a host."""
 
     code: int
     out: str
     errors: str
-    seconds: float
 
 
 def found(text: str) -> tuple[int, list[np.ndarray]]:
@@ -92,44 +94,50 @@ def found(text: str) -> tuple[int, list[np.ndarray]]:
 
 
 def start(
-    made: Hosts, folder: Path, *options: object, slots: int = 1, warm: bool = False
+    made: Hosts,
+    folder: Path,
+    *options: object,
+    slots: Sequence[int] = (),
+    warm: bool = False,
+    text: str = TRAINS,
 ) -> subprocess.Popen[str]:
     """A launch over all hosts from the first one, once it is in the step to be interrupted.
 
     Its ranks need not import TensorFlow, unless they are to be found among a host's processes.
     """
     script = folder / "script.py"
-    script.write_text(TRAINS)
-    hosts = ",".join(f"{name}:{slots}" for name in made.names)
+    script.write_text(text)
+    each = zip(made.names, slots or [1] * len(made.names), strict=True)
+    hosts = ",".join(f"{name}:{count}" for name, count in each)
     keys = [str(option) for option in options if "=" in str(option)]
     named = [str(option) for option in options if "=" not in str(option)]
     words = ("--hosts", hosts, "--rsh", made.network_agent, *named, script)
     more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}", *keys)
     python = warm_python_on(made, **ENV) if warm else sys.executable
     launcher = made.start(0, python, *LAUNCH, *words, *more, env=ENV, cwd=folder)
-    assert launcher.stdout is not None
-    assert any("now" in line for line in launcher.stdout), launcher.communicate(timeout=60)
+    wait_for(launcher, "now 1")
     return launcher
 
 
-def lose(
-    made: Hosts, how: str, folder: Path, *options: object, slots: int = 1, warm: bool = True
-) -> Lost:
-    """Lose the last host in mid-step: how the launch on the others ends, and what it says."""
-    launcher = start(made, folder, *options, slots=slots, warm=warm)
-    last = len(made.names) - 1
-    began = time.monotonic()
-    if how == "stopped":
-        for pid in ranks_on(made, last):
-            os.kill(pid, signal.SIGSTOP)
-    else:
-        {"killed": made.kill, "cut": made.cut}[how](last)
-    if how == "cut":
-        time.sleep(4)  # the launcher, too, is to notice before training ends: after 6 s of silence
-    (folder / PLANTED).touch()
+def wait_for(launcher: subprocess.Popen[str], text: str) -> None:
+    """Return once a rank prints it."""
+    assert launcher.stdout is not None
+    assert any(text in line for line in launcher.stdout), launcher.communicate(timeout=60)
+
+
+def lose(made: Hosts, folder: Path, *options: object, slots: int = 1) -> Lost:
+    """Lose the second of two hosts in mid-step: how the launch on the other ends, what it says."""
+    launcher = start(made, folder, *options, slots=(slots, slots), warm=True)
+    made.kill(1)
+    (folder / PLANTED[0]).touch()
+    return end_of(launcher)
+
+
+def end_of(launcher: subprocess.Popen[str]) -> Lost:
+    """How a launch ends that has lost a host."""
     out, errors = launcher.communicate(timeout=150)
     reap_adopted()  # agents of the lost host, which this process inherits from the launcher
-    return Lost(launcher.returncode, out, errors, time.monotonic() - began)
+    return Lost(launcher.returncode, out, errors)
 
 
 def ranks_on(made: Hosts, host: int) -> list[int]:
@@ -162,46 +170,43 @@ def one_process(script: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["cut", "stopped"])
-def test_the_ranks_of_other_hosts_heal(
-    hosts: Callable[[int], Hosts], tmp_path: Path, how: str
-) -> None:
-    """With the numbers of one process. A host that was cut off ends its ranks, and says why."""
+def test_the_ranks_of_other_hosts_heal(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
+    """Without a rank that is stopped, and then without two of a host that is cut off, which end
+    and say why. Sums are hierarchical before, and not after; the numbers are those of one process.
+    """
     made = hosts(3)
-    lost = lose(made, how, tmp_path, "--heal", warm=False)
+    launcher = start(made, tmp_path, "--heal", slots=(2, 1, 2))
+    (stopped,) = ranks_on(made, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    (tmp_path / PLANTED[0]).touch()
+    wait_for(launcher, "now 2")
+    made.cut(2)
+    time.sleep(4)  # the launcher, too, is to notice before training ends: after 6 s of silence
+    (tmp_path / PLANTED[1]).touch()
+    lost = end_of(launcher)
     assert lost.code == 0, lost.errors
-    assert "rank 2 was lost; 2 ranks continue after step" in lost.errors
-    assert (f"host {made.names[2]} was lost, with rank 2" in lost.errors) == (how == "cut")
+    assert "rank 2 was lost; 4 ranks continue after step" in lost.errors
+    assert f"host {made.names[1]} was lost" not in lost.errors
+    assert f"host {made.names[2]} was lost, with ranks 3, 4" in lost.errors
+    assert "ranks 2, 3 were lost; 2 ranks continue after step" in lost.errors
     size, values = found(lost.out)
     assert size == 2
     assert_equals_one_process(values, tmp_path)
-    if how == "cut":
-        (log,) = made.folder.glob("*/tmp/ktrainer-*-lost-launcher.log")
-        assert made.names[2] in log.name
-        assert "has lost the launcher: nothing was heard from it for 6 s" in log.read_text()
-        assert not ranks_on(made, 2)
-
-
-@pytest.mark.exhaustive
-def test_two_ranks_of_a_lost_host(hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
-    """Sums are hierarchical before, and not after."""
-    made = hosts(2)
-    lost = lose(made, "killed", tmp_path, "--heal", slots=2)
-    assert lost.code == 0, lost.errors
-    assert f"host {made.names[1]} was lost, with ranks 2, 3" in lost.errors
-    assert "ranks 2, 3 were lost; 2 ranks continue after step" in lost.errors
-    assert_equals_one_process(found(lost.out)[1], tmp_path)
+    (log,) = made.folder.glob("*/tmp/ktrainer-*-lost-launcher.log")
+    assert made.names[2] in log.name
+    assert "has lost the launcher: nothing was heard from it for 6 s" in log.read_text()
+    assert not ranks_on(made, 2)
 
 
 @pytest.mark.exhaustive
 def test_ranks_save_and_end_when_the_launcher_is_lost(
     hosts: Callable[[int], Hosts], tmp_path: Path
 ) -> None:
-    """With its host, and rank 0. Started on the others, the run resumes from there."""
+    """With its host, and rank 0. The run resumes from there."""
     made = hosts(3)
     launcher = start(made, tmp_path, "--heal")
     made.kill(0)
-    (tmp_path / PLANTED).touch()
+    (tmp_path / PLANTED[0]).touch()
     launcher.communicate(timeout=20)
     deadline = time.monotonic() + 40
     while ranks_on(made, 1) or ranks_on(made, 2):
@@ -212,10 +217,8 @@ def test_ranks_save_and_end_when_the_launcher_is_lost(
         text = log.read_text()
         assert "has lost the launcher: the connection was closed" in text
         assert re.search(r"ended with exit code 75: .*checkpoint .*/step-0000000[34];", text), text
-    others = ("--hosts", ",".join(made.names[1:]), "--rsh", made.network_agent)
-    words = (sys.executable, *LAUNCH, "--heal", *others)
-    more = (*WORDS, *MORE, f"run.dir={tmp_path / 'lost'}", "checkpoint.resume=auto")
-    done = made.run(1, *words, tmp_path / "script.py", *more, env=ENV, cwd=tmp_path, timeout=90)
+    words = (*WORDS, *MORE, f"run.dir={tmp_path / 'lost'}", "checkpoint.resume=auto")
+    done = ktrainer("launch", "--all-ranks", tmp_path / "script.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "updated 3 " not in done.stdout
     assert_equals_one_process(found(done.stdout)[1], tmp_path)
@@ -228,7 +231,7 @@ def test_a_replicated_pipeline_restarts_from_its_last_update(
     """On the other host, which has a replica of each stage; no checkpoint was due before."""
     made = hosts(2)
     words = ("--heal", "--max-restarts", 2, "backend=pipeline", "backend.partitions=2")
-    lost = lose(made, "killed", tmp_path, *words, "checkpoint.every=null", slots=2)
+    lost = lose(made, tmp_path, *words, "checkpoint.every=null", slots=2)
     assert lost.code == 0, lost.errors
     assert f"host {made.names[1]} was lost, with ranks 2, 3" in lost.errors
     assert "again from 3\n" in lost.out
@@ -238,17 +241,12 @@ def test_a_replicated_pipeline_restarts_from_its_last_update(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("cut", ()), ("killed", MIRRORED)],
-    ids=["cut", "killed-mirrored"],
-)
 def test_a_launch_restarts_on_the_other_hosts(
-    hosts: Callable[[int], Hosts], tmp_path: Path, how: str, words: tuple[str, ...]
+    hosts: Callable[[int], Hosts], tmp_path: Path
 ) -> None:
     """With the numbers of one process: each example once, the interrupted update again."""
     made = hosts(2)
-    lost = lose(made, how, tmp_path, "--max-restarts", 2, *words)
+    lost = lose(made, tmp_path, "--max-restarts", 2, *MIRRORED)
     assert lost.code == 0, lost.errors
     assert f"host {made.names[1]} was lost, with rank 1" in lost.errors
     # The checkpoint before the interrupted update may still have been on its way to the disk.
@@ -265,7 +263,9 @@ def test_without_restarts_the_error_names_the_host(
 ) -> None:
     """In the last line."""
     made = hosts(2)
-    lost = lose(made, "killed", tmp_path)
+    launcher = start(made, tmp_path, text=SLEEPS)
+    made.cut(1)
+    lost = end_of(launcher)
     assert lost.code != 0
     last = lost.errors.strip().splitlines()[-1]
     assert f"host {made.names[1]} was lost, with rank 1" in last, lost.errors
