@@ -12,7 +12,6 @@ from ktrainer import Callback, Interrupted, Trainer
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from tests.dist.harness import leaks
 from tests.faults.runs import CASES, Case, Result, arrays, settings, train
-from tests.tf_distribute.running import make_devices
 
 BACKENDS = {
     "data_parallel": ("backend=data_parallel",),
@@ -92,11 +91,9 @@ def in_two(
     return ended, result, asks.validated + then.validated
 
 
-def on_ranks(directory: str, name: str, rank: int, backend: str, *words: str) -> Any:
+def on_ranks(directory: str, name: str, rank: int, backend: str) -> Any:
     """(what ended the first part, steps of its checkpoints, the rest and the whole run)."""
-    if backend == "strategy":
-        make_devices()
-    words = (*BACKENDS[backend], *words)
+    words = BACKENDS[backend]
     expected, _ = whole(Path(directory), name, *words)
     ended, found, _ = in_two(Path(directory), name, Asks(3, rank), *words)
     if backend == "workers":

@@ -54,26 +54,25 @@ def save_and_die(directory: Path, source: Path, model: Any, nth: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.quick("replaced")
-@pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
-def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path, again: bool) -> None:
-    """Killed while it saves step 4 (or saves it again), the run resumes from 3 or 4 to the bit."""
+def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
+    """Killed while it saves step 4, or saves it again, the run resumes from 3 or 4 to the bit."""
     case = CASES["callbacks"]
     whole = train(tmp_path / "whole", case)
     source, model = tmp_path / "whole" / "checkpoints" / "step-00000004", case.model()
-    for nth in range(100):
-        folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{nth}", 4 if again else 3)
-        directory = folder / "checkpoints"
-        if not save_and_die(directory, source, model, nth):
-            break
-        latest = Store(directory).latest()
-        assert latest is not None
-        assert latest.step in (3, 4)
-        assert verify(latest.path) == []
-        if nth % 7 == 6 - again:  # in the midst of the files, and after the last one
-            assert not differences(train(folder, case), whole), nth
-            assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
-    assert nth == (13 if again else 14), "files, manifest, renames, and pruning or replacing"
+    # Files, manifest, renames, and pruning or replacing; it resumes from the midst, and the end.
+    for last, points, resumes_after in ((3, 14, 6), (4, 13, 12)):
+        for nth in range(points + 1):
+            folder = killed_after(tmp_path / "whole", tmp_path / f"killed-{last}-{nth}", last)
+            directory = folder / "checkpoints"
+            assert save_and_die(directory, source, model, nth) == (nth < points), nth
+            latest = Store(directory).latest()
+            assert latest is not None
+            assert latest.step in (3, 4)
+            assert verify(latest.path) == []
+            if nth == resumes_after:
+                assert latest.step == last
+                assert not differences(train(folder, case), whole), nth
+                assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
 
 
 @pytest.mark.exhaustive

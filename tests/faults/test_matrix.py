@@ -36,9 +36,8 @@ ROWS = {
     ],
     8: [
         "faults/test_interrupted.py::test_row_08_at_any_step",
-        "faults/test_interrupted.py::test_row_08_data_parallel",
-        "faults/test_interrupted.py::test_row_08_pipeline",
-        "faults/test_interrupted.py::test_row_08_tf_distribute",
+        "faults/test_interrupted.py::test_row_08_on_ranks",
+        "faults/test_interrupted.py::test_row_08_workers",
         "faults/test_interrupted.py::test_row_08_under_the_launcher",
     ],
     9: [
