@@ -17,7 +17,17 @@ SCRIPT = str(Path(elastic_script.__file__))
 
 @pytest.fixture
 def undisturbed() -> Any:
-    """Values and losses of one process, which loses nothing."""
+    """Values and losses of one process, which loses nothing; it runs once a session."""
+    if not _ALONE:
+        _ALONE.update(one_process())
+    return _ALONE
+
+
+_ALONE: dict[str, Any] = {}
+
+
+def one_process() -> dict[str, Any]:
+    """A loop that nothing disturbs."""
     import ktrainer.dataparallel as hvd
 
     hvd.init()

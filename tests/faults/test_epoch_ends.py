@@ -50,9 +50,7 @@ class Hears(ktrainer.Callback):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("every", "last", "steps"), [("2ba", "20", (3, 4)), ("0.5ep", "20", (4,)), ("1ba", "8", (8,))]
-)
+@pytest.mark.parametrize(("every", "last", "steps"), [("2ba", "20", (3, 4)), ("1ba", "8", (8,))])
 def test_row_07_validation_inside_epochs(
     tmp_path: Path, every: str, last: str, steps: tuple[int, ...]
 ) -> None:
@@ -75,9 +73,9 @@ def test_row_07_validation_inside_epochs(
 
 
 @pytest.mark.quick("3-3")
-@pytest.mark.parametrize(("step", "last"), [(3, 3), (4, 4), (3, 8)])
+@pytest.mark.parametrize(("step", "last"), [(3, 3), (3, 8)])
 def test_row_08_in_a_validation_at_the_end(tmp_path: Path, step: int, last: int) -> None:
-    """Inside an epoch and at its end; what was validated is the best, and not what follows."""
+    """Inside an epoch, at the run's end or before; what was validated is the best."""
     words = ("trainer.validate_every=1ba", "checkpoint.best=val_loss", f"trainer.max_steps={last}")
     expected, _ = asking.whole(tmp_path, "compiled", *words)
     ended, found, _ = asking.in_two(tmp_path, "compiled", Asks(step, during="validation"), *words)
@@ -130,8 +128,7 @@ CASES["logs"] = Case(logging, 8, ("trainer.epochs=4",))
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:averaging the results of furthest")
 def test_row_07_logs_of_an_epoch(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    assert on_ranks(str(tmp_path / "one"), "logs", [4], "backend=local") == [[]]
-    words = (str(tmp_path / "two"), "logs", [3], "backend=data_parallel")
+    words = (str(tmp_path), "logs", [3], "backend=data_parallel")
     assert ranks(2).run(on_these, *words, deadline=120) == [[[]]] * 2
 
 
