@@ -103,7 +103,6 @@ LAYOUTS = {
     "three": (3, ("backend=data_parallel",)),
     "four": (4, ("backend=data_parallel",)),
     "pipeline": (2, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=2")),
-    "hybrid": (4, ("backend=pipeline", "backend.partitions=2", "backend.microbatches=1")),
     "strategy": (1, STRATEGY),
 }
 
@@ -128,7 +127,7 @@ def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
 @pytest.mark.parametrize(
     ("begun", "kind", "step", "continued"),
     [
-        ("four", "double", 2, ["three", "hybrid"]),
+        ("four", "double", 2, ["three", "pipeline"]),
         ("pipeline", "double, tf.data", 6, ["strategy"]),
     ],
 )
