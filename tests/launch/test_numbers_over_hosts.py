@@ -22,19 +22,19 @@ SCRIPT = """
 import json
 import os
 import subprocess
+import sys
+from pathlib import Path
 from ktrainer import Trainer
 import keras
 import numpy as np
 
 keras.config.set_floatx("float64")
-settings = {"seed": 7, "trainer": {"epochs": 2}, "data": {"batch_size": 16},
-            "logging": {"progress": "none", "csv": False}, "run": {"dir": os.environ["RUN"]}}
-trainer = Trainer.from_cli(defaults=settings)
 x = np.random.default_rng(1).normal(size=(72, 6))  # the last batch is half a batch
 y = np.tanh(x @ np.arange(6.0))[:, None]
+backends = os.environ.get("BACKENDS", "").split(" then ")  # trained on one after the other
 
 def build():
-    layers = [keras.layers.Dense(8, activation="tanh", name=f"d{i}") for i in range(3)]
+    layers = [keras.layers.Dense(8, activation="tanh", name="hidden")]
     model = keras.Sequential([keras.Input((6,)), *layers, keras.layers.Dense(1, name="out")])
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
@@ -43,50 +43,47 @@ class Look(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if epoch == 1:
             ports = subprocess.run(["ss", "-ltnHp"], capture_output=True, text=True).stdout
-            name = f"{os.environ['RUN']}/listening-{os.getpid()}-{os.uname().nodename}"
-            open(name, "w").write(ports)
+            (folder / f"listening-{os.getpid()}-{os.uname().nodename}").write_text(ports)
 
-with trainer.scope():
-    model = build()
-history = trainer.fit(model, (x, y), callbacks=[Look()], shuffle=False)
-predicted = trainer.predict(model, x)
-if trainer.world.is_root:
-    values = {"loss": history.history["loss"], "predicted": np.asarray(predicted).tolist()}
-    json.dump(values, open(os.environ["RUN"] + "/numbers.json", "w"))
+for number, words in enumerate(backends):
+    folder = Path(os.environ["RUN"], str(number))
+    folder.mkdir(exist_ok=True)
+    settings = {"seed": 7, "trainer": {"epochs": 2}, "data": {"batch_size": 16},
+                "logging": {"progress": "none", "csv": False}, "run": {"dir": str(folder)}}
+    with Trainer.from_cli(argv=[*sys.argv[1:], *words.split()], defaults=settings) as trainer:
+        with trainer.scope():
+            model = build()
+        history = trainer.fit(model, (x, y), callbacks=[Look()], shuffle=False)
+        predicted = trainer.predict(model, x)
+        if trainer.world.is_root:
+            values = {"loss": history.history["loss"], "predicted": np.asarray(predicted).tolist()}
+            (folder / "numbers.json").write_text(json.dumps(values))
 """
 
 
 @dataclass
 class Case:
-    """One way to train over two hosts.
+    """Ways to train over two hosts, in one launch.
 
     Attributes:
-        slots: processes on each.
-        words: of the command line.
+        backends: the words of each.
         imports: each rank imports TensorFlow, as those of users do.
     """
 
-    slots: int
-    words: list[str]
+    backends: list[str]
     imports: bool = False
 
 
 CASES = {
-    "data parallel": Case(1, ["backend=data_parallel", "backend.engine=mpi"], imports=True),
-    "Horovod": Case(1, ["backend=data_parallel", "backend.engine=horovod"]),
-    "pipeline": Case(1, ["backend=pipeline", "backend.partitions=2", "backend.microbatches=4"]),
-    "hybrid": Case(
-        2,
+    "data parallel, pipeline": Case(
         [
-            "backend=pipeline",
-            "backend.partitions=2",
-            "backend.microbatches=4",
-            "backend.engine=mpi",
+            "backend=data_parallel backend.engine=mpi",
+            "backend=pipeline backend.partitions=2 backend.microbatches=4",
         ],
+        imports=True,
     ),
-    "multi-worker mirrored": Case(
-        1, ["backend=tf_distribute", "backend.strategy=multi_worker_mirrored"]
-    ),
+    "Horovod": Case(["backend=data_parallel backend.engine=horovod"]),
+    "multi-worker mirrored": Case(["backend=tf_distribute backend.strategy=multi_worker_mirrored"]),
 }
 
 
@@ -107,7 +104,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     (folder / "script.py").write_text(SCRIPT)
     done = run_script("script.py", cwd=folder, seconds=90, RUN=str(folder), **one_thread())
     assert done.returncode == 0, done.stderr
-    return dict(json.loads((folder / "numbers.json").read_text()))
+    return dict(json.loads((folder / "0" / "numbers.json").read_text()))
 
 
 @pytest.mark.exhaustive
@@ -120,22 +117,25 @@ def test_two_hosts_have_the_numbers_of_one_process_and_listen_to_one_another_onl
 ) -> None:
     case = CASES[name]
     Path("script.py").write_text(SCRIPT)
-    named = ",".join(f"{host}:{case.slots}" for host in pair.names)
+    named = ",".join(f"{host}:1" for host in pair.names)
     env = {**one_thread(), "PYTHONPATH": str(ROOT), "RUN": str(Path.cwd())}
+    env["BACKENDS"] = " then ".join(case.backends)
     python = sys.executable if case.imports else warm_python_on(pair, **env)
     options = ("--hosts", named, "--rsh", pair.agent)
-    words = launch_command(*options, "script.py", *case.words, python=python)
+    words = launch_command(*options, "script.py", *case.backends[0].split(), python=python)
     done = pair.run(0, *words, env=env, cwd=Path.cwd(), timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
-    _check_numbers(alone)
-    looked = list(Path().glob("listening-*"))
-    assert len({path.name.rpartition("-")[2] for path in looked}) == 2
-    for path in looked:
-        _check_listening(path.read_text())
+    for number in range(len(case.backends)):
+        folder = Path(str(number))
+        _check_numbers(folder, alone)
+        looked = list(folder.glob("listening-*"))
+        assert len({path.name.rpartition("-")[2] for path in looked}) == 2
+        for path in looked:
+            _check_listening(path.read_text())
 
 
-def _check_numbers(alone: dict[str, object]) -> None:
-    found = json.loads(Path("numbers.json").read_text())
+def _check_numbers(folder: Path, alone: dict[str, object]) -> None:
+    found = json.loads((folder / "numbers.json").read_text())
     for key in ("loss", "predicted"):
         np.testing.assert_allclose(found[key], alone[key], rtol=1e-10, atol=1e-10)
 
@@ -173,12 +173,12 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
             python = warm_python_on(pair, **env)
             tasks.append(pair.start(host, python, *words, env=env, cwd=Path.cwd()))
     chief, deadline = tasks[-1], time.monotonic() + 100
-    while not list(Path().glob("listening-*")) and chief.poll() is None:
+    while not list(Path("0").glob("listening-*")) and chief.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     looked = [pair.run(host, "ss", "-ltnHp").stdout for host in (0, 1)]
     ended = [task.communicate(timeout=60) for task in reversed(tasks)]
     assert [task.returncode for task in tasks] == [0] * 4, ended
-    _check_numbers(alone)
+    _check_numbers(Path("0"), alone)
     for text in looked:
         _check_listening(text)
