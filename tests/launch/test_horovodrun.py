@@ -48,19 +48,14 @@ with Trainer.from_cli(defaults=quiet) as trainer:
 
 COLLECTIVES = """\
 import os, pickle
+from ktrainer.distributed import open_world
+from ktrainer.errors import PeerLost
 from tests.distributed import collectives
-from tests.processes import warm_python
 
 results = (collectives.reductions("horovod"), collectives.python_numbers("horovod"),
            collectives.messages("horovod"), collectives.barrier("horovod"))
 with open(f"results-{os.environ['HOROVOD_RANK']}", "wb") as file:
     pickle.dump(results, file)
-"""
-
-LOST = """\
-import os
-from ktrainer.errors import PeerLost
-from ktrainer.distributed import open_world
 
 world = open_world(30)
 world.barrier()
@@ -122,48 +117,39 @@ def finish(command: list[str], folder: Path) -> tuple[int, str]:
     return code, (folder / "output").read_text(errors="replace")
 
 
+def check_fitted(folder: Path, start: str) -> None:
+    """Each rank trained on its own half of every batch: weights are equal only if shared."""
+    one, other = ((folder / f"fitted-{rank}").read_text() for rank in range(2))
+    assert one == other
+    assert one.startswith(start)
+
+
+WORDS = ("backend=data_parallel", "trainer.epochs=2", "data.batch_size=16")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "world", "engine"),
-    [
-        pytest.param(mpirun, "mpi", "mpi", id="mpirun"),
-        pytest.param(horovodrun, "horovod", "horovod", id="horovodrun", marks=pytest.mark.horovod),
-    ],
-)
-def test_a_script_trains_on_both_ranks_together(
-    launcher: Callable[..., list[str]], world: str, engine: str, script: Script, tmp_path: Path
-) -> None:
-    words = ["backend=data_parallel", "trainer.epochs=2", "data.batch_size=16"]
-    code, output = finish(launcher(script(FIT), *words), tmp_path)
+def test_a_script_trains_on_both_ranks_together(script: Script, tmp_path: Path) -> None:
+    code, output = finish(mpirun(script(FIT), *WORDS), tmp_path)
     assert code == 0, output
-    # Each rank trained on its own half of every batch: weights are equal only if shared.
-    one, other = ((tmp_path / f"fitted-{rank}").read_text() for rank in range(2))
-    assert one == other
-    assert one.startswith(f"{world} {engine} 2 8 ")
+    check_fitted(tmp_path, "mpi mpi 2 8 ")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.horovod
-def test_collectives_without_mpi(script: Script, tmp_path: Path) -> None:
-    code, output = finish(horovodrun(script(COLLECTIVES)), tmp_path)
+def test_horovod_without_mpi(script: Script, tmp_path: Path) -> None:
+    """Ranks train together, then call each collective, then one is lost."""
+    code, output = finish(horovodrun(script(FIT + COLLECTIVES), *WORDS), tmp_path)
     assert code == 0, output
+    check_fitted(tmp_path, "horovod horovod 2 8 ")
     results = [pickle.loads((tmp_path / f"results-{rank}").read_bytes()) for rank in range(2)]
     reductions, numbers, messages, barriers = zip(*results, strict=True)
     collectives.check_reductions(reductions)
     collectives.check_python_numbers(list(numbers))
     collectives.check_messages(messages)
     assert max(came for came, _ in barriers) <= min(left for _, left in barriers)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.horovod
-def test_a_rank_that_died_is_lost(script: Script, tmp_path: Path) -> None:
-    code, output = finish(horovodrun(script(LOST)), tmp_path)
-    assert code == 0, output
-    assert "lost: rank 0 lost a peer at step 0 in 'the news'" in output
+    assert "lost: rank 0 lost a peer at step 8 in 'the news'" in output
 
 
 @pytest.mark.exhaustive
