@@ -70,7 +70,16 @@ def wide(batches: int) -> tf.data.Dataset:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose servers are the processes that it has started."""
     with service(tmp_path_factory.mktemp("service"), "-n", "1", "--threads", "1") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service for tests that kill its worker: the next one need not import TensorFlow."""
+    folder, words = tmp_path_factory.mktemp("failing"), ("-n", "1", "--threads", "1")
+    with service(folder, *words, python=warm_python()) as started:
         yield started
 
 
@@ -150,8 +159,9 @@ def turns_of(path: str, worker: int) -> list[int]:
 
 
 @pytest.mark.exhaustive
-def test_ranks_in_turns_lose_nothing_with_a_worker(one, ranks: Group):
-    parts = ranks(2).run(turns_of, str(one.path), one.servers("worker")[0].pid, deadline=120)
+def test_ranks_in_turns_lose_nothing_with_a_worker(failing, ranks: Group):
+    worker = failing.servers("worker")[0].pid
+    parts = ranks(2).run(turns_of, str(failing.path), worker, deadline=120)
     for rank, part in enumerate(parts):
         assert part == list(range(2 * rank, 1200, 4))
 
@@ -206,34 +216,33 @@ def test_servers_listen_at_the_address_of_the_service_alone(one):
     assert addresses() == {"127.0.0.1"}
 
 
-def test_a_worker_that_fails_in_mid_epoch_loses_nothing(one):
-    with closing(source(one.path, wide(300))) as remote:
+def test_a_worker_that_fails_in_mid_epoch_loses_nothing(failing):
+    with closing(source(failing.path, wide(300))) as remote:
         pieces = remote.open(0, 0)
         before = firsts(next(pieces) for _ in range(40))
-        one.kill("worker")
+        failing.kill("worker")
         assert before + firsts(pieces) == list(range(0, 1200, 4))
 
 
 @pytest.mark.exhaustive
-def test_a_dispatcher_that_hangs_is_an_error_within_the_deadline(tmp_path):
+def test_a_dispatcher_that_hangs_is_an_error_within_the_deadline(one):
     """It still has its port, where the system accepts connections."""
-    with service(tmp_path, "-n", "1", "--threads", "1") as started:
-        (dispatcher,) = started.servers("dispatcher")
-        with closing(source(started.path, wide(300), deadline=3.0)) as remote:
-            pieces = remote.open(0, 0)
-            before = firsts(next(pieces) for _ in range(5))
-            dispatcher.suspend()
-            try:
-                # The worker needs no dispatcher for the rest of an epoch that has begun.
-                assert before + firsts(pieces) == list(range(0, 1200, 4))
-                began = time.monotonic()
-                with pytest.raises(WorldError, match="has not answered for 3 s"):
-                    next(remote.open(1, 0))
-                assert time.monotonic() - began < 10
-                with pytest.raises(DeadlineExceeded):
-                    TfDataServiceConfig.read(started.path, True, timeout=1.0)
-            finally:
-                dispatcher.resume()
+    (dispatcher,) = one.servers("dispatcher")
+    with closing(source(one.path, wide(300), deadline=3.0)) as remote:
+        pieces = remote.open(0, 0)
+        before = firsts(next(pieces) for _ in range(5))
+        dispatcher.suspend()
+        try:
+            # The worker needs no dispatcher for the rest of an epoch that has begun.
+            assert before + firsts(pieces) == list(range(0, 1200, 4))
+            began = time.monotonic()
+            with pytest.raises(WorldError, match="has not answered for 3 s"):
+                next(remote.open(1, 0))
+            assert time.monotonic() - began < 10
+            with pytest.raises(DeadlineExceeded):
+                TfDataServiceConfig.read(one.path, True, timeout=1.0)
+        finally:
+            dispatcher.resume()
 
 
 def test_numbers_that_do_not_fit(tmp_path):

@@ -17,7 +17,7 @@ from ktrainer.data import Examples
 from ktrainer.data.stage_times import StageTimes
 
 BATCH = np.ones((4, 3)), np.ones((4, 1))
-SECONDS, BATCHES = 0.15, 10
+SECONDS, BATCHES = 0.15, 6
 
 
 class Slow(keras.utils.PyDataset):
