@@ -23,7 +23,7 @@ import ktrainer
 from ktrainer.config import load_config
 from tests.docs.blocks import Block, difference, read_blocks
 from tests.docs.commands import check_command
-from tests.processes import warm_python
+from tests.processes import script, warm_python
 
 if TYPE_CHECKING:
     from tests.dist.harness import Ranks
@@ -35,6 +35,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES = [page for page in PAGES if page not in GENERATED]
 KNOWN = {"", "console", "output", "python", "text", "yaml", "make"}
 SECONDS = 120
+BUILD = "import sys; from sphinx.cmd.build import main; sys.exit(main(sys.argv[1:]))"
 
 _namespaces: dict[str, dict[str, Any]] = {}
 
@@ -70,37 +71,46 @@ def runs(block: Block) -> bool:
 
 @pytest.fixture
 def folder(page: Path, tmp_path: Path) -> Path:
-    """Where a page runs: the repository's scripts are there, and `ktrainer` and `python`.
-
-    But for those of the README, scripts and ranks need not import TensorFlow.
-    """
-    program = sys.executable if page.name == "README.md" else warm_python()
+    """Where a page runs: the repository's scripts are there, and `ktrainer` and `python`, by which
+    scripts, ranks, `python -c` and `ktrainer env` need not import TensorFlow."""
     for each in ("benchmarks", "configs", "examples"):
         (tmp_path / each).symlink_to(ROOT / each)
-    commands = tmp_path / ".bin"
+    commands, program = tmp_path / ".bin", warm_python()
     commands.mkdir()
-    for command, words in (("python", ""), ("ktrainer", "-m ktrainer.cli.main")):
-        path = commands / command
-        path.write_text(f'#!/bin/sh\nexec "{program}" {words} "$@"\n')
-        path.chmod(0o755)
+    (commands / "env.py").write_text("from ktrainer.cli.main import main; main(['env'])")
+    for command, special, run in (
+        ("python", f'-c) echo "$2" > {commands}/text.py; set -- {commands}/text.py', program),
+        ("ktrainer", f"env) exec {program} {commands}/env.py", f"{program} -m ktrainer.cli.main"),
+    ):
+        lines = f'#!/bin/sh\ncase "$1" in {special} ;; esac\nexec {run} "$@"\n'
+        (commands / command).write_text(lines)
+        (commands / command).chmod(0o755)
     return tmp_path
+
+
+def own_commands(command: str, page: Path, folder: Path) -> Path:
+    """The folder of `ktrainer` and `python` for a command: those of `folder`, but for the README's
+    start of several ranks, which is that of a user."""
+    as_installed = page.name == "README.md" and " -n " in command
+    return Path(sys.executable).parent if as_installed else folder / ".bin"
 
 
 def run_console(block: Block, folder: Path) -> None:
     """Run the commands of a session, and compare what they print."""
     env = {
         **os.environ,
-        "PATH": f"{folder / '.bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     for command, expected in block.commands():
+        own = own_commands(command, block.page, folder)
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=env,
+            env={**env, "PATH": f"{own}:{env['PATH']}"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -198,14 +208,8 @@ def test_the_readme_is_a_page() -> None:
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="needs the extra `docs`: pip install '.[docs]'")
     pytest.importorskip("furo", reason="needs the extra `docs`: pip install '.[docs]'")
-    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
-    done = subprocess.run(
-        [*build, "docs", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    program, site = tmp_path / "build.py", tmp_path / "site"
+    program.write_text(BUILD)
+    done = script(program, "-W", "--keep-going", "-q", "-b", "html", "docs", site, seconds=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "site" / "reference" / "api.html").is_file()
+    assert (site / "reference" / "api.html").is_file()
