@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Name a test when it fails: what is said of all tests at the end may be an hour away."""
+    """Name a failed test at once: the summary may be an hour away."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)", flush=True)
 

@@ -307,8 +307,11 @@ def trace(step: Callable[..., Any], spec: Any) -> None:
 
 
 def trace_once(function: Callable[..., Any], *specs: Any) -> None:
-    """Trace `function` only for what this makes: TensorFlow would trace it again, without making
-    variables, to have a function that can be called."""
+    """Trace `function` for the variables that it makes.
+
+    TensorFlow traces a function that makes variables a second time, to get one that can be called;
+    that is not needed here.
+    """
     is_traced = False
 
     def once(*args: Any) -> None:

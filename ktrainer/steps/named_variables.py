@@ -73,8 +73,8 @@ def view_of(variable: Any) -> np.ndarray:
 
 
 def views_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """`view_of` of each; of variables on one device in one operation, each of which takes longer
-    than a scalar's copy."""
+    """`view_of` of each; variables on one device are read in one operation, as starting an
+    operation takes longer than copying a scalar."""
     values = [getattr(variable, "_value", variable) for variable in variables]
     plain = all(type(value) is ResourceVariable for value in values)
     if not plain or len({value.device for value in values}) != 1:

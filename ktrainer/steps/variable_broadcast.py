@@ -30,7 +30,8 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
         if world.rank != root:
             for variable, value in zip(variables, received, strict=True):
                 variable.assign(value)
-            del mine, received, variable, value
+            del variable, value
+        del mine, received
     return_freed_memory()
 
 

@@ -65,7 +65,7 @@ def _resume(directory: str, partitions: int) -> Any:
     return values(model), best, counted(model)
 
 
-# (ranks, stages) that save, and those that go on.
+# (ranks, stages) that save, and those that resume.
 LAYOUTS = {
     (2, 2): [(1, WHOLE), (2, 2), (3, 3)],
     (4, 2): [(2, WHOLE), (4, 4)],

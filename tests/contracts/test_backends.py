@@ -35,7 +35,11 @@ def compare(name: str, expected: Outcome, ours: Outcome) -> float:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("size", "chosen"), [(2, EXACT[::2]), (2, EXACT[1::2]), (3, EXACT[1::6])])
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [(2, EXACT[::2]), (2, EXACT[1::2]), (3, EXACT[1::6])],
+    ids=["2-even", "2-odd", "3"],
+)
 def test_models_equal_one_process(ranks: Callable[..., Any], size: int, chosen: list[str]) -> None:
     by_rank = ranks(size).run(train, chosen, name="data_parallel", engine="mpi", deadline=280)
     largest = {}

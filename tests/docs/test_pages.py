@@ -71,15 +71,19 @@ def runs(block: Block) -> bool:
 
 @pytest.fixture
 def folder(page: Path, tmp_path: Path) -> Path:
-    """Where a page runs: the repository's scripts are there, and `ktrainer` and `python`, by which
-    scripts, ranks, `python -c` and `ktrainer env` need not import TensorFlow."""
+    """Where a page runs: the repository's scripts, and commands `python` and `ktrainer` that start
+    as forks of a process with TensorFlow."""
     for each in ("benchmarks", "configs", "examples"):
         (tmp_path / each).symlink_to(ROOT / each)
     commands, program = tmp_path / ".bin", warm_python()
     commands.mkdir()
     (commands / "env.py").write_text("from ktrainer.cli.main import main; main(['env'])")
     for command, special, run in (
-        ("python", f'-c) echo "$2" > {commands}/text.py; set -- {commands}/text.py', program),
+        (
+            "python",
+            f'-c) printf "%s\\n" "$2" > {commands}/text.py; set -- {commands}/text.py',
+            program,
+        ),
         ("ktrainer", f"env) exec {program} {commands}/env.py", f"{program} -m ktrainer.cli.main"),
     ):
         lines = f'#!/bin/sh\ncase "$1" in {special} ;; esac\nexec {run} "$@"\n'

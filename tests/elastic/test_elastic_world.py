@@ -78,7 +78,11 @@ def test_after_healing_the_world_is_as_new(tmp_path: Path, case: str) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("stays_away", "operation"),
-    [("heal", "agree on the surviving ranks"), ("_open", "reopen the world")],
+    [
+        ("heal", "agree on the surviving ranks"),
+        ("_shrunk", "shrink the world"),
+        ("_open", "reopen the world"),
+    ],
 )
 def test_after_a_deadline_in_healing_a_rank_can_no_longer_communicate(
     tmp_path: Path, stays_away: str, operation: str

@@ -91,9 +91,9 @@ def in_two(
     return ended, result, asks.validated + then.validated
 
 
-def on_ranks(directory: str, name: str, rank: int, backend: str) -> Any:
+def on_ranks(directory: str, name: str, rank: int, backend: str, *words: str) -> Any:
     """(what ended the first part, steps of its checkpoints, the rest and the whole run)."""
-    words = BACKENDS[backend]
+    words = (*BACKENDS[backend], *words)
     expected, _ = whole(Path(directory), name, *words)
     ended, found, _ = in_two(Path(directory), name, Asks(3, rank), *words)
     if backend == "workers":

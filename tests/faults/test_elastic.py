@@ -15,19 +15,9 @@ from tests.faults.test_healing import launch
 SCRIPT = str(Path(elastic_script.__file__))
 
 
-@pytest.fixture
-def undisturbed() -> Any:
-    """Values and losses of one process, which loses nothing; it runs once a session."""
-    if not _ALONE:
-        _ALONE.update(one_process())
-    return _ALONE
-
-
-_ALONE: dict[str, Any] = {}
-
-
-def one_process() -> dict[str, Any]:
-    """A loop that nothing disturbs."""
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """Values and losses of one process, which loses nothing."""
     import ktrainer.dataparallel as hvd
 
     hvd.init()

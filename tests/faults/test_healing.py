@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import sys
 from pathlib import Path
@@ -59,23 +60,17 @@ def test_ranks_agree_while_another_thread_exchanges_messages(tmp_path: Path) -> 
     assert ended.stdout.count("all agreed") == 4
 
 
-_ALONE: dict[str, Any] = {}
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`one_process(name)`: that training, undisturbed, and its folder; it runs once."""
 
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Any:
-    """`one_process(name)`: that training, undisturbed; it runs once a session."""
-    before = keras.config.floatx()
-
+    @functools.cache
     def train(name: str) -> dict[str, Any]:
-        if name not in _ALONE:
-            keras.config.set_floatx("float64")
-            words = [f"run.dir={tmp_path / 'alone' / name}"]
-            _ALONE[name] = healing_script.train(name, words, [])[0]
-        return _ALONE[name]
+        keras.config.set_floatx("float64")  # until the test ends
+        folder = tmp_path_factory.mktemp(name)
+        return healing_script.train(name, [f"run.dir={folder}"], [])[0] | {"folder": folder}
 
-    yield train
-    keras.config.set_floatx(before)
+    return train
 
 
 def result(tmp_path: Path, number: int) -> tuple[dict[str, Any], list[np.ndarray]]:
@@ -148,7 +143,7 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     assert not facts["listens everywhere"]  # row 27: neither does any of those who are left
     assert "a rank joined; 2 ranks continue" in ended.stderr
     assert "rank 0 was lost; 1 rank continues" in ended.stderr
-    whole, healed = (RunRecord(tmp_path / name) for name in ("alone/longer", "run-0"))
+    whole, healed = RunRecord(expected["folder"]), RunRecord(tmp_path / "run-0")
     found = compare(whole, healed, tolerance=1e-9)
     assert (found.first, found.alone) == ({}, (0, 0))
     assert found.points >= len(expected["history"]["loss"])

@@ -23,6 +23,7 @@ from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.config import load_config
 from ktrainer.data.prefetch_thread import Prefetcher
 from ktrainer.training import preemption
+from tests.dist.small import group_mode
 from tests.faults import asking
 from tests.faults.asking import Asks, case_of, in_two, no_checkpoint, whole
 from tests.faults.runs import BATCH, CASES, STEPS, arrays, settings, train
@@ -161,11 +162,12 @@ def test_row_08_before_the_first_step_where_ranks_may_die(
     [
         ((), ""),
         (("checkpoint.resume=RUN/checkpoints",), ""),
+        (("run.dir=null",), "checkpoint.resume=LAST"),
         (("run.dir=RUN-{time}",), "checkpoint.resume=LAST"),
         (("run.dir=null", "checkpoint.dir=saved"), ""),
         (("checkpoint.resume=never",), "checkpoint.resume=LAST"),
     ],
-    ids=["named", "own folder", "by time", "own place", "never"],
+    ids=["named", "own folder", "new folder", "by time", "own place", "never"],
 )
 def test_the_message_about_resuming_is_true(
     tmp_path: Path, undisturbed: Callable[..., Any], words: tuple[str, ...], adds: str
@@ -307,10 +309,19 @@ def test_which_signals() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", ["data_parallel", "pipeline"])
-def test_row_08_on_ranks(ranks: Callable[..., Any], tmp_path: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "engine"),
+    [
+        ("data_parallel", "mpi"),
+        pytest.param("data_parallel", "horovod", marks=pytest.mark.horovod),
+        ("pipeline", "mpi"),
+    ],
+)
+def test_row_08_on_ranks(
+    ranks: Callable[..., Any], tmp_path: Path, backend: str, engine: str
+) -> None:
     """Rank 1 alone is asked."""
-    check(ranks(2), tmp_path, 1, backend)
+    check(ranks(2, group_mode(engine)), tmp_path, 1, backend, f"backend.engine={engine}")
 
 
 @pytest.mark.exhaustive
@@ -346,8 +357,8 @@ def test_row_08_workers(ranks: Callable[..., Any], tmp_path: Path) -> None:
     check(ranks(2, f"{CLUSTER} 1"), tmp_path, 1, "workers")
 
 
-def check(group: Any, folder: Path, rank: int, backend: str) -> None:
-    task = (asking.on_ranks, str(folder), "short", rank, backend)
+def check(group: Any, folder: Path, rank: int, backend: str, *words: str) -> None:
+    task = (asking.on_ranks, str(folder), "short", rank, backend, *words)
     for ended, saved, found, expected in group.run(*task, deadline=180):
         assert (ended.code, ended.step) == (75, 3)
         assert saved == [3]

@@ -67,10 +67,9 @@ def test_row_01_killed_at_every_point_of_a_save(tmp_path: Path) -> None:
             assert save_and_die(directory, source, model, nth) == (nth < points), nth
             latest = Store(directory).latest()
             assert latest is not None
-            assert latest.step in (3, 4)
+            assert latest.step in ((3, 4) if nth < points - 1 else (4,))  # as it prunes, 4 is there
             assert verify(latest.path) == []
             if nth == resumes_after:
-                assert latest.step == last
                 assert not differences(train(folder, case), whole), nth
                 assert not [p.name for p in directory.iterdir() if p.name.startswith(".")]
 

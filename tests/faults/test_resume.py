@@ -127,7 +127,7 @@ def run_on(ranks: Callable[..., Any], layout: str, *args: Any) -> list[Result]:
 @pytest.mark.parametrize(
     ("begun", "kind", "step", "continued"),
     [
-        ("four", "double", 2, ["three", "pipeline"]),
+        ("four", "double, PyDataset", 2, ["three", "pipeline"]),
         ("pipeline", "double, tf.data", 6, ["strategy"]),
     ],
 )

@@ -51,16 +51,18 @@ def test_row_20_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_row_20_stop(ranks: Callable[..., Any], tmp_path: Path) -> None:
-    every = ranks(2).run(stopped, str(tmp_path), *BACKENDS["pipeline"], deadline=120)
-    assert [found[:2] for found in every] == [(4, [1, 2, 3])] * 2
+@pytest.mark.parametrize(("backend", "size"), [("pipeline", 2), ("strategy", 1)])
+def test_row_20_stop(ranks: Callable[..., Any], tmp_path: Path, backend: str, size: int) -> None:
+    group = ranks(size, ONE_PROCESS if backend == "strategy" else "")
+    every = group.run(stopped, str(tmp_path), *BACKENDS[backend], deadline=120)
+    assert [found[:2] for found in every] == [(4, [1, 2, 3])] * size
     assert "not finite at step 4" in every[0][2][0]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["mirrored", "central_storage"])
 def test_row_20_tf_distribute(ranks: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
-    names = ["rollback"] if strategy == "mirrored" else ["nan"]
+    names = ["rollback"] if strategy == "mirrored" else ["spike"]
     words = ("strategy", names, f"backend.strategy={strategy}", "health.nan=skip")
     found = ranks(1, ONE_PROCESS).run(on_ranks, str(tmp_path), *words, deadline=180)
     assert found == [[[]]]

@@ -77,7 +77,7 @@ comm.Barrier()
 def test_a_fork_is_as_a_process_of_its_own(launch: Launch, script: Script) -> None:
     """Its rank, files, folder, path, signals and numbers; how it ends is how the launch ends.
 
-    A crash of one leaves the next start its forks.
+    After a fork has crashed, the next start still uses forks.
     """
     words = ("-n", 2, "--threads", 2, "--max-restarts", 3, "--no-check")
     done = launch(*words, script(_SCRIPT), "word", OMP_NUM_THREADS="2")  # OpenBLAS has threads

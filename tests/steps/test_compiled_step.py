@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ktrainer.steps.compiled_step import CompiledStep
+from tests.small import trainer
 
 SCALAR = tf.TensorSpec([], tf.float64)
 
@@ -97,3 +99,28 @@ def test_without_specs_it_is_traced_as_it_is_called() -> None:
     traced = Traced()
     for shape in ((1, 2), (3, 2)):
         assert traced.step(np.ones(shape), np.float64(1.0))["batch"].shape == shape
+
+
+class Counts(keras.layers.Layer):
+    """Notes each of its traces: whether it is of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traces: list[bool | None] = []
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        self.traces.append(training)
+        return x
+
+
+@pytest.mark.parametrize(("accumulate", "traces"), [(1, [False, True]), (2, [False, True, True])])
+def test_each_function_of_a_fit_is_traced_once(accumulate: int, traces: list[bool]) -> None:
+    """One of testing, for its variables; one that counts rows of parts; one of training."""
+    counts = Counts()
+    model = keras.Sequential([keras.Input((3,)), counts, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=["mae"])
+    counts.traces.clear()
+    x = np.ones((16, 3), np.float32)
+    with trainer((), health__verify="off", trainer__accumulate=accumulate) as it:
+        it.fit(model, (x, x[:, :1]))
+    assert counts.traces == traces

@@ -17,7 +17,7 @@ from tests.dist.small import small_model
 from tests.tf_distribute.running import close, under, zoo_under
 from tests.tf_distribute.test_features import trainer, vectors, weights_of
 
-EXACT = ["gan", "averaged_weights", "nested_logs"]
+EXACT = ["gan", "averaged_weights", "many_metrics"]
 NOISY = ["vae"]
 WRITER = "ktrainer.checkpoint.background_writer"
 
