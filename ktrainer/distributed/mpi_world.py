@@ -31,6 +31,7 @@ from ktrainer.distributed.world import ended_by
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError, name_ranks
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
+_LEAST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
@@ -127,7 +128,7 @@ class MpiWorld(MpiComm):
                     next_poll = waited + POLL_SECONDS
                     self.answer(what)
                 if waited > _SPIN_SECONDS:
-                    time.sleep(50e-6)
+                    time.sleep(pause_after(waited))
                 else:
                     os.sched_yield()
         except MPI.Exception as error:
@@ -168,6 +169,15 @@ class MpiWorld(MpiComm):
 
     def _doing(self, what: str) -> str:
         return f"at step {self.step} in {what!r}"
+
+
+def pause_after(waited: float) -> float:
+    """Seconds until MPI is asked again: a rank that waits for long leaves the core to others.
+
+    MPI moves a message only while it is asked, so a pause must not be long against the wait: then
+    what arrives meanwhile is little of the message.
+    """
+    return min(max(waited / 200, _LEAST_PAUSE), _LONGEST_PAUSE)
 
 
 def startup_barrier(comm: MPI.Intracomm, seconds: float) -> None:

@@ -99,6 +99,32 @@ def test_a_wait_for_a_late_rank_ends_in_time(
         assert DEADLINE <= outcome.seconds < collectives.LATE * DEADLINE
 
 
+def _asks_in_a_wait(seconds: float) -> int:
+    """How often MPI is asked whether the last rank has come."""
+    from ktrainer.distributed import current_world, mpi_world
+
+    world, asks = current_world(), [0]
+    completed = mpi_world.has_completed
+
+    def counting(request: Any) -> bool:
+        asks[0] += 1
+        return completed(request)
+
+    world.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi_world, "has_completed", counting)
+        if world.rank == world.size - 1:
+            time.sleep(seconds)
+        world.barrier()
+    return asks[0]
+
+
+def test_a_rank_that_waits_leaves_its_core(ranks: Callable[..., Any]) -> None:
+    """After 10 ms it pauses for a two-hundredth of the wait: 200 ln(2 s / 10 ms) times."""
+    asks = ranks(2).run(_asks_in_a_wait, 2.0)[0]
+    assert asks < 2000  # some hundred more at first; every 50 us would be about 20,000
+
+
 def test_a_wait_asks_who_is_missing_however_late_it_is(ranks: Callable[..., Any]) -> None:
     group = ranks(2, "late")
     group.run(collectives.barrier, "mpi")
