@@ -35,23 +35,27 @@ def mark_common(gradient: Gradient, rows: int | tf.Tensor | None) -> Gradient:
             depends on it cannot be told from one that does not.
     """
     known = isinstance(gradient, CommonSlices) or not isinstance(gradient, tf.IndexedSlices)
-    if known or isinstance(rows, int) or not has_common_indices(gradient):
+    if known or isinstance(rows, int) or (count := common_rows(gradient)) is None:
         return gradient
-    return CommonSlices(gradient.values, gradient.indices, gradient.dense_shape)
+    # TensorFlow does not know how many values a lookup in the pieces of a table has.
+    values = tf.ensure_shape(gradient.values, [count, *gradient.values.shape[1:]])
+    return CommonSlices(values, gradient.indices, gradient.dense_shape)
 
 
-def has_common_indices(slices: tf.IndexedSlices) -> bool:
-    """Return whether indices are 0, 1, 2 ... whatever the batch, as those of positions are.
+def common_rows(slices: tf.IndexedSlices) -> int | None:
+    """The number of indices if they are 0, 1, 2 ... whatever the batch, as those of positions are.
 
     Other constants might differ from rank to rank, and variables from part to part.
 
     Args:
         slices: symbolic ones, traced with an unknown number of rows.
     """
-    if not tf.is_symbolic_tensor(slices.indices) or not slices.values.shape.is_fully_defined():
-        return False
+    if not tf.is_symbolic_tensor(slices.indices):
+        return None
     value = _constant_value(slices.indices)
-    return value is not None and len(value) > 1 and np.array_equal(value, np.arange(len(value)))
+    if value is None or len(value) < 2 or not np.array_equal(value, np.arange(len(value))):
+        return None
+    return len(value)
 
 
 def _constant_value(tensor: tf.Tensor) -> np.ndarray | None:

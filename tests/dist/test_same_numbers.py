@@ -16,7 +16,7 @@ Cases = list[tuple[str, str]]
 
 # Two ranks run every case; of three and four ranks, and of Horovod, some are enough.
 NAMES = list(CASES)
-TWO = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)]
+TWO = cases.with_optimizers(NAMES)
 ONE = [("masked_accumulated", "sgd")]
 SLICES = ("positions_accumulated", "adamw")  # its gradients are squared one by one
 CHOSEN = [

@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 from tests.contracts import running, stock_callbacks
 from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist import losses
-from tests.dist.cases import CASES, difference, several
+from tests.dist.cases import CASES, difference, several, with_optimizers
 from tests.dist.harness import keras_state
 from tests.loops.cases import CASES as LOOPS
 from tests.loops.cases import largest_difference, outcomes
@@ -53,9 +53,7 @@ def main() -> None:
 def joined() -> dict[str, Any]:
     """Trainings that must equal one process, and an asynchronous one."""
     found: dict[str, Any] = {"cases": {}, "logs": {}}
-    cases = [case for case in CASES if case not in LIKE_OTHERS]
-    pairs = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(cases)]
-    for case, optimizer in pairs:
+    for case, optimizer in with_optimizers(case for case in CASES if case not in LIKE_OTHERS):
         words = {"backend__strategy": "parameter_server", "backend__join": "step"}
         (ours,) = several([(case, optimizer)], backend="tf_distribute", **words)
         (reference,) = several([(case, optimizer)], backend="local")

@@ -22,7 +22,7 @@ WORKERS = "multi_worker_mirrored"
 
 # Without those of which a case that also accumulates has all.
 NAMES = [name for name in CASES if name not in ("masked", "accumulated", "positions")]
-ALL = [(case, "sgd" if i % 2 else "adamw") for i, case in enumerate(NAMES)]
+ALL = cases.with_optimizers(NAMES)
 SOME = [
     ("synchronized_batch_norm", "sgd"),
     ("clipped_by_optimizer", "adamw"),

@@ -152,7 +152,7 @@ class CoordinatedProgram(ReplicatedProgram):
         if self.options.accumulate == 1 and not self.options.xla:
             return self._schedule("train", local_batches[0].batch, *batch_counts(local_batches))
         batches = tuple(local_batch.batch for local_batch in local_batches)
-        return self._schedule("update", batches, tuple(batch_counts(local_batches)))
+        return self._schedule("update", batches, tuple(batch_counts(local_batches)), len(batches))
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         return self._schedule("test", local_batch.batch, *batch_counts([local_batch]))
@@ -179,13 +179,17 @@ class CoordinatedProgram(ReplicatedProgram):
         with sharded_variables():
             super().finalize_weights()
 
-    def _schedule(self, kind: str, batch: Any, counts: Any) -> Logs:
-        """Have a worker run a step; return the newest known logs of its kind."""
+    def _schedule(self, kind: str, batch: Any, counts: Any, parts: int = 0) -> Logs:
+        """Have a worker run a step; return the newest known logs of its kind.
+
+        Args:
+            parts: how many batches there are; 0: it is one.
+        """
         if kind != self._kind:
             self.finish()
             self._kind, self._logs = kind, {}
         self._renew()
-        function = self._function(kind)
+        function = self._function(kind, parts)
         self._waiting.append(self._workers.schedule(function, _tensors(batch, counts)))
         if self._each_step or not self._logs:
             self.finish()
@@ -220,18 +224,25 @@ class CoordinatedProgram(ReplicatedProgram):
             }
             self._logs = unflatten_paths(logged.logs, {**known, **logged.now(logged.logs)})
 
-    def _function(self, kind: str) -> Callable[..., Any]:
-        if kind not in self._functions:
+    def _function(self, kind: str, parts: int = 0) -> Callable[..., Any]:
+        """The function of a kind of step, for any number of rows, which must not look like a
+        constant: it could not be told, then, which lookups depend on it."""
+        name = f"{kind} {parts}" if parts else kind
+        if name not in self._functions:
             step: Callable[..., Any] = self._predict
             if kind != "predict":
                 step = self._update if kind == "update" else self._traced(kind)
                 step = self._remote.counting(step)
-            spec = self._specs.get(kind)
-            signature = None if spec is None or kind == "update" else [spec, BATCH_COUNTS]
-            self._functions[kind] = tf.function(
-                step, input_signature=signature, reduce_retracing=True, autograph=False
+            spec = self._specs.get("train" if kind == "update" else kind)
+            of_one = [spec, BATCH_COUNTS]
+            signature = [(each,) * parts for each in of_one] if parts else of_one
+            self._functions[name] = tf.function(
+                step,
+                input_signature=None if spec is None else signature,
+                reduce_retracing=True,
+                autograph=False,
             )
-        return self._functions[kind]
+        return self._functions[name]
 
     def _update(self, batches: tuple[Any, ...], counts: tuple[tf.Tensor, ...]) -> Any:
         """One update of several local batches, in one function."""
