@@ -152,7 +152,8 @@ class CoordinatedProgram(ReplicatedProgram):
         if self.options.accumulate == 1 and not self.options.xla:
             return self._schedule("train", local_batches[0].batch, *batch_counts(local_batches))
         batches = tuple(local_batch.batch for local_batch in local_batches)
-        return self._schedule("update", batches, tuple(batch_counts(local_batches)), len(batches))
+        counts = tuple(batch_counts(local_batches))
+        return self._schedule("update", batches, counts, parts=len(batches))
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         return self._schedule("test", local_batch.batch, *batch_counts([local_batch]))
@@ -179,7 +180,7 @@ class CoordinatedProgram(ReplicatedProgram):
         with sharded_variables():
             super().finalize_weights()
 
-    def _schedule(self, kind: str, batch: Any, counts: Any, parts: int = 0) -> Logs:
+    def _schedule(self, kind: str, batch: Any, counts: Any, *, parts: int = 0) -> Logs:
         """Have a worker run a step; return the newest known logs of its kind.
 
         Args:
