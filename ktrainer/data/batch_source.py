@@ -58,6 +58,13 @@ class Source(ABC):
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         """The batches of an epoch, or of the endless stream, after the first `skip`."""
 
+    def drop_peeked(self, pieces: Iterator[Piece]) -> None:
+        """Close what `open` gave of epoch 0, of which only the first batch was looked at: the epoch
+        is opened again, or skipped."""
+        close = getattr(pieces, "close", None)
+        if close is not None:
+            close()
+
     def state(self) -> bytes | None:
         """The position of the open iterator, if it is more than the number of batches taken."""
         return None

@@ -44,6 +44,7 @@ class PyDatasetSource(PythonSource):
         count = SAMPLES if self.num_batches is None else min(SAMPLES, self.num_batches)
         self._learn(dataset[i] for i in range(count))
         self._epochs_begun = 0
+        self._is_peeked = False  # epoch 0 has begun, but for a look at its first batch
         self._reset = False
         self._order: ShuffleOrder | None = None
         self._drawn: list[int] = []  # the order of the newest epoch
@@ -117,14 +118,21 @@ class PyDatasetSource(PythonSource):
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         if self.num_batches == 0:
             return
-        self._begin(epoch)
+        if not (self._is_peeked and epoch == 0):
+            self._begin(epoch)
+        self._is_peeked = False
         try:
             endless = self.dataset.num_batches is None
             indices = itertools.count(skip) if endless else self._indices(epoch, skip)
             with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
                 yield from pieces
         finally:
-            self.dataset.on_epoch_end()
+            if not self._is_peeked:
+                self.dataset.on_epoch_end()
+
+    def drop_peeked(self, pieces: Iterator[Piece]) -> None:
+        self._is_peeked = True  # to the dataset, epoch 0 goes on when it is opened again
+        super().drop_peeked(pieces)
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
@@ -134,6 +142,8 @@ class PyDatasetSource(PythonSource):
             yield problem
 
     def _begin(self, epoch: int) -> None:
+        if self._is_peeked:
+            self.dataset.on_epoch_end()
         if not self._reset or epoch < self._epochs_begun:  # validation opens the same one again
             self._reset = True
             self.dataset.on_epoch_end()

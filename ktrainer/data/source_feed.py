@@ -160,7 +160,7 @@ class Cursor:
     def drop_peeked(self) -> None:
         """Open the source again, as after a change of its order."""
         if self._peeked is not None:
-            _close(self._peeked[1])
+            self.source.drop_peeked(self._peeked[1])
             self._peeked = None
 
     def close(self) -> None:

@@ -227,6 +227,7 @@ CASES = {
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
     "unseeded tf.data": Case(with_callbacks, 32, (), data=unseeded_pipeline),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
+    "double": Case(double, 15, ("trainer.epochs=2",)),
     "double, PyDataset": Case(double, 15, ("trainer.epochs=2",), data=Turning),
     "double, tf.data": Case(double, 15, ("trainer.epochs=2",), data=shuffled_pipeline),
 }  # fmt: skip
