@@ -61,9 +61,7 @@ class Source(ABC):
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
         """Close what `open` gave of epoch 0, of which only the first batch was looked at: the epoch
         is opened again, or skipped."""
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            close()
+        close_iterator(pieces)
 
     def state(self) -> bytes | None:
         """The position of the open iterator, if it is more than the number of batches taken."""
@@ -93,6 +91,13 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing that needs closing
         """Stop background work. May be called twice."""
+
+
+def close_iterator(iterator: Iterator[Any] | None) -> None:
+    """Close a generator; other iterators have nothing to close."""
+    close = getattr(iterator, "close", None)
+    if close is not None:
+        close()
 
 
 def describe(spec: Any) -> str:

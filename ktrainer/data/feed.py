@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from ktrainer.data.batch_source import close_iterator
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.errors import DataError
@@ -124,9 +125,7 @@ class Feed(ABC):
         self._live, self._position = self.read(number, taken), (number, taken)
 
     def _drop(self) -> None:
-        close = getattr(self._live, "close", None)
-        if close is not None:
-            close()
+        close_iterator(self._live)
         self._live = None
 
     def peek(self, rows: int) -> Any:

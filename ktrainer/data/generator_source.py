@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import keras
 
-from ktrainer.data.batch_source import Piece
+from ktrainer.data.batch_source import Piece, close_iterator
 from ktrainer.data.data_arguments import from_torch
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.errors import DataError
@@ -103,6 +103,4 @@ def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
         yield from first
         yield from rest
     finally:
-        close = getattr(rest, "close", None)
-        if close is not None:
-            close()
+        close_iterator(rest)

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ktrainer.data.batch_source import Piece, Source
+from ktrainer.data.batch_source import Piece, Source, close_iterator
 from ktrainer.data.data_agreement import agreed_spec
 from ktrainer.data.feed import Feed, limited
 from ktrainer.data.shuffling import ShuffleOrder
@@ -141,7 +141,7 @@ class Cursor:
         if self._live is None and (position == 0 or not self.source.reopens):
             self._live, self._position = self._take_peeked(), 0
         elif self._live is None or (position < self._position and self.source.reopens):
-            _close(self._live)
+            close_iterator(self._live)
             self._live, self._position = self._reopen(0, position), position
         while self._position < position and next(self._live, None) is not None:
             self._position += 1
@@ -155,7 +155,7 @@ class Cursor:
                 yield piece
         finally:
             if not keep_open:
-                _close(pieces)
+                close_iterator(pieces)
 
     def drop_peeked(self) -> None:
         """Open the source again, as after a change of its order."""
@@ -166,7 +166,7 @@ class Cursor:
     def close(self) -> None:
         """Close the source."""
         self.drop_peeked()
-        _close(self._live)
+        close_iterator(self._live)
         self._live = None
         self.source.close()
 
@@ -177,10 +177,4 @@ def _put_back(first: Piece | None, rest: Iterator[Piece]) -> Iterator[Piece]:
             yield first
             yield from rest
     finally:
-        _close(rest)
-
-
-def _close(iterator: Iterator[Piece] | None) -> None:
-    close = getattr(iterator, "close", None)
-    if close is not None:
-        close()
+        close_iterator(rest)

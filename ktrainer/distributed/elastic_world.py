@@ -32,7 +32,7 @@ from ktrainer.distributed.launcher_events import has_listener, report_silent
 from ktrainer.distributed.lost_mpirun import outlive_mpirun
 from ktrainer.distributed.mpi_communicator import MpiGroup
 from ktrainer.distributed.mpi_progress import has_completed, start_agreement
-from ktrainer.distributed.mpi_world import MpiWorld
+from ktrainer.distributed.mpi_world import MpiWorld, pause_after
 from ktrainer.distributed.stack_dump import enable_stack_dumps, kill
 from ktrainer.distributed.stall_report import StallReport, silent_ranks
 from ktrainer.errors import DeadlineExceeded, PeerLost, SetupError
@@ -313,13 +313,13 @@ class ElasticWorld(MpiWorld):
 
     def _poll(self, request: MPI.Request, what: str, buffer: np.ndarray) -> None:
         """Wait for a request that completes in spite of failures."""
-        end = time.monotonic() + self.deadline
+        began = time.monotonic()
         try:
             while not has_completed(request):
-                if time.monotonic() > end:
+                if (waited := time.monotonic() - began) > self.deadline:
                     others = self._describe_others()
                     raise DeadlineExceeded(self.rank, self.step, what, self.deadline, others)
-                time.sleep(50e-6)
+                time.sleep(pause_after(waited))
         finally:
             if request:
                 self.keep_unfinished(request, buffer)

@@ -50,7 +50,7 @@ def common_rows(slices: tf.IndexedSlices) -> int | None:
     Args:
         slices: symbolic ones, traced with an unknown number of rows.
     """
-    if not tf.is_symbolic_tensor(slices.indices):
+    if not tf.is_symbolic_tensor(slices.indices) or slices.values.shape.rank is None:
         return None
     value = _constant_value(slices.indices)
     if value is None or len(value) < 2 or not np.array_equal(value, np.arange(len(value))):

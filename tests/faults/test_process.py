@@ -96,7 +96,7 @@ def launched(folder: Path, launch: Callable[..., Any]) -> str:
 
 # Row 30
 
-CYCLES = 5  # what the first ones open stays; a leak of the others shows in the last two
+CYCLES = 6  # what the first ones open stays; a leak of the others shows in the last ones
 LOCAL_CYCLES = 20
 
 
@@ -127,14 +127,14 @@ def test_row_30_cycles(tmp_path: Path) -> None:
 def test_row_30_cycles_on_ranks(ranks: Callable[..., Any], tmp_path: Path, engine: str) -> None:
     group, word = ranks(2, group_mode(engine)), f"backend__engine={engine}"
     for seen in group.run(cycles, "data_parallel", str(tmp_path), word, deadline=120):
-        assert seen[-2] == seen[-1], seen
+        assert len(set(seen[3:])) == 1, seen
 
 
 @pytest.mark.exhaustive
 def test_row_30_cycles_of_a_pipeline(ranks: Callable[..., Any], tmp_path: Path) -> None:
     words = ("backend__partitions=2", "backend__microbatches=2")
     for seen in ranks(2).run(cycles, "pipeline", str(tmp_path), *words, deadline=180):
-        assert seen[-2] == seen[-1], seen
+        assert len(set(seen[3:])) == 1, seen
 
 
 @pytest.mark.exhaustive
@@ -142,4 +142,4 @@ def test_row_30_cycles_of_a_strategy(ranks: Callable[..., Any], tmp_path: Path) 
     words = ("backend__strategy=mirrored", "backend__devices=2")
     group = ranks(1, ONE_PROCESS)
     (seen,) = group.run(cycles, "tf_distribute", str(tmp_path), *words, deadline=180)
-    assert seen[-2] == seen[-1], seen
+    assert len(set(seen[3:])) == 1, seen

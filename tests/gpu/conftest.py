@@ -2,7 +2,7 @@
 
     make test-gpu                                        a GPU is required
     python -m pytest -m gpu tests/gpu                    without one, all is skipped
-    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: a case of each
+    python -m pytest -m gpu tests/gpu --gpu-device=cpu   the CPU in its place: one case of each
 
 All of TensorFlow runs in ranks of their own: this process never sees a GPU, which its own tests
 would share and fill.

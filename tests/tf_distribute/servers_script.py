@@ -65,6 +65,10 @@ def joined() -> dict[str, Any]:
         (reference,) = losses.outcomes([name], backend="local")
         found["cases"][name] = difference(reference, ours)
         found["logs"][name] = [ours.history, reference.history]
+    words = {**words, "backend__min_shard_bytes": 64}  # the tables are in pieces, too
+    (ours,) = several([("positions_accumulated", "adamw")], backend="tf_distribute", **words)
+    (reference,) = several([("positions_accumulated", "adamw")], backend="local")
+    found["tables in pieces"] = difference(reference, ours)
     found["asynchronous"] = asynchronous()
     found["left"] = left_in_validation()
     found["cut"] = [cut_variables(digits_model), cut_variables(averaged_embeddings)]

@@ -77,12 +77,8 @@ class ReplicatedProgram(Program):
             return
         global_seed()  # else each replica would make one while it is traced, without a value
         self._specs[kind] = spec
-        stale = (kind, "many", "update")  # of updates there is one for each number of batches
-        self._functions = {
-            name: function
-            for name, function in self._functions.items()
-            if name.partition(" ")[0] not in stale
-        }
+        kept = {*self._functions} - {"test"} if not training else {"test", "predict"}
+        self._functions = {k: f for k, f in self._functions.items() if k in kept}
         if training:
             self._accumulated = None
         self._place(self._maker.is_built(training), lambda: self._maker.build(spec, training))

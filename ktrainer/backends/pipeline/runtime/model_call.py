@@ -24,8 +24,8 @@ from ktrainer.backends.pipeline.stage.loss_head import outputs_of
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps.assertions import assert_in_graph
-from ktrainer.steps.step_context import StepContext, single_process_step
-from ktrainer.steps.step_helpers import python_step
+from ktrainer.steps.compiled_program import trace
+from ktrainer.steps.step_context import StepContext
 
 # of(outputs), of losses added -> gradients of the variables held here, and of the inputs
 Backward = Callable[[list[Any], Any], tuple[list[Any], list[Any]]]
@@ -262,11 +262,10 @@ def inputs_of_call(model: keras.Model, kind: str, spec: Any) -> Any:
 
         return call
 
-    step = python_step(getattr(model, STEPS[kind]))
     cls = type(model)
     try:
-        with replaced((cls, "__call__", stop(cls.__call__))), single_process_step():
-            tf.function(lambda batch: step(batch), autograph=False).get_concrete_function(spec)
+        with replaced((cls, "__call__", stop(cls.__call__))):
+            trace(getattr(model, STEPS[kind]), spec)
     except _Called as called:
         return keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), called.inputs)
     raise ModelError(
