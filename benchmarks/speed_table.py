@@ -27,7 +27,7 @@ from typing import Any
 
 from results import collect, draw, put_into, table, write_json
 
-TIMEOUT = 400  # seconds for a program
+TIMEOUT = 900  # seconds for a program
 ONE = [sys.executable]
 TWO = [sys.executable, "-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", "2"]
 MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]

@@ -26,6 +26,7 @@ class GeneratorSource(PythonSource):
 
     endless = True
     reopens = False
+    reorders = True  # as far as one knows
 
     def __init__(self, data: Any, **options: Any) -> None:
         super().__init__(**options)

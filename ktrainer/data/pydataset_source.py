@@ -44,7 +44,7 @@ class PyDatasetSource(PythonSource):
         count = SAMPLES if self.num_batches is None else min(SAMPLES, self.num_batches)
         self._learn(dataset[i] for i in range(count))
         self._epochs_begun = 0
-        self._is_peeked = False  # epoch 0 has begun, but for a look at its first batch
+        self._has_begun = False  # epoch 0, for a look at its first batch that was dropped since
         self._reset = False
         self._order: ShuffleOrder | None = None
         self._drawn: list[int] = []  # the order of the newest epoch
@@ -118,20 +118,20 @@ class PyDatasetSource(PythonSource):
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         if self.num_batches == 0:
             return
-        if not (self._is_peeked and epoch == 0):
+        if not (self._has_begun and epoch == 0):
             self._begin(epoch)
-        self._is_peeked = False
+        self._has_begun = False
         try:
             endless = self.dataset.num_batches is None
             indices = itertools.count(skip) if endless else self._indices(epoch, skip)
             with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
                 yield from pieces
         finally:
-            if not self._is_peeked:
+            if not self._has_begun:
                 self.dataset.on_epoch_end()
 
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
-        self._is_peeked = True  # to the dataset, epoch 0 goes on when it is opened again
+        self._has_begun = True  # to the dataset, epoch 0 goes on when it is opened again
         super().drop_peeked(pieces)
 
     @contextmanager
@@ -142,7 +142,7 @@ class PyDatasetSource(PythonSource):
             yield problem
 
     def _begin(self, epoch: int) -> None:
-        if self._is_peeked:
+        if self._has_begun:
             self.dataset.on_epoch_end()
         if not self._reset or epoch < self._epochs_begun:  # validation opens the same one again
             self._reset = True

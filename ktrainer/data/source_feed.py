@@ -158,7 +158,7 @@ class Cursor:
                 close_iterator(pieces)
 
     def drop_peeked(self) -> None:
-        """Open the source again, as after a change of its order."""
+        """Drop the peeked batch: the source is opened again at its next use."""
         if self._peeked is not None:
             self.source.drop_peeked(self._peeked[1])
             self._peeked = None

@@ -31,7 +31,7 @@ from ktrainer.distributed.world import ended_by
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError, name_ranks
 
 _SPIN_SECONDS = 0.002  # poll without sleeping at first: most waits are microseconds
-_LEAST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3  # seconds
+_LEAST_PAUSE, _LONGEST_PAUSE = 50e-6, 1e-3  # seconds
 _STARTUP = "start of all ranks"
 _STARTUP_TAG = 32_000  # of messages among all processes, where the script may have its own
 _STARTUP_SPIN_SECONDS = 0.05
@@ -174,8 +174,8 @@ class MpiWorld(MpiComm):
 def pause_after(waited: float) -> float:
     """Seconds until MPI is asked again: a rank that waits for long leaves the core to others.
 
-    MPI moves a message only while it is asked, so a pause must not be long against the wait: then
-    what arrives meanwhile is little of the message.
+    MPI moves a message only while it is asked, and some operations take many rounds of messages,
+    each of which may wait for a pause to end: so pauses are short, at most 1 ms.
     """
     return min(max(waited / 200, _LEAST_PAUSE), _LONGEST_PAUSE)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from ktrainer.data.data_arguments import kind_of
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.elastic.elastic_recovery import ElasticRecovery
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
@@ -79,6 +80,23 @@ def check_data(data: Any, feed: Feed | None) -> None:
             "world.heal=true needs data that can be read again, which a generator cannot: pass "
             "the function that makes it, arrays or a PyDataset"
         )
+    if kind_of(data) == "torch DataLoader":
+        raise DataError(
+            "world.heal=true needs data that can be read again in the same order, and a torch "
+            "DataLoader may draw another one: pass its dataset, which data.shuffle shuffles"
+        )
+    if isinstance(data, keras.utils.PyDataset) and _has_hooks(data):
+        raise DataError(
+            f"world.heal=true needs data that can be read again in the same order, and "
+            f"{type(data).__name__} may have changed its own by on_epoch_begin or on_epoch_end: "
+            "remove them, and set data.shuffle, which shuffles its batches"
+        )
+
+
+def _has_hooks(dataset: keras.utils.PyDataset) -> bool:
+    """Return whether its class has hooks of epochs of its own."""
+    ours, theirs = type(dataset), keras.utils.PyDataset
+    return (ours.on_epoch_begin, ours.on_epoch_end) != (theirs.on_epoch_begin, theirs.on_epoch_end)
 
 
 def check_callbacks(callbacks: list[Any]) -> None:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from ktrainer.config import DataParallelConfig, DataServiceConfig
 from ktrainer.data import Feed, LocalBatch, ShuffleOrder, make_feed
+from ktrainer.data.batch_source import close_iterator
 from ktrainer.distributed.bucket_sizes import BucketSizes, depend_on_links, suitable_sizes
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.distributed.mpi_progress import has_completed
@@ -157,9 +158,7 @@ def measure_step(
             if measuring:
                 found = _measure(run, batches, recorder)
             _barrier(world)
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            close_iterator(batches)
     every = [each for each in world.allgather(found, "measured steps") if each is not None]
     middle = sorted(every, key=lambda each: each.seconds)[(len(every) - 1) // 2]
     return replace(middle, slowdowns=sum((each.slowdowns for each in every), ()))

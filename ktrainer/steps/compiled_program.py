@@ -96,7 +96,8 @@ class CompiledProgram(Program):
         known, self._specs[kind] = self._specs.get(kind), spec
         if known == spec:  # of other data
             return
-        self._functions = {k: f for k, f in self._functions.items() if k[0] not in (kind, "many")}
+        stale = ("train", "many") if training else ("test",)
+        self._functions = {k: f for k, f in self._functions.items() if k[0] not in stale}
         if training:
             self._accumulated = None
         if not self.is_built(training):

@@ -120,7 +120,7 @@ class GradientParts:
         marked = [mark_common(g, context.rows) for g in gradients]
         # The first trace decides for those that come after.
         self.kinds = self.kinds or [_kind(g) for g in marked]
-        return [_tensors(g, context.weight) for g in gradients]
+        return [_tensors(g, context.weight) for g in marked]
 
     def add(self, total: Tensors, more: Tensors) -> Tensors:
         """The sum of two parts. Slices stay slices, repeated indices apart."""

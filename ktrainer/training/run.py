@@ -79,7 +79,10 @@ class Run:
         self.callbacks = CallbackList(state=state)
         self.check()
         # Before the feeds: which collectives follow depends on these.
-        given = {"validation data": "none" if call.validation_data is None else "given"}
+        validation = "none" if call.validation_data is None else "given"
+        if call.validation_data is call.data:
+            validation = "the training data"
+        given = {"validation data": validation}
         check_consistency(context.world, config=call.facts(), data_facts=given)
         try:
             self._open_feeds(None)
@@ -333,6 +336,7 @@ class Run:
     def _data_facts(self) -> dict[str, str]:
         """Facts of both kinds of data that must be the same on all ranks."""
         facts = data_facts(self.state.feed)
-        if self.state.validation is not None:
+        # A look at a PyDataset that is both might reorder it, while its first epoch is read ahead.
+        if self.state.validation is not None and self.call.validation_data is not self.call.data:
             facts |= data_facts(self.state.validation, "validation")
         return facts

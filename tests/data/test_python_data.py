@@ -60,6 +60,19 @@ def test_a_pydataset_gives_what_fit_would_see(options: dict[str, Any]) -> None:
     resumed.close()
 
 
+@pytest.mark.parametrize("order", [{"shuffle": False}, {"order": ShuffleOrder(3, keras=True)}])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_look_at_the_first_batch_is_no_epoch(epoch: int, order: dict[str, Any]) -> None:
+    """Ranks look at it to compare it, and then resume inside an epoch."""
+    keras.utils.set_random_seed(3)
+    whole, made = feed(Numbers(), 0, 2, **order), feed(ours := Numbers(), 0, 2, **order)
+    expected = [rows(whole.epoch(e)) for e in range(epoch + 1)][epoch]
+    keras.utils.set_random_seed(3)
+    made.fingerprint()
+    assert rows(made.epoch(epoch, skip=2)) == expected[2:]
+    assert ours.log == ["end", *["begin", "end"] * (epoch + 1)]
+
+
 def test_a_pydataset_is_shuffled_as_fit_would() -> None:
     model = Recorder()
     model.compile("sgd", "mse", run_eagerly=True)

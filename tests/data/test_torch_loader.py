@@ -60,6 +60,10 @@ def test_a_loader_of_torch() -> None:
     assert epochs == expected[1:]
     assert rows(feed(DataLoader()).epoch(2, skip=3)) == epochs[2][3:]
     parts = [list(feed(DataLoader(), rank, 2).epoch(0)) for rank in range(2)]
+    for epoch, one in [(0, feed(DataLoader(), 0, 2)), (1, feed(DataLoader(), 0, 2))]:
+        one.fingerprint()  # a look at the first batch, then a resume inside an epoch
+        mine = [part[: (len(part) + 1) // 2] for part in epochs[epoch]]
+        assert rows(one.epoch(epoch, skip=3)) == mine[3:]
     joined = [
         np.concatenate([a.batch[1], b.batch[1]]).tolist() for a, b in zip(*parts, strict=True)
     ]

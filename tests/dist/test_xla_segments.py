@@ -23,8 +23,8 @@ def _reference(chosen: list[tuple[str, str]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("engine", "size", "names"),
     [
-        ("mpi", 2, ["plain", "accumulated", "clipped_by_config"]),
-        ("mpi", 2, ["masked_accumulated", "several_outputs"]),
+        ("mpi", 2, ["regularised", "accumulated", "clipped_by_config"]),
+        ("mpi", 2, ["masked_accumulated", "positions", "several_outputs"]),
         ("mpi", 3, ["sample_weights", "positions_accumulated"]),
         ("mpi", 4, ["synchronized_batch_norm"]),
         pytest.param("horovod", 2, ["masked_accumulated"], marks=pytest.mark.horovod),

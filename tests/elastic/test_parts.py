@@ -81,6 +81,12 @@ def test_data_that_cannot_be_read_again() -> None:
     with pytest.raises(DataError, match="which a generator cannot"):
         check_data(iter([]), source(False))
     check_data(lambda: dataset, source())
+    loader = type("DataLoader", (), {"__module__": "torch.utils.data.dataloader"})()
+    with pytest.raises(DataError, match="a torch DataLoader may draw another one"):
+        check_data(loader, source())
+    with pytest.raises(DataError, match="Turning may have changed its own by on_epoch_begin"):
+        check_data(type("Turning", (keras.utils.PyDataset,), {"on_epoch_end": print})(), source())
+    check_data(type("Steady", (keras.utils.PyDataset,), {})(), source())
 
 
 def test_a_callback_that_cannot_move(tmp_path: Any) -> None:

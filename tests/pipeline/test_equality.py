@@ -135,7 +135,7 @@ MASKED = Case("masked", **SHORT, weighted=True, settings=("trainer.clip.global_n
         (MASKED, 2, 2, ZERO),
         # With several stages a process, they keep as little as can be, too.
         (Case("two", **SHORT, accumulate=2), 2, 2, (*SPREAD, *INTERLEAVED, *RECOMPUTE)),
-        pytest.param(Case("plain", **SHORT), 2, 2, (*SPREAD, *HOROVOD), marks=pytest.mark.horovod),
+        pytest.param(MASKED, 2, 2, (*SPREAD, *HOROVOD), marks=pytest.mark.horovod),
         (Case("plain", **SHORT, microbatches=6), 1, 3, ()),
     ],
     ids=name_of,
@@ -163,6 +163,7 @@ def whole(model: str, replicas: int = 1, rows: int = 43) -> Case:
         (whole("two_losses", 2, rows=41), 2, GLOBAL),
         # They are sums.
         (whole("adds", 2), 2, ZERO),
+        (whole("adds", 2, rows=41), 2, GLOBAL),
         (whole("weighs"), 1, ()),
         (whole("leaves_out"), 1, ()),
         (whole("vector", 2, rows=41), 2, RECOMPUTE),

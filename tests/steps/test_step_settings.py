@@ -30,6 +30,34 @@ def test_accumulation_equals_a_large_batch(rows: int) -> None:
         np.testing.assert_allclose(small[key], large[key], rtol=1e-12)
 
 
+class Places(layers.Layer):
+    """Adds weights of places, in two tables that are joined."""
+
+    def build(self, shape: Any) -> None:
+        self.tables = [self.add_weight(shape=(rows, 6)) for rows in (2, 3)]
+
+    def call(self, x: Any) -> Any:
+        table = keras.ops.concatenate(self.tables, axis=0)
+        return x[:, None] + keras.ops.take(table, keras.ops.arange(5), axis=0)
+
+
+def test_accumulation_with_tables_that_are_joined() -> None:
+    """TensorFlow does not know how many rows of each table have a gradient."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        made = keras.Sequential([keras.Input((6,)), Places(), layers.Flatten(), layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        made.compile(keras.optimizers.Adam(0.01), loss)
+        return made
+
+    one, _ = fit(model, data(29), trainer__epochs=2, data__batch_size=2 * BATCH)
+    two, _ = fit(model, data(29), trainer__epochs=2, trainer__accumulate=2)
+    close(two, one, 1e-13)
+
+
 def _regularised_with_two_outputs() -> keras.Model:
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))

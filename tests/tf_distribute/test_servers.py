@@ -42,7 +42,7 @@ def test_trainings(start: Start, tmp_path: Path) -> None:
     found = found_by(start, tmp_path, "joined", 2)
     print(found["cases"])
     assert max(found["cases"].values()) <= 1e-10
-    assert found["tables in pieces"] <= 1e-9  # without accumulation, too, it is 2e-10
+    assert found["tables in pieces"] <= 5e-10  # without accumulation, too, it is 2e-10
     for ours, reference in found["logs"].values():
         assert list(ours) == list(reference)
         for key, values in reference.items():

@@ -184,7 +184,7 @@ class CoordinatedProgram(ReplicatedProgram):
         """Have a worker run a step; return the newest known logs of its kind.
 
         Args:
-            parts: how many batches there are; 0: it is one.
+            parts: how many batches an update is made of; 0: `batch` is one, not a sequence of them.
         """
         if kind != self._kind:
             self.finish()
@@ -226,8 +226,11 @@ class CoordinatedProgram(ReplicatedProgram):
             self._logs = unflatten_paths(logged.logs, {**known, **logged.now(logged.logs)})
 
     def _function(self, kind: str, parts: int = 0) -> Callable[..., Any]:
-        """The function of a kind of step, for any number of rows, which must not look like a
-        constant: it could not be told, then, which lookups depend on it."""
+        """The function of a kind of step.
+
+        It is traced with an unknown number of rows: with a static one, lookups of positions could
+        not be told from lookups of examples (`mark_common`).
+        """
         name = f"{kind} {parts}" if parts else kind
         if name not in self._functions:
             step: Callable[..., Any] = self._predict
