@@ -77,10 +77,10 @@ def _check_step(config: Config, backend: TfDistributeConfig) -> None:
             path="trainer.loss_scope",
             value="global",
         )
-    if backend.strategy == "central_storage" and config.trainer.xla:
+    if backend.strategy in ("central_storage", "parameter_server") and config.trainer.xla:
         raise ConfigError(
-            "XLA cannot read weights that are on another device, as those of central_storage are. "
-            "Choose strategy=mirrored, or set trainer.xla=false.",
+            "XLA cannot read weights that are on another device, as those of "
+            f"{backend.strategy} are. Choose another strategy, or set trainer.xla=false.",
             path="trainer.xla",
             value=True,
         )

@@ -55,6 +55,7 @@ def test_refused(
     ("words", "path"),
     [
         (["backend.strategy=central_storage", "trainer.xla=true"], "trainer.xla"),
+        (["backend.strategy=parameter_server", "trainer.xla=true"], "trainer.xla"),
         (["backend.strategy=parameter_server", "trainer.steps_per_call=2"], "steps_per_call"),
         (["backend.strategy=tpu", "trainer.loss_scope=global"], "trainer.loss_scope"),
         ([f"backend.{SEVERAL[0]}", "backend.auto_shard=file", "data.shard=element"], "auto_shard"),

@@ -149,7 +149,7 @@ class CoordinatedProgram(ReplicatedProgram):
         self._remote.learn_names()
 
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
-        if self.options.accumulate == 1 and not self.options.xla:
+        if self.options.accumulate == 1:
             return self._schedule("train", local_batches[0].batch, *batch_counts(local_batches))
         batches = tuple(local_batch.batch for local_batch in local_batches)
         counts = tuple(batch_counts(local_batches))
