@@ -18,10 +18,10 @@ import psutil
 from ktrainer import Trainer
 from ktrainer.steps.variable_placement import placement_of
 
-ROWS, MICROBATCHES = 64, 8
+ROWS, MICROBATCHES = 64, 4
 CONFIG = {
     "backend": {"name": "pipeline", "partitions": 2, "microbatches": MICROBATCHES},
-    "trainer": {"max_steps": 3},
+    "trainer": {"max_steps": 2},
     "data": {"batch_size": ROWS},
     "logging": {"progress": "none", "csv": False},
     "health": {"audit_every": None},
@@ -41,7 +41,7 @@ def bytes_of(variables: Any) -> int:
 
 
 def data_of(width: int) -> np.ndarray:
-    return np.random.default_rng(0).random((3 * ROWS, width)).astype("float32")
+    return np.random.default_rng(0).random((2 * ROWS, width)).astype("float32")
 
 
 def main() -> None:

@@ -29,6 +29,22 @@ gc.collect()
 assert lost() is None
 assert later() is None
 """
+_TENSORFLOW = """
+import sys
+with paused_collection():
+    sys.modules["tensorflow"] = kept = Cycle()
+frozen = gc.get_freeze_count()
+assert frozen > 0
+later = weakref.ref(kept)
+del kept, sys.modules["tensorflow"]
+gc.collect()
+assert later() is not None
+gc.unfreeze()
+sys.modules["tensorflow"] = None
+with paused_collection():
+    pass
+assert gc.get_freeze_count() == 0
+"""
 _ERROR = """
 try:
     with paused_collection():
@@ -56,9 +72,11 @@ def _run(code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "code", [_GARBAGE, _ERROR, _USERS], ids=["garbage", "an error", "settings of the user's"]
+    "code",
+    [_GARBAGE, _GARBAGE + _TENSORFLOW, _ERROR, _USERS],
+    ids=["garbage", "TensorFlow", "an error", "settings of the user's"],
 )
-def test_after_it_all_is_as_before(code: str, tmp_path: Path) -> None:
+def test_after_it_all_but_tensorflow_is_as_before(code: str, tmp_path: Path) -> None:
     _run(_BEFORE + code, tmp_path)
 
 
