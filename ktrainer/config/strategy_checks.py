@@ -80,7 +80,8 @@ def _check_step(config: Config, backend: TfDistributeConfig) -> None:
     if backend.strategy in ("central_storage", "parameter_server") and config.trainer.xla:
         raise ConfigError(
             "XLA cannot read weights that are on another device, as those of "
-            f"{backend.strategy} are. Choose another strategy, or set trainer.xla=false.",
+            f"{backend.strategy} are. Choose strategy=mirrored, multi_worker_mirrored on several "
+            "processes, or set trainer.xla=false.",
             path="trainer.xla",
             value=True,
         )

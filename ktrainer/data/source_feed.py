@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,19 +118,17 @@ class Cursor:
             pieces = self._seek(position)
         elif epoch == 0 and (position == 0 or (source.reorders and self._peeked is not None)):
             # Not opened once more: a shuffle would draw another order.
-            pieces = self._take_peeked()
-            for _ in range(position):
-                next(pieces, None)
+            pieces = self._take_peeked(position)
         else:
             pieces = self._reopen(epoch, position)
         self._epoch, self._position = 0 if stream else epoch, position
         return self._counted(pieces, keep_open=stream)
 
-    def _take_peeked(self) -> Iterator[Piece]:
+    def _take_peeked(self, skip: int = 0) -> Iterator[Piece]:
         if self._peeked is None:
-            return self.source.open(0, 0)
+            return self.source.open(0, skip)
         (first, rest), self._peeked = self._peeked, None
-        return _put_back(first, rest)
+        return _put_back(first, rest, skip)
 
     def _reopen(self, epoch: int, skip: int, state: bytes | None = None) -> Iterator[Piece]:
         self.drop_peeked()
@@ -171,10 +170,9 @@ class Cursor:
         self.source.close()
 
 
-def _put_back(first: Piece | None, rest: Iterator[Piece]) -> Iterator[Piece]:
+def _put_back(first: Piece | None, rest: Iterator[Piece], skip: int) -> Iterator[Piece]:
     try:
         if first is not None:
-            yield first
-            yield from rest
+            yield from itertools.islice(itertools.chain([first], rest), skip, None)
     finally:
         close_iterator(rest)

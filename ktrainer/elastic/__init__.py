@@ -80,10 +80,12 @@ def check_data(data: Any, feed: Feed | None) -> None:
             "world.heal=true needs data that can be read again, which a generator cannot: pass "
             "the function that makes it, arrays or a PyDataset"
         )
-    if kind_of(data) == "torch DataLoader":
+    sampler = type(getattr(data, "sampler", None)).__name__
+    if kind_of(data) == "torch DataLoader" and sampler != "SequentialSampler":
         raise DataError(
             "world.heal=true needs data that can be read again in the same order, and a torch "
-            "DataLoader may draw another one: pass its dataset, which data.shuffle shuffles"
+            f"DataLoader with a {sampler} may draw another one: pass its dataset instead, with "
+            "data.batch_size and data.shuffle"
         )
     if isinstance(data, keras.utils.PyDataset) and _has_hooks(data):
         raise DataError(

@@ -5,34 +5,36 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 
 @contextmanager
-def paused_collection() -> Iterator[None]:
+def paused_collection(freeze: bool = False) -> Iterator[None]:
     """Collect no garbage in the block, which imports modules: what they make stays.
 
     TensorFlow and Keras make half a million objects, and collections during their import look
-    through these again and again, in a fifth of its time. Later collections leave them out, too:
-    two of them are half of the time in which a small pipeline starts.
+    through these again and again, in a fifth of its time.
+
+    Args:
+        freeze: leave all that exists at the end of the block out of later collections, too, which
+            takes half of the time in which a small pipeline starts. Only for a process that has
+            nothing yet which it might want to free.
     """
-    if not gc.isenabled():
-        yield
-        return
-    is_first = "tensorflow" not in sys.modules
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-    finally:
-        if gc.get_freeze_count() == 0:
+        if freeze:
             gc.freeze()
-            if not (is_first and "tensorflow" in sys.modules):
-                # A user's models may be among them. All are in the oldest generation now, where
-                # the next collection would otherwise move them one by one.
+    finally:
+        if was_enabled:
+            if gc.get_freeze_count() == 0:
+                # Moves all objects to the oldest generation, where the next collection would
+                # otherwise move them one by one.
+                gc.freeze()
                 gc.unfreeze()
-        gc.enable()
+            gc.enable()
 
 
 def return_freed_memory() -> None:

@@ -242,7 +242,7 @@ class _AfterImport(MetaPathFinder):
     @contextmanager
     def _execution(self) -> Iterator[None]:
         self._before()
-        with paused_collection(), self._around():
+        with paused_collection(freeze=True), self._around():
             yield
         self._action()
 

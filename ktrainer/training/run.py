@@ -80,8 +80,8 @@ class Run:
         self.check()
         # Before the feeds: which collectives follow depends on these.
         validation = "none" if call.validation_data is None else "given"
-        if call.validation_data is call.data:
-            validation = "the training data"
+        if self._validates_on_training_dataset():
+            validation = "the PyDataset of training"
         given = {"validation data": validation}
         check_consistency(context.world, config=call.facts(), data_facts=given)
         try:
@@ -336,7 +336,12 @@ class Run:
     def _data_facts(self) -> dict[str, str]:
         """Facts of both kinds of data that must be the same on all ranks."""
         facts = data_facts(self.state.feed)
-        # A look at a PyDataset that is both might reorder it, while its first epoch is read ahead.
-        if self.state.validation is not None and self.call.validation_data is not self.call.data:
+        if self.state.validation is not None and not self._validates_on_training_dataset():
             facts |= data_facts(self.state.validation, "validation")
         return facts
+
+    def _validates_on_training_dataset(self) -> bool:
+        """Return whether one PyDataset is given as both kinds of data: a look at its validation
+        might reorder it, while its first epoch is read ahead."""
+        data = self.call.data
+        return isinstance(data, keras.utils.PyDataset) and self.call.validation_data is data

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktrainer.distributed.mpi_world import pause_after
 from ktrainer.errors import DeadlineExceeded, WorldError
 from tests.distributed import collectives
 
@@ -124,6 +125,10 @@ def test_a_rank_that_waits_leaves_its_core(ranks: Callable[..., Any]) -> None:
     times, and then 1,800 times."""
     asks = ranks(2).run(_asks_in_a_wait, 2.0)[0]
     assert asks < 5000  # up to 2,000 more at first; every 50 us would be about 20,000
+
+
+def test_pauses_of_a_wait() -> None:
+    assert [pause_after(waited) for waited in (0.005, 0.1, 10.0)] == [50e-6, 0.5e-3, 1e-3]
 
 
 def test_a_wait_asks_who_is_missing_however_late_it_is(ranks: Callable[..., Any]) -> None:

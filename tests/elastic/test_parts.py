@@ -82,8 +82,11 @@ def test_data_that_cannot_be_read_again() -> None:
         check_data(iter([]), source(False))
     check_data(lambda: dataset, source())
     loader = type("DataLoader", (), {"__module__": "torch.utils.data.dataloader"})()
-    with pytest.raises(DataError, match="a torch DataLoader may draw another one"):
+    loader.sampler = type("RandomSampler", (), {})()
+    with pytest.raises(DataError, match="DataLoader with a RandomSampler may draw another one"):
         check_data(loader, source())
+    loader.sampler = type("SequentialSampler", (), {})()
+    check_data(loader, source())
     with pytest.raises(DataError, match="Turning may have changed its own by on_epoch_begin"):
         check_data(type("Turning", (keras.utils.PyDataset,), {"on_epoch_end": print})(), source())
     check_data(type("Steady", (keras.utils.PyDataset,), {})(), source())

@@ -193,6 +193,7 @@ def test_float32_is_equal_to_round_off(ranks: Ranks) -> None:
     ("model", "stages", "words", "precision"),
     [
         ("cnn", 2, ZERO, "mixed_bfloat16"),
+        ("tied", 2, (), "mixed_bfloat16"),
         ("aside", 3, (), "mixed_float16"),
     ],
     ids=name_of,
