@@ -89,7 +89,7 @@ def check_data(data: Any, feed: Feed | None) -> None:
         )
     if isinstance(data, keras.utils.PyDataset) and _has_hooks(data):
         raise DataError(
-            f"world.heal=true needs data that can be read again in the same order, and "
+            "world.heal=true needs data that can be read again in the same order, and "
             f"{type(data).__name__} may have changed its own by on_epoch_begin or on_epoch_end: "
             "remove them, and set data.shuffle, which shuffles its batches"
         )

@@ -242,7 +242,8 @@ class _AfterImport(MetaPathFinder):
     @contextmanager
     def _execution(self) -> Iterator[None]:
         self._before()
-        with paused_collection(freeze=True), self._around():
+        freeze = self._module in ("tensorflow", "keras")  # before other ones there may be models
+        with paused_collection(freeze), self._around():
             yield
         self._action()
 

@@ -101,3 +101,9 @@ def test_imports_collect_nothing(imports: str, freezes: bool, tmp_path: Path) ->
     collections, frozen = map(int, _run(code, tmp_path).split("\n")[-2].split())
     assert collections < 20  # around the import itself, where a few objects are made
     assert (frozen > 10_000) is freezes
+
+
+def test_other_imports_in_a_rank_freeze_nothing(tmp_path: Path) -> None:
+    """A script may have models before it imports them."""
+    code = "import gc; from ktrainer.script import bootstrap; bootstrap.install(0, 1, False); "
+    assert _run(code + "import numpy; print(gc.get_freeze_count())", tmp_path) == "0\n"
