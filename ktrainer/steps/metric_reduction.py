@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import keras
@@ -234,9 +235,11 @@ def _sum_fused(values: Sequence[Any], world: World) -> list[np.ndarray]:
     arrays = [np.asarray(value, np.float64) for value in values]
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     total = world.oob_allreduce(flat, "sum", "sum of metric states")
-    ends = np.cumsum([array.size for array in arrays])[:-1]
-    parts = np.split(total, ends)
-    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    ends = accumulate(array.size for array in arrays)
+    return [
+        total[end - array.size : end].reshape(array.shape)
+        for array, end in zip(arrays, ends, strict=True)
+    ]
 
 
 def _examples(metrics: Sequence[Any], states: States) -> float:
