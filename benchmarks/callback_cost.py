@@ -5,7 +5,7 @@
 The model is that of data_parallel_fit.py. "everything" is `Trainer.fit` as it is configured by
 default, with its progress, logs, checks for NaN, audits of the weights and comparisons of the
 ranks; "nothing" has none of these. They take turns. The average of 20 metrics, as at the end of an
-epoch, is timed beside its bound: their states are read, and two arrays are summed over ranks.
+epoch, is timed beside its bound: their states are read, and two arrays are reduced over ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTHING = {
     "health": {"audit_every": None, "nan": "ignore"},
 }
 METRICS, AVERAGES = 20, 50
-BARE = "reading and two sums"
+BARE = "reading and two reductions"
 
 
 def measure(trainers: dict[str, Trainer], args: Any) -> dict[str, list[float]]:
@@ -66,7 +66,7 @@ def averages(world: World) -> dict[str, list[float]]:
         """What no average can do without: a comparison of names, and a sum of states."""
         states = take_states(model.metrics)
         world.oob_allreduce(np.zeros(2, np.int64), "max")
-        world.oob_allreduce(np.zeros(2 + sum(map(len, states))))
+        world.oob_allreduce(np.zeros(2 + sum(map(len, states))), "sum")
 
     taken: dict[str, list[float]] = {OURS: [], BARE: []}
     for number in range(AVERAGES):
@@ -82,7 +82,7 @@ def averages(world: World) -> dict[str, list[float]]:
 
 
 def show(name: str, values: Sequence[float], unit: str = "ms a step") -> None:
-    print(f"{name:24s} {statistics.median(values):7.3f} {unit}")
+    print(f"{name:40s} {statistics.median(values):7.3f} {unit}")
 
 
 def main() -> None:

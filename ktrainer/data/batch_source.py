@@ -40,6 +40,7 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
+        state_is_common: `state` is the same on all ranks that run the same code.
         openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
             length, but for passes that go over several epochs.
     """
@@ -52,6 +53,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    state_is_common: bool = False
     openings: int = 1
 
     @abstractmethod
@@ -65,6 +67,10 @@ class Source(ABC):
 
     def state(self) -> bytes | None:
         """The position of the open iterator, if it is more than the number of batches taken."""
+        return None
+
+    def state_between(self) -> bytes | None:
+        """What the next epoch's order depends on, if it is more than its number."""
         return None
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:

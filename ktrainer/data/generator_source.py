@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any, cast
 
 import keras
+import numpy as np
 
 from ktrainer.data.batch_source import Piece, close_iterator
 from ktrainer.data.data_arguments import from_torch
@@ -19,9 +21,10 @@ from ktrainer.errors import DataError
 class GeneratorSource(PythonSource):
     """The batches of a generator, of another iterable, or of a function that returns one.
 
-    A function is called again for every epoch. A generator cannot be: with a limit, each epoch
-    continues where the one before stopped; without, one epoch takes it all, and later ones are
-    empty.
+    A function is called again for every epoch; a resumed run calls it for the epochs that it skips,
+    too, and reads a batch of each, for those that draw an order from a generator of their own. A
+    generator cannot be called: with a limit, each epoch continues where the one before stopped;
+    without, one epoch takes it all, and later ones are empty.
     """
 
     endless = True
@@ -32,6 +35,9 @@ class GeneratorSource(PythonSource):
         super().__init__(**options)
         self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
+        self._opened = 0
+        # With healing, all calls of a function were found to be alike.
+        self._orders_differ = callable(data) and not options["world"].heals
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make = data
             self.endless, self.reopens = False, True
@@ -50,11 +56,24 @@ class GeneratorSource(PythonSource):
         return batch
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
-        batches, self._begun = self._begun, None
-        if batches is None:
-            batches = iter(()) if self._make is None else _chained([], iter(self._make()))
-        with closing(self._ahead(_chained([], batches), "generator", skip)) as pieces:
+        self._pass_over(epoch)
+        with closing(self._ahead(_chained([], self._open_next()), "generator", skip)) as pieces:
             yield from pieces
+
+    def _pass_over(self, epoch: int) -> None:
+        """Begin all epochs before this one."""
+        while self._orders_differ and self._opened < epoch:
+            passed = self._open_next()
+            next(passed, None)
+            close_iterator(passed)
+
+    def _open_next(self) -> Iterator[Any]:
+        """The batches of the next epoch."""
+        self._opened += 1
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            return begun
+        return iter(()) if self._make is None else iter(self._make())
 
     def close(self) -> None:
         super().close()
@@ -67,12 +86,16 @@ class LoaderSource(GeneratorSource):
     """The batches of a torch `DataLoader`, which shuffles, and starts workers, by itself.
 
     It is opened as often as by `Model.fit`: once for its first batches, which are read again in
-    the first epoch, and once an epoch. Its draws from torch's seed are then the same; a resumed
-    run opens it for the epochs that it skips, too.
+    the first epoch, and once an epoch. Its draws from torch's seed are then the same. A resumed run
+    opens it for the epochs that it skips, for samplers with a generator of their own; torch's, from
+    which a loader of validation data draws, too, it restores.
     """
+
+    state_is_common = True
 
     def __init__(self, data: Any, **options: Any) -> None:
         self._loader, self._opened = data, 0
+        self._at_opening: bytes | None = None  # torch's generators, as the newest epoch began
         if options.get("class_weight") is not None:
             raise DataError(
                 "class_weight does not go with a torch DataLoader: let it yield sample weights, "
@@ -80,22 +103,63 @@ class LoaderSource(GeneratorSource):
             )
         PythonSource.__init__(self, **options)
         self._function = "the torch DataLoader"
-        self.endless, self.reopens, self._begun = False, True, None
+        self.endless, self.reopens, self._begun, self._make = False, True, None, lambda: data
+        self._orders_differ = not options["world"].heals
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
-        self._learn(itertools.islice(data, SAMPLES))
+        batches, between = iter(data), set()
+        for batch in itertools.islice(batches, SAMPLES):
+            self._learn([batch])
+            between.add(self.state_between())
+        self._items_draw = len(between) > 1  # from torch, in this process
 
     def _tuple(self, batch: Any) -> Any:
         batch = keras.tree.map_structure(from_torch, batch)
         return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
 
-    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
-        while self._opened < epoch:
-            next(iter(self._loader), None)
-            self._opened += 1
-        self._opened += 1
-        with closing(self._ahead(_chained([], iter(self._loader)), "torch", skip)) as pieces:
+    def _open_next(self) -> Iterator[Any]:
+        self._at_opening = self.state_between()
+        return super()._open_next()
+
+    def state(self) -> bytes | None:
+        """Torch's generators as the newest epoch began and, unless its items draw, as they are:
+        validation inside the epoch may have drawn since."""
+        if self._at_opening is None or self._items_draw:
+            return self._at_opening
+        return self._at_opening + (self.state_between() or b"")
+
+    def state_between(self) -> bytes | None:
+        return b"".join(_state_of(each) for each in self._generators()) or None
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        self._pass_over(epoch)
+        size = len(self.state_between() or b"")
+        known = size > 0 and len(state) in (size, 2 * size)  # else it is another loader's
+        if known:
+            self._restore(state[:size])
+        with closing(cast(Any, self.open(epoch, skip))) as pieces:
+            first = list(itertools.islice(pieces, 1))  # now its order is drawn
+            if known and state[size:]:
+                self._restore(state[size:])
+            yield from first
             yield from pieces
+
+    def _restore(self, state: bytes) -> None:
+        at = 0
+        for generator in self._generators():
+            size = len(_state_of(generator))
+            own = np.frombuffer(state[at : at + size], np.uint8).copy()
+            generator.set_state(sys.modules["torch"].from_numpy(own))
+            at += size
+
+    def _generators(self) -> list[Any]:
+        default = getattr(sys.modules.get("torch"), "default_generator", None)
+        own = getattr(self._loader, "generator", None)
+        return [each for each in (default, own) if each is not None]
+
+
+def _state_of(generator: Any) -> bytes:
+    return np.asarray(generator.get_state()).tobytes()
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -59,6 +59,7 @@ class PerReplicaFeed(SourceFeed):
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
         if self.pass_batches is not None and skip >= self.pass_batches:
+            self._cursor.pass_over(epoch)
             return
         remaining = -1 if self.pass_batches is None else self.pass_batches - skip
         failure, pieces = self._open(epoch, skip)

@@ -34,6 +34,8 @@ class PyDatasetSource(PythonSource):
     that it skips, so that a dataset which reorders itself there is where it was.
     """
 
+    state_is_common = True
+
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
         super().__init__(**options)
         self.dataset, self._function = dataset, f"{type(dataset).__name__}.__getitem__"

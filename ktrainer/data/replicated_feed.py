@@ -54,6 +54,7 @@ class ReplicatedFeed(SourceFeed):
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
         if self.pass_batches is not None and skip >= self.pass_batches:
+            self._cursor.pass_over(epoch)
             return
         pieces = self._cursor.start(epoch, skip)
         with closing(cast(Any, pieces)):
@@ -109,7 +110,7 @@ class ReplicatedFeed(SourceFeed):
 
     @property
     def state_is_common(self) -> bool:
-        return self.source.order is not None
+        return self.source.state_is_common
 
     def peek(self, rows: int) -> Any:
         piece = call_on_all_ranks(self.world, self._cursor.peek)
@@ -129,4 +130,5 @@ class ReplicatedFeed(SourceFeed):
             names = leaf_names(self.spec)
             for name, digest in zip(names, piece.digests, strict=True):
                 facts[f"first batch/{name}"] = f"{digest:016x}"
+        self.shuffle_order = self.source.order  # as drawn for that batch
         return facts

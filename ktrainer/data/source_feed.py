@@ -51,6 +51,10 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
+    def drop_peeked(self) -> None:
+        if self.source.state_between() is not None:
+            self._cursor.drop_peeked()
+
     def slow_stage(self) -> str | None:
         return self.source.slow_stage()
 
@@ -86,12 +90,15 @@ class Cursor:
 
         Args:
             inside_epoch: whether an epoch is under way; between two, only an endless stream has a
-                position.
+                position, and what the next epoch's order depends on.
         """
-        if not (self._position and (inside_epoch or self.source.endless)):
+        if not self._position:
             return None
-        state = self.source.state()
-        return None if state is None else _POSITION.pack(self._epoch, self._position) + state
+        if inside_epoch or self.source.endless:
+            at, state = (self._epoch, self._position), self.source.state()
+        else:
+            at, state = (self._epoch + 1, 0), self.source.state_between()
+        return None if state is None else _POSITION.pack(*at) + state
 
     def resume_from(self, state: bytes) -> None:
         """Start from `state` at the next `start`, if it is at the same position."""
@@ -111,6 +118,8 @@ class Cursor:
             position = skip + epoch * self._limit if self._limit else self._position
         stream = source.endless and not source.indexed
         known, self._known = self._known, None
+        if position == 0 and source.state_between() is None:
+            known = None  # of other data, between two epochs
         if known is not None and known[:2] == (0 if stream else epoch, position):
             pieces = self._reopen(*known)
             self._live = pieces if stream else None
@@ -123,6 +132,14 @@ class Cursor:
             pieces = self._reopen(epoch, position)
         self._epoch, self._position = 0 if stream else epoch, position
         return self._counted(pieces, keep_open=stream)
+
+    def pass_over(self, epoch: int) -> None:
+        """Go through an epoch of which nothing is left, if the next one's order depends on it."""
+        known = self._known
+        if known is not None and known[0] == epoch and self.source.state_between() is not None:
+            pieces = self.start(epoch, known[1])
+            next(pieces, None)
+            close_iterator(pieces)
 
     def _take_peeked(self, skip: int = 0) -> Iterator[Piece]:
         if self._peeked is None:

@@ -56,6 +56,8 @@ def choose_recovery(run: Run) -> Recovery:
     check_data(run.call.data, state.feed)
     check_data(run.call.validation_data, state.validation)
     check_callbacks(run.every)
+    if not world.alone:
+        check_functions(run, world)
     return ElasticRecovery(run, world)
 
 
@@ -80,12 +82,12 @@ def check_data(data: Any, feed: Feed | None) -> None:
             "world.heal=true needs data that can be read again, which a generator cannot: pass "
             "the function that makes it, arrays or a PyDataset"
         )
-    sampler = type(getattr(data, "sampler", None)).__name__
-    if kind_of(data) == "torch DataLoader" and sampler != "SequentialSampler":
+    if kind_of(data) == "torch DataLoader" and (order := _order_of(data)) != "SequentialSampler":
         raise DataError(
             "world.heal=true needs data that can be read again in the same order, and a torch "
-            f"DataLoader with a {sampler} may draw another one: pass its dataset instead, with "
-            "data.batch_size and data.shuffle"
+            f"DataLoader with {order} may draw another one: pass a function that returns an "
+            "iterator over the same batches at each call or, if the loader only shuffles, its "
+            "dataset, with data.batch_size and data.shuffle"
         )
     if isinstance(data, keras.utils.PyDataset) and _has_hooks(data):
         raise DataError(
@@ -93,6 +95,40 @@ def check_data(data: Any, feed: Feed | None) -> None:
             f"{type(data).__name__} may have changed its own by on_epoch_begin or on_epoch_end: "
             "remove them, and set data.shuffle, which shuffles its batches"
         )
+
+
+def check_functions(run: Run, world: ElasticWorld) -> None:
+    """Refuse functions whose data is not the same when they are called again; tried by doing so.
+
+    Raises:
+        DataError: on all ranks, naming what is not the same.
+    """
+    before, call = run.state.data_facts, run.call
+    kinds = {"training/": call.data, "validation/": call.validation_data}
+    made = tuple(kind for kind, data in kinds.items() if callable(data))
+    if not world.any(bool(before and made)):
+        return
+    run.reopen_feeds(run.state.feed.shuffle_order, run.lengths)
+    again = run.data_facts()
+    here = [key for key, fact in before.items() if key.startswith(made) and again[key] != fact]
+    every = world.allgather(here, "comparison of data that is opened again")
+    if changed := list(dict.fromkeys(name for names in every for name in names)):
+        raise DataError(
+            "world.heal=true needs data that can be read again in the same order, and when the "
+            f"function that makes it was called again, {', '.join(changed)} was not the same: let "
+            "each call begin with the same seed, as by shuffle(..., seed=1) in tf.data, or by a "
+            "generator of random numbers that the function makes itself"
+        )
+
+
+def _order_of(loader: Any) -> str:
+    """What chooses the order of a torch DataLoader's examples: the name of its sampler's class."""
+    if not getattr(loader, "in_order", True):
+        return "in_order=False"
+    chooses: Any = getattr(loader, "batch_sampler", None)
+    if chooses is None or type(chooses).__name__ == "BatchSampler":
+        chooses = (chooses or loader).sampler
+    return type(chooses).__name__  # one that was given: torch has a `sampler` all the same
 
 
 def _has_hooks(dataset: keras.utils.PyDataset) -> bool:

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from ktrainer.callbacks import Checkpoint
-from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.base import emit, overrides
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
@@ -37,12 +37,14 @@ from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.variable_broadcast import broadcast_variables
+from ktrainer.training.loop_state import LoopModel
 
 if TYPE_CHECKING:
     from ktrainer.training.recovery_protocol import ResumableLoop
     from ktrainer.training.run import Run
 
 _WARM_UP_ROWS = 8
+_BEFORE_UPDATES = {"on_epoch_begin", "on_step_begin", "on_train_batch_begin", "on_batch_begin"}
 
 
 class _Joined(Exception):
@@ -62,7 +64,7 @@ class ElasticRecovery:
         self.model = run.model
         self._config = run.context.config
         self._point = RecoveryPoint()
-        self._backup = VariableBackup(self.model, _updates_in_parts(run))
+        self._backup = VariableBackup(self.model, updates_in_parts(run))
         self._counts = MetricCountsRow(self.model)
         self._adds_up = not unadded_metrics(self.model)
         self._mine = np.zeros(0)  # this rank's counts at the point
@@ -132,6 +134,7 @@ class ElasticRecovery:
                 started=self._joining_policy.started,
                 run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
                 shuffle_order=state.feed.shuffle_order,
+                lengths=self.run.lengths,
             )
             self._mine = np.concatenate([[float(state.counted.examples)], self._counts.row()])
             self._backup.keep()
@@ -221,6 +224,8 @@ class ElasticRecovery:
         self._restore_counts(lost, new=mine[0] < 0)
         self._restore_run(loop, point)
         self.commit(point.phase, point.logs, callbacks_up_to=point.callbacks_up_to)
+        if self.world.is_root:  # it has their counts; if it is lost, too, the next one adds them
+            self._table = {rank: row for rank, row in self._table.items() if rank not in lost}
         self._exchange_counts()
         return point.order[0]
 
@@ -259,7 +264,7 @@ class ElasticRecovery:
         run, state = self.run, self.state
         state.progress = Progress.from_dict(point.progress)
         self._joining_policy.learn(point.started)
-        run.ranks_changed(point.run_dir, point.shuffle_order)
+        run.ranks_changed(point.run_dir, point.shuffle_order, point.lengths)
         load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
         fill_history(getattr(self.model, "history", None), {"history": point.history})
         self.model.stop_training, state.update_invalid = point.stop, point.update_invalid
@@ -282,14 +287,22 @@ class ElasticRecovery:
         ) from error
 
 
-def _updates_in_parts(run: Run) -> bool:
+def updates_in_parts(run: Run) -> bool:
     """Whether one call may change weights in parts: more than one update, or more than one
-    optimizer; or statistics, which ranks average once the weights are updated."""
+    optimizer; statistics, which ranks average once the weights are updated; a loop of the user's
+    own, which may communicate after its update. Or a user's callback may change some before it."""
     config, model = run.context.config.trainer, run.model
-    stock = type(model).train_step is keras.Model.train_step
+    stock = type(model).train_step is keras.Model.train_step and not isinstance(model, LoopModel)
     statistics = [v for v in model.non_trainable_variables if "seed" not in v.name]
     several = config.accumulate > 1 or config.asks_for_several_steps
-    return not stock or several or bool(statistics)
+    return not stock or several or bool(statistics) or any(map(_acts_before_updates, run.every))
+
+
+def _acts_before_updates(callback: Any) -> bool:
+    """Whether a user's callback has an event that comes before an update."""
+    if type(callback).__module__.partition(".")[0] in ("keras", "ktrainer"):
+        return not _BEFORE_UPDATES.isdisjoint(vars(callback))  # as of Keras' LambdaCallback
+    return any(overrides(callback, event) for event in _BEFORE_UPDATES)
 
 
 def _rank_in(members: list[Member], member: Member) -> int:

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.callbacks.learning_rate import plain_optimizers, velocities
 from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.checkpoint.format.value_encoding import dtype_named
 from ktrainer.data import ShuffleOrder
@@ -45,6 +46,7 @@ class RecoveryPoint:
         started: ranks at the start.
         run_dir: the run's folder.
         shuffle_order: the order of the data.
+        lengths: batches of one pass over each kind of data, as far as they are known.
     """
 
     phase: Phase = Phase.CALLBACKS_DONE
@@ -60,6 +62,7 @@ class RecoveryPoint:
     started: int = 0
     run_dir: str | None = None
     shuffle_order: ShuffleOrder | None = None
+    lengths: list[int | None] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -107,11 +110,12 @@ class VariableBackup:
 
 
 def _updated(model: keras.Model) -> set[int]:
-    """Ids of the variables that optimizers write: weights and slots. Numbers such as the learning
-    rate are left out: callbacks write them too."""
+    """Ids of the variables that optimizers write: weights and slots. Left out is what callbacks
+    write before a step, too: numbers such as the learning rate, and the slots that follow it."""
     found = set()
+    followers = {id(v) for each in plain_optimizers(model) for v in velocities(each)}
     for optimizer in optimizers_of(model):
-        slots = [v for v in optimizer.variables if tuple(v.shape)]
+        slots = [v for v in optimizer.variables if tuple(v.shape) and id(v) not in followers]
         found |= {id(v) for v in [*getattr(optimizer, "_trainable_variables", []), *slots]}
     return found | {id(v) for v in model.trainable_variables}
 

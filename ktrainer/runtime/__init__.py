@@ -8,5 +8,5 @@ history_file.py          the format of a run's record; code_version.py: the scri
 keras_symbols.py         every private symbol of Keras and TensorFlow that ktrainer relies on
 symbol_check.py          compares them with the installed versions at start
 monkeypatching.py        temporarily replaces attributes of other packages
-garbage_collection.py    pauses Python's while modules are imported, and leaves these out of it
+garbage_collection.py    pauses Python's while modules are imported, and may leave these out of it
 """

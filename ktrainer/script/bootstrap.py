@@ -209,7 +209,7 @@ def _on_tensorflow() -> None:
 
 class _AfterImport(MetaPathFinder):
     """Calls `before()` before a module is executed, and `action()` after it; in between no garbage
-    is collected.
+    is collected, and what there is after TensorFlow's or Keras' import is left out from then on.
 
     Args:
         module: the full name.
@@ -242,7 +242,7 @@ class _AfterImport(MetaPathFinder):
     @contextmanager
     def _execution(self) -> Iterator[None]:
         self._before()
-        freeze = self._module in ("tensorflow", "keras")  # before other ones there may be models
+        freeze = self._module in ("tensorflow", "keras")  # at others there may be models
         with paused_collection(freeze), self._around():
             yield
         self._action()

@@ -7,11 +7,11 @@ and counts, and its result is computed once, from their sums over all ranks.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import keras
@@ -235,7 +235,7 @@ def _sum_fused(values: Sequence[Any], world: World) -> list[np.ndarray]:
     arrays = [np.asarray(value, np.float64) for value in values]
     flat = np.concatenate([array.reshape(-1) for array in arrays])
     total = world.oob_allreduce(flat, "sum", "sum of metric states")
-    ends = accumulate(array.size for array in arrays)
+    ends = itertools.accumulate(array.size for array in arrays)
     return [
         total[end - array.size : end].reshape(array.shape)
         for array, end in zip(arrays, ends, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -129,29 +129,43 @@ class Run:
                 raise
             state.end = end_facts(None, state.stop_reason)
 
-    def ranks_changed(self, run_dir: str | None, order: ShuffleOrder | None) -> None:
+    @property
+    def lengths(self) -> list[int | None]:
+        """Batches of one pass over each kind of data, some of which only reading shows."""
+        return [feed.source_batches for feed in self._feeds]
+
+    def ranks_changed(
+        self, run_dir: str | None, order: ShuffleOrder | None, lengths: Sequence[int | None]
+    ) -> None:
         """Reopen the feeds and reassign the callbacks for a new set of ranks.
 
         Args:
             run_dir: the run's folder, which joining ranks do not know.
             order: of the data, as it was drawn at the start.
+            lengths: of the data, where a rank knew them.
         """
-        state = self.state
-        lengths = [feed.source_batches for feed in self._feeds]
+        self.reopen_feeds(order, lengths)
+        if run_dir is not None:
+            self.context.folder.path = Path(run_dir)
+            if self.context.world.is_root and self._lock is None:
+                self._lock = FolderLock(Path(run_dir), "run folder")
+        self._reassign_callbacks(self.state.joining)
+
+    def reopen_feeds(self, order: ShuffleOrder | None, lengths: Sequence[int | None]) -> None:
+        """Open the data once more; the steps that were compiled for it still fit.
+
+        Args:
+            order, lengths: as of `ranks_changed`.
+        """
         known = [feed.spec for feed in self._feeds]
         for feed in self._feeds:
             feed.close()
         self._feeds = []
         self._open_feeds(order)
         for feed, length, spec in zip(self._feeds, lengths, known, strict=True):
-            feed.source_batches = feed.source_batches or length  # which reading has shown
+            feed.source_batches = feed.source_batches or length
             if feed.spec == spec:
                 feed.spec = spec  # the very one that the steps were compiled for
-        if run_dir is not None:
-            self.context.folder.path = Path(run_dir)
-            if self.context.world.is_root and self._lock is None:
-                self._lock = FolderLock(Path(run_dir), "run folder")
-        self._reassign_callbacks(state.joining)
 
     def close(self) -> None:
         """Stop the feeds' background work, and let callbacks go of files and the screen; all of
@@ -295,7 +309,7 @@ class Run:
         if cut:  # look at it while each process has all of the model
             self._look_for_differences(split)
         program.build(self.state.feed.spec)
-        self.state.data_facts = self._data_facts() if config.health.check_data else {}
+        self.state.data_facts = self.data_facts() if config.health.check_data else {}
         if context.world.size > 1:
             check_consistency(
                 context.world,
@@ -333,7 +347,7 @@ class Run:
             for line in new:
                 print(f"ktrainer: {line}", file=sys.stderr, flush=True)
 
-    def _data_facts(self) -> dict[str, str]:
+    def data_facts(self) -> dict[str, str]:
         """Facts of both kinds of data that must be the same on all ranks."""
         facts = data_facts(self.state.feed)
         if self.state.validation is not None and not self._validates_on_training_dataset():

@@ -20,7 +20,7 @@ import tensorflow as tf
 from ktrainer import Trainer
 from ktrainer.data import Examples
 from ktrainer.distributed import current_world
-from tests.faults.healing_script import Dies, die_in_a_reduction
+from tests.faults.healing_script import Dies, die_in_updates
 
 ROWS = 103
 
@@ -123,7 +123,7 @@ if __name__ == "__main__":
     parts = [fault.split(":") for fault in faults]
     dies = [Dies(int(slot), int(step), where) for slot, step, where in parts]
     words = ["backend=data_parallel", f"run.dir={folder}/run", *os.environ["WORDS"].split()]
-    put_back = die_in_a_reduction(dies)
+    put_back = die_in_updates(dies)
     weights = train(folder, *words, callbacks=dies)
     put_back()
     if current_world().is_root:

@@ -284,6 +284,22 @@ def test_a_generator_with_a_limit_continues() -> None:
     made.close()
 
 
+def test_a_function_that_draws_an_order_at_each_call() -> None:
+    def made() -> Any:
+        random = np.random.default_rng(0)
+
+        def batches() -> Iterator[Any]:
+            order = random.permutation(50)
+            yield from ((x, order[x]) for x in np.split(np.arange(50), 5))
+
+        return feed(batches)
+
+    whole = [rows(made_once.epoch(e)) for made_once in [made()] for e in range(4)]
+    resumed = made()
+    assert rows(resumed.epoch(2, skip=2)) == whole[2][2:]
+    assert rows(resumed.epoch(3)) == whole[3]
+
+
 def test_a_peeked_batch_is_not_lost() -> None:
     made = feed(generate(), 0, 1)
     made.fingerprint()

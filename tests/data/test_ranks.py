@@ -222,6 +222,19 @@ def test_an_error_in_one_ranks_pipeline(ranks: Group, layout: Layout, batch: str
         assert f"rank {layout.size - 1}" in str(outcome.error)
 
 
+def resume(make: Any, layout: Layout, skip: int) -> None:
+    with opened(make, layout, batch="global") as made:
+        made.fingerprint()
+        list(made.epoch(0, skip=skip))
+
+
+@pytest.mark.exhaustive
+def test_an_error_in_batches_that_a_resume_skips(ranks: Group) -> None:
+    other, failed = ranks(2).outcomes(resume, failing, TWO, 5)
+    assert isinstance(failed.error, OSError)
+    assert isinstance(other.error, PeerLost), other
+
+
 OWN = {"batch": "per_worker"}
 REFUSED = [
     (shuffled_without_seed, TWO, {}, "batch 0 of epoch 0 differs in x: rank 1"),

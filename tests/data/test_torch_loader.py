@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,21 @@ from ktrainer.errors import DataError
 from tests.data.feeds import Recorder, feed, flat, numbered, rows
 
 X, Y = numbered(50)
+
+
+class Generator:
+    """As much of a `torch.Generator` as is looked at, with numbers of NumPy."""
+
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(0)
+
+    def get_state(self) -> np.ndarray:
+        _, words, position, *_ = self.random.get_state()
+        return np.frombuffer(np.append(words, np.uint32(position)).tobytes(), np.uint8)
+
+    def set_state(self, state: np.ndarray) -> None:
+        *words, position = np.frombuffer(state.tobytes(), np.uint32)
+        self.random.set_state(("MT19937", words, int(position)))
 
 
 class Tensor:
@@ -33,15 +51,15 @@ class Tensor:
 class Loader:
     """As much of a `torch.utils.data.DataLoader` as is looked at; shuffles each time."""
 
-    def __init__(self) -> None:
-        self.dataset, self.random, self.opened = range(50), np.random.default_rng(0), 0
+    def __init__(self, generator: Generator | None = None) -> None:
+        self.dataset, self.random, self.opened = range(50), generator or Generator(), 0
 
     def __len__(self) -> int:
         return 7
 
     def __iter__(self) -> Iterator[Any]:
         self.opened += 1
-        order = self.random.permutation(50)
+        order = self.random.random.permutation(50)
         for start in range(0, 50, 8):
             rows = order[start : start + 8]
             yield [Tensor(X[rows]), Tensor(Y[rows])]
@@ -72,6 +90,82 @@ def test_a_loader_of_torch() -> None:
         feed(DataLoader(), class_weight={0: 1.0})
 
 
+class Sampled(Loader):
+    """Its sampler has a generator of its own, which no attribute of the loader is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.default_generator.random.random_sample()  # as each opening draws
+        return super().__iter__()
+
+
+class Drawing(Loader):
+    """Its items draw, as random transforms do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            yield [x, Tensor(y.value + 100 * torch.default_generator.random.randint(9))]
+
+
+torch = SimpleNamespace(from_numpy=np.array)
+
+
+@pytest.mark.parametrize("kind", [Loader, Sampled, Drawing])
+@pytest.mark.parametrize(
+    ("taken", "then"),
+    [(3, ""), (3, "closed"), (3, "validated"), (7, ""), (7, "closed"), (7, "between epochs")],
+)
+def test_a_resumed_loader_has_the_draws_of_others(
+    kind: type, taken: int, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader of validation data draws from torch's generator, too."""
+    if kind is Drawing and then == "validated":
+        pytest.skip("a thread draws for items while validation does: no run is like another")
+    made = type("DataLoader", (kind,), {"__module__": "torch.utils.data.dataloader"})
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def begun() -> list[Any]:
+        """Training and validation data, which ranks have looked at."""
+        torch.default_generator = Generator()
+        own = Generator() if kind is Sampled else torch.default_generator
+        size = 1 if kind is Drawing else 2  # a look at its first batch would draw ahead
+        feeds = [feed(made(own), 0, size), feed(DataLoader(torch.default_generator), 0, size)]
+        for each in feeds:
+            each.fingerprint()
+        return feeds
+
+    def up_to_here() -> tuple[Any, Any, Any]:
+        data, validation = begun()
+        for number in (0, 1):
+            list(data.epoch(number))
+            list(validation.epoch(0))
+        local_batches = data.epoch(2)
+        list(islice(local_batches, taken))
+        if then == "validated":
+            list(validation.epoch(0))
+        return data, validation, local_batches
+
+    data, validation, local_batches = up_to_here()
+    rest = rows(local_batches)
+    list(validation.epoch(0))
+    later = rows(data.epoch(3))
+
+    data, validation, local_batches = up_to_here()
+    if then in ("closed", "between epochs"):
+        local_batches.close()
+    if then == "between epochs":
+        list(validation.epoch(0))
+    state = data.state(inside_epoch=then != "between epochs")
+    data.close()
+
+    data, validation = begun()
+    data.resume_from(state)
+    validation.drop_peeked()
+    if then != "between epochs":
+        assert rows(data.epoch(2, skip=taken)) == rest
+        list(validation.epoch(0))
+    assert rows(data.epoch(3)) == later
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_loader_of_torch() -> None:
     torch = pytest.importorskip("torch")
@@ -84,3 +178,9 @@ def test_a_real_loader_of_torch() -> None:
     torch.manual_seed(1)
     made = feed(loader)
     assert flat(rows(made.epoch(epoch)) for epoch in range(2)) == model.seen
+    state = made.state(inside_epoch=False)
+    assert state is not None
+    third = rows(made.epoch(2))
+    resumed = feed(loader)
+    resumed.resume_from(state)
+    assert rows(resumed.epoch(2)) == third

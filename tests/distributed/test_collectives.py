@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer.distributed.mpi_world import pause_after
 from ktrainer.errors import DeadlineExceeded, WorldError
 from tests.distributed import collectives
 
@@ -129,6 +128,8 @@ def test_a_rank_that_waits_leaves_its_core(ranks: Callable[..., Any]) -> None:
 
 
 def test_pauses_of_a_wait() -> None:
+    from ktrainer.distributed.mpi_world import pause_after  # starts MPI
+
     assert [pause_after(waited) for waited in (0.005, 0.1, 10.0)] == [50e-6, 0.5e-3, 1e-3]
 
 

@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
-from ktrainer.elastic import check_callbacks, check_data
+from ktrainer.distributed import SingleWorld
+from ktrainer.elastic import check_callbacks, check_data, check_functions
+from ktrainer.elastic.elastic_recovery import updates_in_parts
 from ktrainer.elastic.recovery_point import MetricCountsRow, VariableBackup
 from ktrainer.errors import ConfigError, DataError
 from ktrainer.state.durations import Every
 from ktrainer.state.progress import Progress
+from ktrainer.training.loop_state import LoopModel
 
 
 def network() -> Any:
@@ -47,6 +51,48 @@ def test_a_step_is_undone(several: bool) -> None:
     kernel = next(k for k, v in enumerate(model.variables) if v is model.layers[0].kernel)
     assert undone[kernel] == several
     assert all(undone[-len(model.metrics_variables) :])
+
+
+def test_a_momentum_that_follows_the_learning_rate_is_undone() -> None:
+    """A callback scales it before the step, and will when the step is repeated."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    model.fit(np.ones((4, 4)), np.ones((4, 3)), verbose=0)
+    backup, slots = VariableBackup(model, several=False), model.optimizer.momentums
+    before = [slot.numpy() for slot in slots]
+    backup.keep()
+    for slot in slots:
+        slot.assign(0.5 * slot)
+    backup.begin_step()
+    backup.undo()
+    for slot, value in zip(slots, before, strict=True):
+        np.testing.assert_array_equal(slot, value)
+
+
+class ClipsWeights(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.model.layers[0].kernel.assign(np.zeros((4, 3)))
+
+
+@pytest.mark.parametrize(
+    ("callback", "in_parts"),
+    [
+        (LearningRate(), False),
+        (ClipsWeights(), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_begin=print), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=print), False),
+    ],
+)
+def test_weights_that_change_before_an_update_are_kept(callback: Any, in_parts: bool) -> None:
+    trainer = SimpleNamespace(accumulate=1, asks_for_several_steps=False)
+    context = SimpleNamespace(config=SimpleNamespace(trainer=trainer))
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    of: Any = SimpleNamespace(context=context, model=model, every=[callback])
+    assert updates_in_parts(of) is in_parts
+    model.optimizer.build(model.trainable_variables)
+    of.model = LoopModel([model], [model.optimizer], {})
+    assert updates_in_parts(of)
 
 
 def test_outside_of_steps_everything_is_undone() -> None:
@@ -82,14 +128,44 @@ def test_data_that_cannot_be_read_again() -> None:
         check_data(iter([]), source(False))
     check_data(lambda: dataset, source())
     loader = type("DataLoader", (), {"__module__": "torch.utils.data.dataloader"})()
-    loader.sampler = type("RandomSampler", (), {})()
-    with pytest.raises(DataError, match="DataLoader with a RandomSampler may draw another one"):
+    loader.sampler = shuffled = type("RandomSampler", (), {})()
+    with pytest.raises(DataError, match="DataLoader with RandomSampler may draw another one"):
         check_data(loader, source())
     loader.sampler = type("SequentialSampler", (), {})()
     check_data(loader, source())
+    loader.batch_sampler = type("BatchSampler", (), {"sampler": loader.sampler})()
+    check_data(loader, source())
+    loader.in_order = False
+    with pytest.raises(DataError, match="DataLoader with in_order=False may draw another one"):
+        check_data(loader, source())
+    loader.in_order = True
+    loader.batch_sampler = type("BatchSampler", (), {"sampler": shuffled})()
+    with pytest.raises(DataError, match="DataLoader with RandomSampler may draw another one"):
+        check_data(loader, source())
+    loader.batch_sampler = type("ByLength", (), {})()
+    with pytest.raises(DataError, match="DataLoader with ByLength may draw another one"):
+        check_data(loader, source())
     with pytest.raises(DataError, match="Turning may have changed its own by on_epoch_begin"):
         check_data(type("Turning", (keras.utils.PyDataset,), {"on_epoch_end": print})(), source())
     check_data(type("Steady", (keras.utils.PyDataset,), {})(), source())
+
+
+def test_functions_whose_data_is_another_when_called_again() -> None:
+    def run(again: dict[str, str]) -> Any:
+        found = SimpleNamespace(
+            state=SimpleNamespace(data_facts={"training/x": "1"}, feed=source()),
+            call=SimpleNamespace(data=lambda: None, validation_data=None),
+            lengths=[None],
+            data_facts=lambda: again,
+            reopen_feeds=lambda order, lengths: None,
+        )
+        found.state.feed.shuffle_order = None
+        return found
+
+    world: Any = SingleWorld()
+    check_functions(run({"training/x": "1"}), world)
+    with pytest.raises(DataError, match="called again, training/x was not the same"):
+        check_functions(run({"training/x": "2"}), world)
 
 
 def test_a_callback_that_cannot_move(tmp_path: Any) -> None:

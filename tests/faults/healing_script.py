@@ -31,6 +31,8 @@ SETTINGS = {
     ],
     "words": ["trainer.steps_per_call=3", "logging.batch_logs=all"],
     "longer": ["checkpoint.every=1ep", "logging.batch_logs=all"],
+    # The momentum follows the rate, once.
+    "falling": ["lr.schedule=[{start: 1ep, multiplier: 0.1}]"],
 }
 EPOCHS = {"longer": 24}
 
@@ -57,7 +59,9 @@ def build(name: str) -> keras.Model:
     first = inner.get(name, [keras.Input((6,)), layers.Dense(8, "tanh")])
     model = keras.Sequential([*first, layers.Dense(3)])
     model.compile(
-        keras.optimizers.SGD(0.1, momentum=0.9) if name == "words" else keras.optimizers.Adam(0.01),
+        keras.optimizers.Adam(0.01)
+        if name in ("mixed", "longer")
+        else keras.optimizers.SGD(0.1, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -85,7 +89,8 @@ class Dies(Callback):
         if mine and self.progress.step >= self.step:
             os.kill(os.getpid(), signal.SIGSTOP if self.where.endswith("!") else signal.SIGKILL)
 
-    def on_step_begin(self, step: int) -> None:
+    def before_update(self) -> None:
+        """Not an event: with one, all weights would be kept during the update."""
         self.at("before")
         if self.where == "joined" and not self.joined():
             time.sleep(0.5)  # so that new ranks find ranks to join
@@ -107,11 +112,17 @@ class Dies(Callback):
         return any(not healed.lost for healed in self.trainer.state.healed)
 
 
-def die_in_a_reduction(deaths: list[Dies]) -> Callable[[], None]:
-    """Let `deaths` happen when an all-reduce of gradients has been started."""
+def die_in_updates(deaths: list[Dies]) -> Callable[[], None]:
+    """Let `deaths` happen before updates, and when an all-reduce of gradients has been started."""
     from ktrainer.distributed.elastic_world import ElasticWorld
+    from ktrainer.elastic import ElasticRecovery
 
-    original = ElasticWorld.wait
+    original, begin = ElasticWorld.wait, ElasticRecovery.begin_step
+
+    def begin_step(self: Any) -> None:
+        for dies in deaths:
+            dies.before_update()
+        begin(self)
 
     def wait(self: Any, request: Any, what: str, *buffers: Any) -> None:
         if "gradients" in what:
@@ -120,9 +131,11 @@ def die_in_a_reduction(deaths: list[Dies]) -> Callable[[], None]:
         original(self, request, what, *buffers)
 
     ElasticWorld.wait = wait  # type: ignore[method-assign]
+    ElasticRecovery.begin_step = begin_step  # type: ignore[method-assign]
 
     def put_back() -> None:
         ElasticWorld.wait = original  # type: ignore[method-assign]
+        ElasticRecovery.begin_step = begin  # type: ignore[method-assign]
 
     return put_back
 
@@ -138,9 +151,13 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         *words,
     ]
     x, y = data(name)
+    given: dict[str, Any] = {"x": (x, y)}
+    if name == "longer":  # of unknown length, and read in passes that epochs cut
+        batches = [(x[i : i + 25], y[i : i + 25]) for i in range(0, len(x), 25)]
+        given = {"x": lambda: iter(batches), "steps_per_epoch": 5}
     with Trainer(overrides=words, callbacks=[lowering(), *callbacks]) as trainer:
         model = functools.partial(build, name)
-        history = trainer.fit(model, (x, y), validation_data=(x[:40], y[:40])).history
+        history = trainer.fit(model, **given, validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
         slots = [np.asarray(v.numpy()) for v in trainer.model.optimizer.variables]
     return {"history": history, "weights": weights + slots}, trainer
@@ -156,7 +173,7 @@ def main() -> None:
         name, *who = fault.split(",")
         parts = [each.split(":") for each in who]
         deaths = [Dies(int(slot), int(step), where) for slot, step, where in parts]
-        put_back = die_in_a_reduction(deaths)
+        put_back = die_in_updates(deaths)
         run = f"run.dir={results}/run-{number}"
         found, trainer = train(name, ["backend=data_parallel", run, *more], deaths)
         put_back()

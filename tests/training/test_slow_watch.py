@@ -385,7 +385,7 @@ def test_a_callback_that_sleeps_is_named_with_rank_and_class(ranks: Callable[...
         assert PLANTED <= step <= PLANTED + 10
         assert (rank, cause) == (1, "callback Sleep")
         (milliseconds,) = re.findall(r"callback Sleep takes ([\d.]+) ms", message)
-        assert 1000 * SECONDS <= float(milliseconds) < 1000 * SECONDS * 1.03
+        assert 1000 * SECONDS <= float(milliseconds) < 1000 * SECONDS + 1
         assert "on rank 1" in message
 
 

@@ -1,7 +1,8 @@
-"""Position in the data in mid-epoch: one state per rank, as `data/<rank>`.
+"""Position in the data: one state per rank, as `data/<rank>`.
 
-tf.data pipelines have a state. PyDatasets whose batches Python's `random` orders have one of 2.5 kB
-that is the same on all ranks, kept once, as `data/0`. The position in arrays, random-access data
+tf.data pipelines have a state in mid-epoch. PyDatasets whose batches Python's `random` orders have
+one of 2.5 kB that is the same on all ranks, kept once, as `data/0`; loaders of torch one of 5 kB or
+10, also between two epochs. The position in arrays, random-access data
 and other PyDatasets follows from the progress alone, and of Python's iterators the batches that
 were seen are read again and skipped.
 """
