@@ -32,8 +32,23 @@ class Batches(keras.utils.PyDataset):
         return arrays(7, index)
 
 
+class Reordered(Batches):
+    """Begins with another batch each time that it has been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__((self.first + index) % len(self))
+
+    def on_epoch_end(self) -> None:
+        self.first += 1
+
+
 def calls() -> dict[str, dict[str, Any]]:
     x, y = arrays()
+    reordered = Reordered()
     both = {"x": x, "y": y, "batch_size": 5, "epochs": 3}
     weights = np.linspace(0.0, 2.0, len(x))
     return {
@@ -41,6 +56,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "within batches": {**both, "shuffle": "batch", "validation_data": arrays(9, 1)},
         "steps": {**both, "steps_per_epoch": 2, "epochs": 5, "initial_epoch": 1},
         "PyDataset": {"x": Batches(), "epochs": 2, "validation_data": Batches()},
+        "one for both": {"x": reordered, "epochs": 3, "validation_data": reordered},
     }
 
 
