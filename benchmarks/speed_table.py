@@ -129,12 +129,12 @@ def machine() -> dict[str, Any]:
 def notes(machine: dict[str, Any], failed: dict[str, str]) -> str:
     """What a reader of the table must know: where it was measured, whether the machine was idle,
     and what is missing."""
+    load, cpus = machine["load_before"], machine["cpus"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    lines = [f"Measured on {machine['date']}: {machine['cpus']} cores ({machine['cpu']}), {versions}."]
+    lines = [f"Measured on {machine['date']}: {cpus} cores ({machine['cpu']}), {versions}."]
     lines += [f"`{name}.py` failed: {said}" for name, said in failed.items()]
     if "horovod" not in machine["versions"]:
         lines.append("Horovod is not installed: what is compared with it is missing.")
-    load, cpus = machine["load_before"], machine["cpus"]
     if load > cpus / 4:
         lines.append(
             f"Other programs kept the machine busy (load {load} on {cpus} CPUs): measure again."
