@@ -114,10 +114,10 @@ def check_functions(run: Run, world: ElasticWorld) -> None:
     every = world.allgather(here, "comparison of data that is opened again")
     if changed := list(dict.fromkeys(name for names in every for name in names)):
         raise DataError(
-            "world.heal=true needs data that can be read again in the same order, and when the "
-            f"function that makes it was called again, {', '.join(changed)} was not the same: let "
-            "each call begin with the same seed, as by shuffle(..., seed=1) in tf.data, or by a "
-            "generator of random numbers that the function makes itself"
+            "world.heal=true needs data that can be read again in the same order, and a second "
+            f"call of the function that makes it gave another {', '.join(changed)}: give its "
+            "shuffles a seed (shuffle(..., seed=1)), and its random numbers a generator that each "
+            "call makes anew"
         )
 
 
