@@ -73,6 +73,10 @@ class Source(ABC):
         """What the next epoch's order depends on, if it is more than its number."""
         return None
 
+    def began_at(self, state: bytes) -> bool:
+        """Return whether the iterator that was opened last is the one of this `state`."""
+        return False
+
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         """Like `open`, at no cost: resume an iterator from what `state` returned."""
         return self.open(epoch, skip)

@@ -36,8 +36,10 @@ class GeneratorSource(PythonSource):
         self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
         self._opened = 0
-        # With healing, all calls of a function were found to be alike.
-        self._orders_differ = callable(data) and not options["world"].heals
+        # Where surviving ranks go on, all calls of a function were found to be alike.
+        world = options["world"]
+        alike = world.heals and world.replicas == world.size
+        self._orders_differ = callable(data) and not alike
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make = data
             self.endless, self.reopens = False, True
@@ -87,8 +89,9 @@ class LoaderSource(GeneratorSource):
 
     It is opened as often as by `Model.fit`: once for its first batches, which are read again in
     the first epoch, and once an epoch. Its draws from torch's seed are then the same. A resumed run
-    opens it for the epochs that it skips, for samplers with a generator of their own; torch's, from
-    which a loader of validation data draws, too, it restores.
+    opens it for the epochs that it skips, as an order may come from anywhere, and restores
+    generators of torch: its own, and the default one, from which a loader of validation data draws,
+    too.
     """
 
     state_is_common = True
@@ -104,7 +107,7 @@ class LoaderSource(GeneratorSource):
         PythonSource.__init__(self, **options)
         self._function = "the torch DataLoader"
         self.endless, self.reopens, self._begun, self._make = False, True, None, lambda: data
-        self._orders_differ = not options["world"].heals
+        self._orders_differ = True
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
         batches, between = iter(data), set()
@@ -122,44 +125,59 @@ class LoaderSource(GeneratorSource):
         return super()._open_next()
 
     def state(self) -> bytes | None:
-        """Torch's generators as the newest epoch began and, unless its items draw, as they are:
-        validation inside the epoch may have drawn since."""
+        """Torch's generators as the newest epoch began and, unless its items draw, the one that
+        others share as it is: validation inside the epoch may have drawn since. Its own one draws
+        as the epoch is read again."""
         if self._at_opening is None or self._items_draw:
             return self._at_opening
-        return self._at_opening + (self.state_between() or b"")
+        return self._at_opening + _states_of(self._shared())
+
+    def began_at(self, state: bytes) -> bool:
+        return self._at_opening is not None and state.startswith(self._at_opening)
 
     def state_between(self) -> bytes | None:
-        return b"".join(_state_of(each) for each in self._generators()) or None
+        return _states_of(self._generators()) or None
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         self._pass_over(epoch)
-        size = len(self.state_between() or b"")
-        known = size > 0 and len(state) in (size, 2 * size)  # else it is another loader's
-        if known:
-            self._restore(state[:size])
+        size, shared = len(self.state_between() or b""), self._shared()
+        if len(state) not in (size, size + len(_states_of(shared))):
+            size, state = 0, b""  # another loader's
+        if size:
+            _restore(self._generators(), state[:size])
         with closing(cast(Any, self.open(epoch, skip))) as pieces:
             first = list(itertools.islice(pieces, 1))  # now its order is drawn
-            if known and state[size:]:
-                self._restore(state[size:])
+            if state[size:]:
+                _restore(shared, state[size:])
             yield from first
             yield from pieces
 
-    def _restore(self, state: bytes) -> None:
-        at = 0
-        for generator in self._generators():
-            size = len(_state_of(generator))
-            own = np.frombuffer(state[at : at + size], np.uint8).copy()
-            generator.set_state(sys.modules["torch"].from_numpy(own))
-            at += size
-
     def _generators(self) -> list[Any]:
+        """Torch's generators that its order may come from, each once."""
+        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
+        samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
+        owners = [loader, batches, *samplers]
+        found = [getattr(owner, "generator", None) for owner in owners]
+        found = [each for each in found if hasattr(each, "get_state")]
         default = getattr(sys.modules.get("torch"), "default_generator", None)
-        own = getattr(self._loader, "generator", None)
-        return [each for each in (default, own) if each is not None]
+        return list({id(each): each for each in (default, *found) if each is not None}.values())
+
+    def _shared(self) -> list[Any]:
+        """The default generator, from which others draw, unless it was given to this loader."""
+        default = getattr(sys.modules.get("torch"), "default_generator", None)
+        given = getattr(self._loader, "generator", None)
+        return [] if default is None or default is given else [default]
 
 
-def _state_of(generator: Any) -> bytes:
-    return np.asarray(generator.get_state()).tobytes()
+def _states_of(generators: list[Any]) -> bytes:
+    return b"".join(np.asarray(each.get_state()).tobytes() for each in generators)
+
+
+def _restore(generators: list[Any], states: bytes) -> None:
+    for generator in generators:
+        size = len(_states_of([generator]))
+        own, states = np.frombuffer(states[:size], np.uint8).copy(), states[size:]
+        generator.set_state(sys.modules["torch"].from_numpy(own))
 
 
 def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

@@ -81,8 +81,9 @@ class PyDatasetSource(PythonSource):
         return _RANDOM.pack(*words, gauss is not None, gauss or 0.0)
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
-        *words, has_gauss, gauss = _RANDOM.unpack(state)
-        self._draw_again(epoch, (_VERSION, tuple(words), gauss if has_gauss else None))
+        if len(state) == _RANDOM.size:  # else it is one of other data
+            *words, has_gauss, gauss = _RANDOM.unpack(state)
+            self._draw_again(epoch, (_VERSION, tuple(words), gauss if has_gauss else None))
         return self.open(epoch, skip)
 
     def _indices(self, epoch: int, skip: int) -> Iterator[int]:

@@ -92,6 +92,8 @@ class Cursor:
             inside_epoch: whether an epoch is under way; between two, only an endless stream has a
                 position, and what the next epoch's order depends on.
         """
+        if self._known is not None:  # nothing was read since
+            return _POSITION.pack(*self._known[:2]) + self._known[2]
         if not self._position:
             return None
         if inside_epoch or self.source.endless:
@@ -117,10 +119,12 @@ class Cursor:
         if source.endless and epoch and not self._restart:
             position = skip + epoch * self._limit if self._limit else self._position
         stream = source.endless and not source.indexed
-        known, self._known = self._known, None
+        known = self._known
         if position == 0 and source.state_between() is None:
             known = None  # of other data, between two epochs
-        if known is not None and known[:2] == (0 if stream else epoch, position):
+        if known is None or known[:2] != (0 if stream else epoch, position):
+            known = self._known = None
+        if known is not None and not (self._peeked is not None and source.began_at(known[2])):
             pieces = self._reopen(*known)
             self._live = pieces if stream else None
         elif stream:
@@ -167,8 +171,10 @@ class Cursor:
         # A stream stays open when this is closed: the next epoch continues it.
         try:
             for piece in pieces:
+                self._known = None
                 self._position += 1
                 yield piece
+            self._known = None
         finally:
             if not keep_open:
                 close_iterator(pieces)

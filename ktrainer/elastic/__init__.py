@@ -110,7 +110,7 @@ def check_functions(run: Run, world: ElasticWorld) -> None:
         return
     run.reopen_feeds(run.state.feed.shuffle_order, run.lengths)
     again = run.data_facts()
-    here = [key for key, fact in before.items() if key.startswith(made) and again[key] != fact]
+    here = [key for key, fact in before.items() if key.startswith(made) and again.get(key) != fact]
     every = world.allgather(here, "comparison of data that is opened again")
     if changed := list(dict.fromkeys(name for names in every for name in names)):
         raise DataError(

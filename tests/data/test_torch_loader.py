@@ -166,6 +166,30 @@ def test_a_resumed_loader_has_the_draws_of_others(
     assert rows(data.epoch(3)) == later
 
 
+def test_a_look_and_an_interrupted_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the first epoch, of which ranks have looked at a batch, with a sampler's own order."""
+    made = type("DataLoader", (Sampled,), {"__module__": "torch.utils.data.dataloader"})
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def begun() -> Any:
+        torch.default_generator = Generator()
+        data = feed(made(Generator()), 0, 2)
+        data.fingerprint()
+        return data
+
+    data = begun()
+    local_batches = data.epoch(0)
+    list(islice(local_batches, 3))
+    state = data.state(inside_epoch=True)
+    rest, later = rows(local_batches), rows(data.epoch(1))
+    data = begun()
+    data.resume_from(state)
+    local_batches = data.epoch(0, skip=3)
+    assert data.state(inside_epoch=True) == state  # saved again, before a batch was read
+    assert rows(local_batches) == rest
+    assert rows(data.epoch(1)) == later
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_real_loader_of_torch() -> None:
     torch = pytest.importorskip("torch")
