@@ -28,7 +28,6 @@ class Feed(ABC):
             it by identity before each step, all ranks see it change at the same step.
         exhausted: a one-shot source has no more batches, in this or any later epoch.
         infinite: never runs out.
-        shuffle_order: the order that examples or batches are shuffled in; None if they are not.
         batches_per_epoch: after so many the next epoch continues with the next batch; None for
             epochs that are passes over the data, or parts of them.
         first_epoch: number of the epoch with which the data begins.
@@ -40,7 +39,6 @@ class Feed(ABC):
     spec: Any = None
     exhausted: bool = False
     infinite: bool = False
-    shuffle_order: ShuffleOrder | None = None
     batches_per_epoch: int | None = None
     first_epoch: int = 0
     _live: Iterator[LocalBatch] | None = None  # a pass that the next epoch continues
@@ -71,9 +69,13 @@ class Feed(ABC):
     def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
         """This rank's batches of one pass over the data; see `epoch`."""
 
-    def set_shuffle_order(self, order: ShuffleOrder) -> None:
+    @property
+    def shuffle_order(self) -> ShuffleOrder | None:
+        """The order that examples or batches are shuffled in; None if they are not."""
+        return None
+
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:  # noqa: B027 - some are not shuffled
         """Shuffle in this order from here on."""
-        self.shuffle_order = order
 
     def continue_epochs(self, batches: int) -> None:
         """Let each epoch be so many batches and continue where the last one ended, as with

@@ -36,12 +36,11 @@ class GeneratorSource(PythonSource):
         self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
         self._opened = 0
-        # Where surviving ranks go on, all calls of a function were found to be alike.
-        world = options["world"]
-        alike = world.heals and world.replicas == world.size
-        self._orders_differ = callable(data) and not alike
+        self._orders_differ = False
         if callable(data) and not isinstance(data, types.GeneratorType):
-            self._make = data
+            self._make, world = data, options["world"]
+            # Where surviving ranks go on, all calls were found to be alike.
+            self._orders_differ = not (world.heals and world.replicas == world.size)
             self.endless, self.reopens = False, True
             data = data()
         iterator = iter(data)
@@ -139,12 +138,13 @@ class LoaderSource(GeneratorSource):
         return _states_of(self._generators()) or None
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
-        self._pass_over(epoch)
-        size, shared = len(self.state_between() or b""), self._shared()
+        self._pass_over(epoch)  # which draws
+        every, shared = self._generators(), self._shared()
+        size = len(_states_of(every))
         if len(state) not in (size, size + len(_states_of(shared))):
-            size, state = 0, b""  # another loader's
-        if size:
-            _restore(self._generators(), state[:size])
+            yield from self.open(epoch, skip)  # it is another loader's
+            return
+        _restore(every, state[:size])
         with closing(cast(Any, self.open(epoch, skip))) as pieces:
             first = list(itertools.islice(pieces, 1))  # now its order is drawn
             if state[size:]:
@@ -158,15 +158,19 @@ class LoaderSource(GeneratorSource):
         samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
         owners = [loader, batches, *samplers]
         found = [getattr(owner, "generator", None) for owner in owners]
-        found = [each for each in found if hasattr(each, "get_state")]
-        default = getattr(sys.modules.get("torch"), "default_generator", None)
-        return list({id(each): each for each in (default, *found) if each is not None}.values())
+        every = [*_default_generator(), *(each for each in found if hasattr(each, "get_state"))]
+        return list({id(each): each for each in every}.values())
 
     def _shared(self) -> list[Any]:
         """The default generator, from which others draw, unless it was given to this loader."""
-        default = getattr(sys.modules.get("torch"), "default_generator", None)
         given = getattr(self._loader, "generator", None)
-        return [] if default is None or default is given else [default]
+        return [each for each in _default_generator() if each is not given]
+
+
+def _default_generator() -> list[Any]:
+    """That of torch, if it is there."""
+    default = getattr(sys.modules.get("torch"), "default_generator", None)
+    return [] if default is None else [default]
 
 
 def _states_of(generators: list[Any]) -> bytes:

@@ -73,6 +73,8 @@ class IndexedFeed(Feed):
         device: where batches that are read ahead are copied to; None: nowhere.
     """
 
+    shuffle_order: ShuffleOrder | None = None
+
     def __init__(
         self,
         rows: Rows,
@@ -97,6 +99,9 @@ class IndexedFeed(Feed):
         largest = math.ceil(min(global_batch, self.rows) / self.replicas)
         self._ahead = prefetch if rows.is_slow(largest) else 0
         self._prefetcher: Prefetcher | None = None
+
+    def set_shuffle_order(self, order: ShuffleOrder) -> None:
+        self.shuffle_order = order
 
     def order(self, epoch: int) -> Order | None:
         """The rows in the order of `epoch`; None for their own order."""

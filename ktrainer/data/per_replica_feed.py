@@ -74,7 +74,6 @@ class PerReplicaFeed(SourceFeed):
                 local_batch = self._agree(piece, failure)
                 if local_batch is None:
                     break
-                self.shuffle_order = self.source.order  # with what was drawn
                 yield local_batch
                 remaining -= 1
         self.exhausted = remaining != 0 and not self.source.reopens

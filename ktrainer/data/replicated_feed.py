@@ -67,7 +67,6 @@ class ReplicatedFeed(SourceFeed):
                 if not self.source.checked and not fits(piece.batch, self.spec):
                     self.spec = widen(self.spec, spec_of(piece.batch))
                 start, stop = bounds(piece.rows, replica, replicas)
-                self.shuffle_order = self.source.order  # with what was drawn
                 yield LocalBatch(piece.batch, stop - start, piece.rows)
                 remaining -= 1
                 if remaining == 0:
@@ -130,5 +129,4 @@ class ReplicatedFeed(SourceFeed):
             names = leaf_names(self.spec)
             for name, digest in zip(names, piece.digests, strict=True):
                 facts[f"first batch/{name}"] = f"{digest:016x}"
-        self.shuffle_order = self.source.order  # as drawn for that batch
         return facts

@@ -40,10 +40,13 @@ class SourceFeed(Feed):
         self.num_batches = self.pass_batches = limited(source_batches, limit)
         self._cursor = Cursor(source, limit=self.num_batches, restart=not training)
 
+    @property
+    def shuffle_order(self) -> ShuffleOrder | None:
+        return self.source.order  # with what was drawn
+
     def set_shuffle_order(self, order: ShuffleOrder) -> None:
         if self.source.shuffle(order):
             self._cursor.drop_peeked()
-            self.shuffle_order = self.source.order
 
     def pass_state(self, inside_pass: bool) -> bytes | None:
         return self._cursor.state(inside_pass)
@@ -119,12 +122,12 @@ class Cursor:
         if source.endless and epoch and not self._restart:
             position = skip + epoch * self._limit if self._limit else self._position
         stream = source.endless and not source.indexed
+        if not self._knows(0 if stream else epoch, position):
+            self._known = None
         known = self._known
-        if position == 0 and source.state_between() is None:
-            known = None  # of other data, between two epochs
-        if known is None or known[:2] != (0 if stream else epoch, position):
-            known = self._known = None
-        if known is not None and not (self._peeked is not None and source.began_at(known[2])):
+        if known is not None and self._peeked is not None and source.began_at(known[2]):
+            known = None  # it is what was looked at, which is taken below
+        if known is not None:
             pieces = self._reopen(*known)
             self._live = pieces if stream else None
         elif stream:
@@ -136,6 +139,13 @@ class Cursor:
             pieces = self._reopen(epoch, position)
         self._epoch, self._position = 0 if stream else epoch, position
         return self._counted(pieces, keep_open=stream)
+
+    def _knows(self, epoch: int, position: int) -> bool:
+        """Return whether the state to resume from is that of a position, and this kind of data's:
+        between two epochs, few have one."""
+        if self._known is None or self._known[:2] != (epoch, position):
+            return False
+        return position > 0 or self.source.state_between() is not None
 
     def pass_over(self, epoch: int) -> None:
         """Go through an epoch of which nothing is left, if the next one's order depends on it."""

@@ -122,7 +122,7 @@ def check_functions(run: Run, world: ElasticWorld) -> None:
 
 
 def _order_of(loader: Any) -> str:
-    """What chooses the order of a torch DataLoader's examples: the name of its sampler's class."""
+    """The class of sampler that orders a torch DataLoader's examples, or a setting that does."""
     if not getattr(loader, "in_order", True):
         return "in_order=False"
     chooses: Any = getattr(loader, "batch_sampler", None)

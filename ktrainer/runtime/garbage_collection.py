@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-FEW_OBJECTS = 200_000  # of which a process without TensorFlow has fewer
+_FEW_OBJECTS = 200_000  # of which a process without TensorFlow has fewer
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def paused_collection(freeze: bool = False) -> Iterator[None]:
             the beginning of the block, which the process might want to free.
     """
     was_enabled = gc.isenabled()
-    freeze = freeze and len(gc.get_objects()) < FEW_OBJECTS
+    freeze = freeze and len(gc.get_objects()) < _FEW_OBJECTS
     gc.disable()
     try:
         yield
