@@ -156,6 +156,7 @@ def _flat_types(spec: Any) -> list[tuple[Any, Any]]:
     return [(tf.variant, tf.TensorShape(None))]
 
 
+@tf.autograph.experimental.do_not_convert
 def _parts(parts: tuple[Any, ...], dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
     rows = rows_in_graph(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))

@@ -96,6 +96,7 @@ class DistributedDataset(tf.data.Dataset):
     def _prefetched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset.prefetch(self._prefetch) if self._prefetch else dataset
 
+    @tf.autograph.experimental.do_not_convert
     def _rows(self, *parts: Any) -> Any:
         """This rank's rows of a batch; none if it has fewer than there are ranks."""
         batch = parts if isinstance(self._global.element_spec, tuple) else parts[0]
@@ -116,6 +117,7 @@ class DistributedDataset(tf.data.Dataset):
             first.append(facts)
             return np.bool_(True)
 
+        @tf.autograph.experimental.do_not_convert
         def rows(number: tf.Tensor, batch: Any) -> Any:
             def recorded() -> tf.Tensor:
                 return tf.numpy_function(record, [_facts(batch)], tf.bool, stateful=True)

@@ -82,13 +82,18 @@ class HorovodGradients(GradientCollectives):
             )
         self.world = world
         self.size = world.size if ranks is None else len(ranks)
-        self._compression = compression
+        self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         # A stopped rank stops Horovod's threads on all ranks, and with them Horovod's own deadline.
         self._watchdog = WaitWatchdog(world, "sums over ranks through Horovod")
 
     def reduce(
-        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+        self,
+        gradients: Sequence[Gradient],
+        weight: tf.Tensor,
+        order: InOrder,
+        *,
+        compressed: bool = True,
     ) -> list[Gradient]:
         if not gradients:
             return []
@@ -96,9 +101,10 @@ class HorovodGradients(GradientCollectives):
         if self.sparse_as_dense:
             gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         reduced: list[Gradient] = list(gradients)
-        for group in self._groups(gradients):
+        compression = self.compression if compressed else "none"
+        for group in self._groups(gradients, compression):
             parts, number = [gradients[i] for i in group], order.number()
-            wire = wire_type(parts[0].dtype, self._compression)
+            wire = wire_type(parts[0].dtype, compression)
             if isinstance(parts[0], tf.IndexedSlices):
                 totals = [self._reduce_slices(parts[0], weight, wire, number)]
             elif wire is not None:
@@ -110,13 +116,13 @@ class HorovodGradients(GradientCollectives):
         self._mark(self._watchdog.end, reduced)
         return reduced
 
-    def _groups(self, gradients: Sequence[Gradient]) -> list[list[int]]:
+    def _groups(self, gradients: Sequence[Gradient], compression: str) -> list[list[int]]:
         """Indices of gradients that are sent as one: of 16 bits all small ones, which Horovod does
         not fuse."""
         groups: list[list[int]] = []
         small: dict[tf.DType, list[int]] = {}
         for i, gradient in enumerate(gradients):
-            wire = wire_type(gradient.dtype, self._compression)
+            wire = wire_type(gradient.dtype, compression)
             fused = wire is not None and not isinstance(gradient, tf.IndexedSlices)
             if fused and 2 * (gradient.shape.num_elements() or 0) <= _SMALL_BYTES:
                 if wire not in small:

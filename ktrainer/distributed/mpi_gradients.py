@@ -99,7 +99,7 @@ class MpiGradients(GradientCollectives):
 
     def set_wire(self, compression: str, sizes: BucketSizes) -> None:
         """Set what floats are sent as, and the largest buckets."""
-        self._compression = compression
+        self.compression = compression
         self._first_bytes, self._bucket_bytes = (int(size * 2**20) for size in sizes)
 
     def _choose_sizes(self) -> BucketSizes:
@@ -130,7 +130,12 @@ class MpiGradients(GradientCollectives):
         return self._communicators
 
     def reduce(
-        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+        self,
+        gradients: Sequence[Gradient],
+        weight: tf.Tensor,
+        order: InOrder,
+        *,
+        compressed: bool = True,
     ) -> list[Gradient]:
         gradients = [tf.convert_to_tensor(g) if self.sparse_as_dense else g for g in gradients]
         reduced: list[Gradient] = list(gradients)
@@ -139,7 +144,7 @@ class MpiGradients(GradientCollectives):
             if isinstance(parts[0], tf.IndexedSlices):
                 outputs = [self._reduce_slices(parts[0], weight, order)]
             else:
-                outputs = self._reduce_bucket(parts, weight, order)
+                outputs = self._reduce_bucket(parts, weight, order, compressed)
             for i, output in zip(bucket, outputs, strict=True):
                 reduced[i] = output
         return reduced
@@ -195,9 +200,9 @@ class MpiGradients(GradientCollectives):
             open_bucket[gradient.dtype] = (bucket, filled + nbytes, most)
         return buckets
 
-    def _wire_of(self, dtype: Any) -> np.dtype | None:
-        """The 16-bit type in which gradients of `dtype` are sent; None: unchanged."""
-        wire = wire_type(tf.as_dtype(dtype), self._compression)
+    def _wire_of(self, dtype: Any, compressed: bool = True) -> np.dtype | None:
+        """The 16-bit type in which tensors of `dtype` are sent; None: unchanged."""
+        wire = wire_type(tf.as_dtype(dtype), self.compression if compressed else "none")
         return None if wire is None else np.dtype(wire.as_numpy_dtype)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,14 +228,23 @@ class MpiGradients(GradientCollectives):
 
     def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
         """The sums over ranks of `weight * array`, at once; arrays are overwritten by them."""
+        return self._sum(weight, arrays, compressed=True)
+
+    def sum_uncompressed(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+        """The same, of what is no gradient."""
+        return self._sum(weight, arrays, compressed=False)
+
+    def _sum(
+        self, weight: np.ndarray, arrays: Sequence[np.ndarray], compressed: bool
+    ) -> list[np.ndarray]:
         # TensorFlow gives scalars as NumPy's, which cannot be changed.
         found = [x if isinstance(x, np.ndarray) else np.array(x) for x in arrays]
-        reduce_in_pieces(found, partial(self._sum_piece, weight))
+        reduce_in_pieces(found, partial(self._sum_piece, weight, compressed))
         return found
 
-    def _sum_piece(self, weight: np.ndarray, array: np.ndarray) -> None:
+    def _sum_piece(self, weight: np.ndarray, compressed: bool, array: np.ndarray) -> None:
         """Replace a flat array of at most `PIECE_BYTES` by its weighted sum over ranks."""
-        wire = self._wire_of(array.dtype)
+        wire = self._wire_of(array.dtype, compressed)
         wide = array
         if wire is not None and array.dtype != np.float32:
             wide = np.empty(array.size, np.float32)
@@ -258,16 +272,16 @@ class MpiGradients(GradientCollectives):
             sum_in_place(self.world, opened.comm, array, what)
 
     def _reduce_bucket(
-        self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder
+        self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder, compressed: bool
     ) -> list[tf.Tensor]:
         """The sums of dense gradients of one dtype."""
         parts, factor = gradients, weight
         if not tf.executing_eagerly():
-            wide = self._wire_of(parts[0].dtype) is None or parts[0].dtype == tf.float32
+            wide = self._wire_of(parts[0].dtype, compressed) is None or parts[0].dtype == tf.float32
             # What is narrow, or will be, is weighted in float32, on the host.
             parts, rest = _private(parts, weight if wide else tf.ones([], tf.float64))
             factor = rest if wide else weight
-        call = self._timed(self.sum_bucket)
+        call = self._timed(self.sum_bucket if compressed else self.sum_uncompressed)
         outputs = order.on_host(call, [factor, *parts], [part.dtype for part in parts])
         return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
 
@@ -288,9 +302,11 @@ class MpiGradients(GradientCollectives):
         """The weighted rows of all ranks and their indices, at once; none of a rank of weight 0."""
         if weight == 0:
             values, indices = values[:0], indices[:0]
-        values = values * values.dtype.type(weight)
         narrow = self._wire_of(values.dtype)
-        wire = values if narrow is None else values.astype(narrow)
+        # What is narrow, or will be, is weighted in float32.
+        wide = np.dtype(np.float32) if narrow == values.dtype else values.dtype
+        product = values.astype(wide, copy=False) * wide.type(weight)
+        wire = product.astype(values.dtype if narrow is None else narrow, copy=False)
         found, where = self._gather_rows([wire, indices])
         return found.astype(values.dtype, copy=False), where
 
@@ -314,6 +330,7 @@ class MpiGradients(GradientCollectives):
 
 _SAID = {  # in a trace
     "sum_bucket": "sum of a bucket",
+    "sum_uncompressed": "sum of statistics",
     "gather_slices": "rows of sparse gradients",
     "_sum_array": "sum in the forward pass",
 }

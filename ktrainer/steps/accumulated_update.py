@@ -25,6 +25,7 @@ from ktrainer.steps.step_helpers import (
     moved_by_padding,
     python_step,
     rows_of,
+    statistics_of_own_rows,
     unmoved,
 )
 from ktrainer.steps.step_options import StepOptions
@@ -197,7 +198,9 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
     ) -> tuple[Any, Tensors]:
         """The logs of a local batch, and its weighted gradients."""
         context = self._context(batch, weight, denominators=tf.unstack(denominators))
-        with unmoved(moved_by_padding(self.model) if padding else []):
+        # The weight of their average is that of all parts, and so not 0.
+        kept = [*moved_by_padding(self.model), *statistics_of_own_rows(self.model)]
+        with unmoved(kept if padding else []):
             with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
                 logs = self._logged.noting(self._step)(batch)
             parts = self._gradients.take(context)

@@ -38,11 +38,12 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
-from ktrainer.steps.step_options import through_hooks
+from ktrainer.steps.step_options import is_overwritten, through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
@@ -233,6 +234,8 @@ class _Applying:
         context, guard = self.context, self.context.guard
         if context.collectives is not None or context.capture or guard is not None:
             context.refuse_compiled("it applies an optimizer")
+        if context.collectives is not None or context.capture:
+            _refuse_overwritten(variables)
         self.hooked = False
         context.applies += 1
         if context.capture:
@@ -264,6 +267,16 @@ class _Applying:
         finally:
             self.depth -= 1
             self.context.updating = self.depth > 0
+
+
+def _refuse_overwritten(variables: Sequence[Any]) -> None:
+    for variable in variables:
+        if is_overwritten(variable):
+            raise ModelError(
+                f"{variable.path!r} is set from the largest values of a whole batch, as float8 "
+                "layers do, which cannot be told from parts of it; use backend=local with "
+                "trainer.accumulate=1, or another precision"
+            )
 
 
 def _guarded(guard: UpdateGuard, optimizer: Any, update: _Update) -> _Update:

@@ -24,14 +24,18 @@ def reduce_gradients(
 
     Args:
         gradients: all of them present; the same ones are `CommonSlices` on every rank.
-        numbers: scalars; they go in the same message, in the type of the gradients.
+        numbers: scalars; they go in the same message, in the type of the gradients, unless those
+            are compressed.
     """
     wire = tf.float64 if any(g.dtype == tf.float64 for g in gradients) else tf.float32
     more = [tf.reshape(tf.cast(number, wire), [1]) for number in numbers]
     sent = list(gradients)
     if not collectives.sparse_as_dense:
         sent = [g.values if isinstance(g, CommonSlices) else g for g in gradients]
-    reduced = collectives.reduce([*sent, *more], weight, order)
+    apart = collectives.compression != "none"  # which numbers must not have
+    reduced = collectives.reduce(sent if apart else [*sent, *more], weight, order)
+    if apart and more:
+        reduced += collectives.reduce(more, weight, order, compressed=False)
     for i, gradient in enumerate(gradients):
         if sent[i] is not gradient:
             reduced[i] = tf.IndexedSlices(reduced[i], gradient.indices, gradient.dense_shape)

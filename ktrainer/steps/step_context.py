@@ -199,6 +199,12 @@ class StepContext(TracedContext):
             self.denominators.append(tf.cast(local, tf.float64))
             return local
         if self.denominators is not None:
+            if self._next == len(self.denominators):
+                raise ModelError(
+                    "a loss that is divided by its weights, or by the examples that a mask leaves, "
+                    "is computed inside a layer, where a pipeline cannot count them over all "
+                    "microbatches. Pass it to compile, or use backend=data_parallel"
+                )
             total = self.denominators[self._next]
             self._next += 1
             return tf.cast(total, local.dtype)

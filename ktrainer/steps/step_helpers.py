@@ -58,7 +58,9 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
     ]
     for group in context.groups(moved) if moved else []:
         values = [tf.convert_to_tensor(moved[i].value) for i in group]
-        averages = context.collectives.reduce(values, context.weight, context.order)
+        averages = context.collectives.reduce(
+            values, context.weight, context.order, compressed=False
+        )
         for i, value in zip(group, averages, strict=True):
             moved[i].assign(value)
 
@@ -67,6 +69,22 @@ def moved_by_padding(model: keras.Model) -> list[Any]:
     """Variables that a step changes on this rank alone: metrics, and statistics of local layers."""
     local = local_variables(model)
     return [*model.metrics_variables, *(v for v in model.non_trainable_variables if id(v) in local)]
+
+
+def statistics_of_own_rows(model: keras.Model) -> list[Any]:
+    """Statistics that each rank moves by its own rows: all but those of layers that sum their
+    moments over ranks."""
+    of_all_ranks = {
+        id(variable)
+        for layer in model._flatten_layers()
+        if getattr(layer, "synchronized", False)
+        for variable in layer.variables
+    }
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if tf.as_dtype(variable.dtype).is_floating and id(variable) not in of_all_ranks
+    ]
 
 
 @contextmanager

@@ -76,12 +76,25 @@ def through_hooks(
 ) -> list[Any]:
     """Gradients as hooks and clipping leave them; they get those of the loss without the
     optimizer's `loss_scale_factor`, by which the optimizer divides them afterwards."""
-    scale = optimizer.loss_scale_factor if hooks else None
+    if not hooks:
+        return gradients
+    scale = optimizer.loss_scale_factor
+    places = [i for i, v in enumerate(variables) if not is_overwritten(v)]
+    found, of = ([values[i] for i in places] for values in (gradients, variables))
     if scale is not None:
-        gradients = [_times(gradient, 1 / scale) for gradient in gradients]
+        found = [_times(gradient, 1 / scale) for gradient in found]
     for hook in hooks:
-        gradients = list(hook(gradients, variables))
-    return gradients if scale is None else [_times(gradient, scale) for gradient in gradients]
+        found = list(hook(found, of))
+    changed = list(gradients)
+    for i, gradient in zip(places, found, strict=True):
+        changed[i] = gradient if scale is None else _times(gradient, scale)
+    return changed
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether a variable's "gradient" is its new value: Keras' float8 layers keep scales
+    so."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _times(gradient: Any, factor: float) -> Any:

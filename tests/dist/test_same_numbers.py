@@ -143,6 +143,67 @@ def test_fp16_on_the_wire_is_close_and_equal_on_all_ranks(ranks: Callable[..., A
     assert min(largest.values()) > 1e-6  # it did go through 16 bits
 
 
+def _train_normalised(**settings: Any) -> Outcome:
+    """Statistics of the data alone, and losses that are beyond float16."""
+    import keras
+
+    x, _ = cases.vectors()
+
+    def build() -> Any:
+        norm = keras.layers.BatchNormalization(center=False, scale=False, synchronized=True)
+        model = keras.Sequential([keras.Input((8,)), norm, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    case = Case(build, (x + 1.0, np.full((len(x), 1), 400.0)))
+    return train(case, floatx="float32", **settings)
+
+
+@pytest.mark.quick("mpi")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_alone_are_compressed(ranks: Callable[..., Any], engine: str) -> None:
+    """A step moves a moving average by less than 16 bits tell; and `skip` looks at the loss."""
+    group = ranks(2, group_mode(engine))
+    settings = {"backend": "data_parallel", "backend__engine": engine, "health__nan": "skip"}
+    exact, ours = (
+        group.run(_train_normalised, **settings, backend__compression=kind)[0]
+        for kind in ("none", "fp16")
+    )
+    moving = [name for name in exact.weights if "moving" in name]
+    assert len(moving) == 2
+    for name in moving:
+        np.testing.assert_array_equal(ours.weights[name], exact.weights[name])
+    np.testing.assert_allclose(ours.history["loss"], exact.history["loss"], rtol=1e-3)
+    assert exact.history["loss"][0] > np.finfo(np.float16).max
+
+
+def _train_padded_part(**settings: Any) -> Outcome:
+    import keras
+
+    def build() -> Any:
+        norm = keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-3)
+        model = keras.Sequential([keras.Input((1,)), norm, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    x = np.array([[1.0], [3.0], [10.0], [30.0], [100.0]])
+    case = Case(build, (x, x), settings={"data.shuffle": False, "trainer.epochs": 1})
+    return train(case, **settings)
+
+
+def test_padding_of_a_part_leaves_statistics_alone(ranks: Callable[..., Any]) -> None:
+    """Of an update's two parts the second has one row, which the first rank gets: the statistics
+    of the other are those of its first part, and count with its share of the rows."""
+    settings = {"data__batch_size": 4, "trainer__accumulate": 2, "backend": "data_parallel"}
+    ours = ranks(2).run(_train_padded_part, **settings)[0]
+    (mean,) = (value for name, value in ours.weights.items() if "moving_mean" in name)
+    (variance,) = (value for name, value in ours.weights.items() if "moving_variance" in name)
+    first, second = 0.9 * (0.1 * 2.0) + 0.1 * 100.0, 0.1 * 20.0
+    np.testing.assert_allclose(mean, [(3 * first + 2 * second) / 5], rtol=1e-12)
+    first, second = 0.9 * (0.9 + 0.1 * 1.0), 0.9 + 0.1 * 100.0
+    np.testing.assert_allclose(variance, [(3 * first + 2 * second) / 5], rtol=1e-12)
+
+
 def test_sum_is_size_times_average(ranks: Callable[..., Any]) -> None:
     """With `op: sum` a learning rate divided by the number of ranks gives the same weights."""
 

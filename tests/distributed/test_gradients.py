@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.distributed import shared_memory, sum_in_place
-from ktrainer.distributed.collectives import InOrder
+from ktrainer.distributed.collectives import InOrder, weighted
 from ktrainer.distributed.mpi_gradients import MpiGradients
 from ktrainer.distributed.shared_memory import open_shared_memory, rows_at_once
 from ktrainer.distributed.sum_in_place import PIECE_BYTES, pieces
@@ -64,6 +64,28 @@ def _both(
         every.append([[x.tobytes() for x in found] for found in (reduced, arrays)])
         collectives.close()
     return every
+
+
+def _thirds(engine: str, weighted_before: bool) -> float:
+    """The sum over three ranks of a third of 16-bit numbers, by that of the numbers."""
+    values = tf.constant(np.random.default_rng(0).uniform(1, 2, [3000, 1]), tf.bfloat16)
+    third, one = tf.constant(1 / 3, tf.float64), tf.constant(1.0, tf.float64)
+    slices = tf.IndexedSlices(values, tf.range(3000), tf.constant([3000, 1]))
+    collectives = _collectives(engine)
+    given = weighted(slices, third) if weighted_before else slices
+    (reduced,) = collectives.reduce([given], one if weighted_before else third, InOrder())
+    collectives.close()
+    total = tf.reduce_sum(tf.cast(reduced.values, tf.float64))
+    return float(total / tf.reduce_sum(tf.cast(values, tf.float64)))
+
+
+@pytest.mark.quick("mpi")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_16_bit_slices_are_weighted_in_float32(ranks: Callable[..., Any], engine: str) -> None:
+    """A third in 16 bits is 0.2 per cent too large; rounding products has no such bias."""
+    for before in (False, True):
+        found = ranks(3, group_mode(engine)).run(_thirds, engine, before)
+        np.testing.assert_allclose(found, 1.0, atol=3e-4)
 
 
 @pytest.mark.exhaustive

@@ -176,7 +176,7 @@ def test_a_compiled_function_finds_the_step() -> None:
 class Sums(GradientCollectives):
     """Of one rank."""
 
-    def reduce(self, gradients: Any, weight: Any, order: Any) -> Any:
+    def reduce(self, gradients: Any, weight: Any, order: Any, *, compressed: bool = True) -> Any:
         return gradients
 
     def sum(self, vector: Any, order: Any) -> Any:

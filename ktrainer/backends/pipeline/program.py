@@ -16,6 +16,7 @@ from ktrainer.backends.pipeline.runtime.compiled_model import (
     synchronize_seeds,
 )
 from ktrainer.backends.pipeline.runtime.runner import Runner, StepOutcome, Values
+from ktrainer.backends.pipeline.runtime.stage_checks import refuse_layer_metrics
 from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.tied_gradients import TiedGradients, densify
 from ktrainer.backends.pipeline.runtime.transport import Transport, WaitTime
@@ -131,6 +132,7 @@ class PipelineProgram(StageProgram):
     def _start(self, spec: Any) -> None:
         planned = self.planned
         planned.place(spec)
+        refuse_layer_metrics(planned)
         trained = self.model.trainable_variables
         held = [v for v in trained if planned.placement.holds(v)]
         several = [v for v in trained if len(planned.holders[id(v)]) > 1]

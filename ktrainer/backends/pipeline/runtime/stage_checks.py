@@ -50,6 +50,26 @@ def refuse_empty_stages(planned: PlannedModel) -> None:
         )
 
 
+def refuse_layer_metrics(planned: PlannedModel) -> None:
+    """Refuse metrics of layers that are not on the last stage, which alone logs metrics.
+
+    Raises:
+        ModelError: naming one.
+    """
+    logged = {id(metric) for metric in planned.model.metrics}
+    for stage in (*planned.stages(True), *planned.stages(False)):
+        layers = [] if stage.is_last else [n.operation for n in stage.nodes if n.is_layer]
+        for layer in (inner for each in layers for inner in each._flatten_layers()):
+            for metric in layer._metrics:
+                if id(metric) in logged:
+                    raise ModelError(
+                        f"layer {layer.name!r} updates the metric {metric.name!r} on stage "
+                        f"{stage.index} of a pipeline, which logs those of its last stage alone. "
+                        "Put the layer on the last stage, with `with partition(i):` or "
+                        "backend.stages, or use backend=data_parallel"
+                    )
+
+
 def refuse_combined(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Refuse gradients that depend on those of other variables: a stage has only its own.
 

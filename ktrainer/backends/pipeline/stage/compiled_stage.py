@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.check_supported import explain_assigned_weight
 from ktrainer.backends.pipeline.graph.nodes import run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.stage.loss_head import (
@@ -21,6 +22,7 @@ from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, wi
 from ktrainer.backends.pipeline.stage.stage_functions import Gradients, SavedTensors, StageFunctions
 from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.stage.subgraphs import TracedGraph
+from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.step_context import StepContext
@@ -186,6 +188,7 @@ class CompiledStage:
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
+        _refuse_assigned(stage.trainable, given.trainable, scope)
         self._sent = [*sent, added] if self.sends_outputs else []
         self._results = results
         old = zip(self.state, given.state, strict=True)
@@ -289,6 +292,12 @@ class CompiledStage:
         self._of_weighted_loss = Gradients(of_inputs, plain, placeholders, seed)
 
 
+def _refuse_assigned(weights: Sequence[Any], values: Sequence[Any], scope: Any) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        if scope.get_current_value(weight) is not value:
+            raise ModelError(explain_assigned_weight(f"the layer of {weight.path}"))
+
+
 def _value_of(result: Any) -> Any:
     return tf.identity(result.value) if isinstance(result, keras.Variable) else result
 
@@ -300,4 +309,5 @@ def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         values = _weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(weight, gradient.dtype)
+    wide = tf.float32 if gradient.dtype.size == 2 else gradient.dtype
+    return tf.cast(tf.cast(gradient, wide) * tf.cast(weight, wide), gradient.dtype)

@@ -35,7 +35,12 @@ class ReplicaCollectives(GradientCollectives):
         self._dense = isinstance(strategy, tf.distribute.TPUStrategy)
 
     def reduce(
-        self, gradients: Sequence[Gradient], weight: tf.Tensor, order: InOrder
+        self,
+        gradients: Sequence[Gradient],
+        weight: tf.Tensor,
+        order: InOrder,
+        *,
+        compressed: bool = True,
     ) -> list[Gradient]:
         if self._dense:
             gradients = [densified(gradient) for gradient in gradients]
