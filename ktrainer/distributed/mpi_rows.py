@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,11 @@ def gather_rows(
         what: names the operation, should its deadline pass.
     """
     gathered = np.empty((int(rows.sum()), *array.shape[1:]), array.dtype)
-    lengths, starts = _spans(rows, array)
-    send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    spec: Any = [gathered.reshape(-1).view(np.uint8), (lengths, starts), MPI.BYTE]
-    world.wait(comm.Iallgatherv(send, spec), what, send, gathered, starts, lengths)
+    send, starts = _bytes(np.ascontiguousarray(array)), _starts(rows)
+    with _row_of(array) as row:
+        received: Any = [_bytes(gathered), (rows, starts), row]
+        request = comm.Iallgatherv([send, len(array), row], received)
+    world.wait(request, what, send, gathered, rows, starts)
     return gathered
 
 
@@ -45,16 +48,31 @@ def exchange_rows(
     counts = np.empty_like(splits)
     world.wait(world.comm.Ialltoall(splits, counts), what, splits, counts)
     arrived = np.empty((int(counts.sum()), *array.shape[1:]), array.dtype)
-    send = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    ours, theirs = _spans(splits, array), _spans(counts, array)
-    request = world.comm.Ialltoallv(
-        [send, ours, MPI.BYTE], [arrived.reshape(-1).view(np.uint8), theirs, MPI.BYTE]
-    )
-    world.wait(request, what, send, arrived, *ours, *theirs)
+    send, ours, theirs = _bytes(np.ascontiguousarray(array)), _starts(splits), _starts(counts)
+    with _row_of(array) as row:
+        request = world.comm.Ialltoallv(
+            [send, (splits, ours), row], [_bytes(arrived), (counts, theirs), row]
+        )
+    world.wait(request, what, send, arrived, splits, ours, counts, theirs)
     return arrived, counts
 
 
-def _spans(rows: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Length and start of each rank's rows, in bytes."""
-    lengths = rows * (array.dtype.itemsize * int(np.prod(array.shape[1:])))
-    return lengths, np.concatenate([[0], np.cumsum(lengths)[:-1]])
+@contextmanager
+def _row_of(array: np.ndarray) -> Iterator[MPI.Datatype]:
+    """The type of a row's bytes: MPI counts in 32 bits, which bytes of many rows exceed. It lives
+    until what was begun with it has ended."""
+    row = MPI.BYTE.Create_contiguous(array.dtype.itemsize * int(np.prod(array.shape[1:])))
+    row.Commit()
+    try:
+        yield row
+    finally:
+        row.Free()
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _starts(rows: np.ndarray) -> np.ndarray:
+    """The first row of each rank."""
+    return np.concatenate([[0], np.cumsum(rows)[:-1]])

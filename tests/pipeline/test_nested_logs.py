@@ -1,4 +1,5 @@
-"""Logs that `compute_metrics` nests: those of all replicas, and those of one process."""
+"""Logs that `compute_metrics` nests: those of all replicas, and those of one process; and a metric
+that a layer updates."""
 
 from __future__ import annotations
 
@@ -43,3 +44,45 @@ def test_nested_logs(ranks: Callable[..., Any], partitions: int, more: dict[str,
         assert list(ours) == list(truth)
         for key, values in truth.items():
             np.testing.assert_allclose(ours[key], values, rtol=1e-9, err_msg=key)
+
+
+def _counted_by_a_layer(on_stage: int) -> Any:
+    """The history of a model with a layer that counts, on this stage of two; or an error."""
+    import keras
+
+    import ktrainer
+
+    class Counts(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = keras.metrics.Sum(name="seen")
+
+        def call(self, inputs: Any) -> Any:
+            self.seen.update_state(keras.ops.ones_like(inputs[:, 0]))
+            return inputs
+
+    def made() -> Any:
+        inputs = keras.Input((8,))
+        with ktrainer.partition(0):
+            hidden = keras.layers.Dense(4)(inputs)
+            hidden = hidden if on_stage else Counts()(hidden)
+        with ktrainer.partition(1):
+            hidden = Counts()(hidden) if on_stage else hidden
+            outputs = keras.layers.Dense(2)(hidden)
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    backend = {"name": "pipeline", "partitions": 2, "microbatches": 2}
+    try:
+        return with_ktrainer(Case(made, features_and_targets), backend=backend).history
+    except ktrainer.ModelError as error:
+        return str(error)
+
+
+def test_a_metric_of_a_layer(ranks: Callable[..., Any]) -> None:
+    """On the last stage it counts as in one process; elsewhere it would be logged as 0."""
+    for found in ranks(2).run(_counted_by_a_layer, 1):
+        assert found["seen"] == [33.0, 33.0]
+    for found in ranks(2).run(_counted_by_a_layer, 0):
+        assert "'seen' on stage 0 of a pipeline" in found

@@ -99,6 +99,47 @@ def test_a_model_compiled_again_or_unfrozen_is_refused(trainer: Trainer) -> None
         other.fit(model, data())
 
 
+class _AssignsWeight(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        self.scale.assign(self.scale / 2)
+        return self.scale * inputs
+
+
+class _MaskedPenalty(layers.Layer):
+    """A loss over the rows that a weight leaves, inside of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+    def call(self, inputs: Any) -> Any:
+        rows = keras.ops.cast(inputs[:, 0] > 0, inputs.dtype)
+        self.add_loss(self.loss(inputs, 0 * inputs, sample_weight=rows))
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (
+            lambda: layers.SpectralNormalization(layers.Dense(4)),
+            "'spectral_normalization.*' assigns a weight.*backend=data_parallel",
+        ),
+        (_AssignsWeight, "the layer of .*scale' assigns a weight"),
+        (_MaskedPenalty, r"computed inside a layer.*Pass it to compile"),
+        (lambda: layers.Dense(4, dtype="float8_from_float32"), "'dense.*' computes in float8"),
+    ],
+)
+def test_layers_that_parts_of_a_batch_would_change_are_refused(
+    trainer: Trainer, layer: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        trainer.fit(build(layer=layer()), data())
+
+
 def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     model = keras.Model({"a": a, "b": b}, layers.Concatenate()([a, b]))

@@ -101,6 +101,23 @@ def test_clipping_equals_that_of_the_optimizer(ours: str, theirs: str) -> None:
     assert not np.allclose(weights(here)[0], weights(without)[0], atol=1e-3)
 
 
+def _in_float8(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    model = build(optimizer, eager=False)
+    for layer in model.layers:
+        layer.quantize("float8")
+    return model
+
+
+def test_scales_of_float8_are_not_clipped_and_need_whole_batches() -> None:
+    """What Keras takes for their gradients are their new values."""
+    here, _ = fit(lambda: _in_float8(keras.optimizers.SGD(0.1)), trainer__clip__value=0.05)
+    there, _ = fit(lambda: _in_float8(keras.optimizers.SGD(0.1, clipvalue=0.05)))
+    close(here, there, 0)
+    assert max(float(w.max()) for w in weights(here)) > 1  # of the largest values so far
+    with pytest.raises(ModelError, match=r"largest values of a whole batch.*accumulate=1"):
+        fit(lambda: _in_float8(keras.optimizers.SGD(0.1)), trainer__accumulate=2)
+
+
 def test_hooks_see_gradients_before_they_are_clipped() -> None:
     class Twice(Callback):
         def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
