@@ -33,18 +33,19 @@ TWO = [sys.executable, "-m", "ktrainer.cli.main", "run", "--no-prefix", "-n", "2
 MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]
 MPIRUN += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable]
 OTHERS = ("cnn", "transformer", "embedding")  # models of data-parallel steps
-TURNS = 3  # of programs that are compared with each other
+TURNS, ROUNDS = 2, ["--rounds", "3"]  # of programs that are compared with each other
 
 
 def programs() -> list[tuple[list[str], str, list[str]]]:
     """How each program is started, its name, and its options, in the order of their runs."""
     has_horovod = importlib.util.find_spec("horovod") is not None
-    horovod = [(TWO, "data_parallel_step", ["--rounds", "2", "--engine", "horovod"])]
-    sizes = ["--rounds", "2", "--steps", "2", "--microbatches", "8"]
+    steps, short = [*ROUNDS, "--steps", "15"], ["--steps", "20"]
+    horovod = [(TWO, "data_parallel_step", [*steps, "--engine", "horovod"])]
+    sizes = [*ROUNDS, "--steps", "2", "--microbatches", "8"]
     compared = [
-        (TWO, "data_parallel_step", ["--rounds", "2"]),
+        (TWO, "data_parallel_step", steps),
         *(horovod if has_horovod else []),
-        (MPIRUN, "data_parallel_step_torch", ["--rounds", "2"]),
+        (MPIRUN, "data_parallel_step_torch", steps),
         (TWO, "pipeline_step", [*sizes, "--schedules", "1f1b", "interleaved", "zero_bubble"]),
         (MPIRUN, "pipeline_step_torch", sizes),
     ]
@@ -52,13 +53,16 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
     return [
         *[(ONE, "keras_fit", ["--rounds", "1"]), (ONE, "keras_fit_torch", ["--rounds", "1"])] * 2,
         (ONE, "zoo_fit", ["--rounds", "2"]),
-        (TWO, "data_parallel_fit", ["--rounds", "3", "backend=data_parallel"]),
-        (TWO, "distributed_tape", ["--rounds", "6"]),
-        (TWO, "callback_cost", ["--rounds", "3", "backend=data_parallel"]),
+        (TWO, "data_parallel_fit", [*ROUNDS, *short, "backend=data_parallel"]),
+        (TWO, "distributed_tape", ["--rounds", "6", "--steps", "15"]),
+        (TWO, "callback_cost", [*ROUNDS, *short, "backend=data_parallel"]),
         *compared * TURNS,
-        *[(TWO, "data_parallel_step", ["--rounds", "6", "--model", name]) for name in OTHERS],
+        *[
+            (TWO, "data_parallel_step", ["--rounds", "6", "--steps", "15", "--model", name])
+            for name in OTHERS
+        ],
         (ONE, "checkpoint", ["--megabytes", "200"]),
-        (ONE, "strategies", ["--models", "mlp", "--only", *with_peer]),
+        (ONE, "strategies", ["--models", "mlp", "--epochs", "4", "--only", *with_peer]),
         *([(ONE, "rank_memory", [])] if has_horovod else []),
         (ONE, "restart_time", ["--rounds", "5"]),
     ]

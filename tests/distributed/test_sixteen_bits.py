@@ -63,12 +63,12 @@ def _truth(dtype: str, compression: str, ranks: range) -> list[np.ndarray]:
     wire = WIRES.get(compression, own)
     totals = []
     for k, parts in enumerate(zip(*given, strict=True)):
-        rows = k == len(SHAPES) - 1  # are weighted in their own type, and gathered
+        rows = k == len(SHAPES) - 1  # are gathered, and weighted in their own type unless of 16 bits
         sent = []
         for rank, part in zip(ranks, parts, strict=True):
             if WEIGHTS[rank] == 0:
                 part = np.zeros_like(part)
-            wide = part if rows else part.astype(np.float32)
+            wide = part if rows and own.itemsize > 2 else part.astype(np.float32)
             with np.errstate(over="ignore"):
                 sent.append((wide * wide.dtype.type(WEIGHTS[rank])).astype(wire))
         if rows:
