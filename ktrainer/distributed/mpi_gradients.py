@@ -304,7 +304,7 @@ class MpiGradients(GradientCollectives):
             values, indices = values[:0], indices[:0]
         narrow = self._wire_of(values.dtype)
         # What is narrow, or will be, is weighted in float32.
-        wide = np.dtype(np.float32) if narrow == values.dtype else values.dtype
+        wide = np.dtype(np.float32) if values.dtype.itemsize == 2 else values.dtype
         product = values.astype(wide, copy=False) * wide.type(weight)
         wire = product.astype(values.dtype if narrow is None else narrow, copy=False)
         found, where = self._gather_rows([wire, indices])
