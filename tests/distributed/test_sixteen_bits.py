@@ -63,7 +63,7 @@ def _truth(dtype: str, compression: str, ranks: range) -> list[np.ndarray]:
     wire = WIRES.get(compression, own)
     totals = []
     for k, parts in enumerate(zip(*given, strict=True)):
-        rows = k == len(SHAPES) - 1  # are gathered, and weighted in their own type unless of 16 bits
+        rows = k == len(SHAPES) - 1  # are gathered, weighted in their own type if that is wide
         sent = []
         for rank, part in zip(ranks, parts, strict=True):
             if WEIGHTS[rank] == 0:
