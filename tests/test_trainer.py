@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from ktrainer import Callback, ConfigError, DataError, ModelError, Trainer
@@ -55,6 +56,34 @@ def test_predict_nested_outputs() -> None:
         predicted = it.predict(model, x)
     assert predicted["sum"].shape == (7, 1)
     np.testing.assert_array_equal(predicted["b"], x["b"])
+
+
+def test_predict_keeps_all_rows_of_an_output() -> None:
+    """Of graphs, which have more nodes than edges; and it stops where a callback asks for it."""
+    inputs = {"edges": keras.Input((2,), name="edges"), "nodes": keras.Input((3,), name="nodes")}
+    model = keras.Model(inputs, {key: layers.Dense(2)(value) for key, value in inputs.items()})
+    model.compile("sgd", "mse")
+    random = np.random.default_rng(0)
+    sizes = {"edges": (4, 2), "nodes": (5, 3)}
+    graphs = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in range(3)]
+
+    def data() -> tf.data.Dataset:
+        return tf.data.Dataset.from_generator(
+            lambda: ((graph,) for graph in graphs),
+            output_signature=({k: tf.TensorSpec((None, n)) for k, (_, n) in sizes.items()},),
+        )
+
+    class Stops(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_predicting = batch == 1
+
+    expected = model.predict(data(), verbose=0, callbacks=[Stops()])
+    with trainer() as it:
+        for _ in range(2):  # the second call does not find the model stopped
+            predicted = it.predict(model, data(), callbacks=[Stops()])
+    assert {key: len(rows) for key, rows in expected.items()} == {"edges": 8, "nodes": 10}
+    for key, rows in expected.items():
+        np.testing.assert_allclose(predicted[key], rows, rtol=1e-6)
 
 
 def test_evaluate_before_fit_and_after_another_model() -> None:

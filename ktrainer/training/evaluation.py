@@ -115,7 +115,9 @@ def validate(
 def predict(
     program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
 ) -> Any:
-    """The model's outputs for all of `feed`, in order, on every rank."""
+    """The model's outputs for all of `feed`, in order, on every rank; or for the batches up to the
+    one after which a callback of any rank sets `model.stop_predicting`."""
+    program.model.stop_predicting = False
     callbacks.on_predict_begin()
     batches = []
     local_batches = feed.epoch(0)
@@ -124,6 +126,8 @@ def predict(
             callbacks.on_predict_batch_begin(batch)
             batches.append(program.predict(local))
             callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
+            if world.any(bool(program.model.stop_predicting), "stop predicting"):
+                break
     callbacks.on_predict_end()
     mine = batches if program.counts_metrics else None
     ranks = [each for each in world.allgather(mine, "outputs of predict") if each is not None]

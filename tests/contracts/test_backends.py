@@ -6,11 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 
-from tests.contracts.running import Outcome, digest, largest_difference, local, train
+from ktrainer import Trainer
+from tests.contracts.running import (
+    BATCH,
+    ROWS,
+    Outcome,
+    config,
+    digest,
+    largest_difference,
+    local,
+    train,
+)
 from tests.contracts.zoo import ZOO
+from tests.contracts.zoo_parts import floats
+from tests.tf_distribute.running import ONE_PROCESS
 
 EXACT = [name for name, case in ZOO.items() if case.exact]
 NOISY = [name for name, case in ZOO.items() if not case.exact]
@@ -77,3 +90,33 @@ def test_models_in_two_stages_equal_one_process(ranks: Callable[..., Any]) -> No
         assert ours[0].history == ours[1].history
         for key, numbers in expected.history.items():
             np.testing.assert_allclose(ours[0].history[key], numbers, LOGS, 1e-12, err_msg=key)
+
+
+def rows_of_parts(**backend: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What a model predicts that puts out a row for each of four parts of an example: with Keras,
+    and with ktrainer."""
+    keras.utils.set_random_seed(0)
+    parts = keras.Input((4, 3))
+    outputs = keras.layers.Dense(2)(keras.ops.reshape(parts, (-1, 3)))
+    model, x = keras.Model(parts, outputs), floats(ROWS, 4, 3)  # the last batch has one example
+    expected = model.predict(x, batch_size=BATCH, verbose=0)
+    with Trainer(config(backend=backend)) as trainer:
+        return expected, trainer.predict(model, x)
+
+
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        (1, {"name": "tf_distribute", "strategy": "mirrored", "devices": 2}),
+        (2, {"name": "data_parallel", "engine": "mpi"}),
+        (2, {"name": "pipeline", "partitions": 2, "microbatches": 2}),
+    ],
+    ids=["mirrored", "ranks", "stages"],
+)
+def test_outputs_with_more_rows_than_the_batch(
+    ranks: Callable[..., Any], size: int, backend: dict[str, Any]
+) -> None:
+    group = ranks(size, ONE_PROCESS) if size == 1 else ranks(size)
+    for expected, found in group.run(rows_of_parts, deadline=120, **backend):
+        assert len(expected) == 4 * ROWS
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)

@@ -235,7 +235,8 @@ class PipelineProgram(StageProgram):
             for parts in zip(*outcome.results, strict=True)
         ]
         structure = self._compiled.stages("predict", microbatches[-1])[-1].logs
-        return keras.tree.pack_sequence_as(structure, [x[: batch.examples] for x in outputs])
+        kept = slice(None) if batch.examples else slice(0)  # an output may have more rows
+        return keras.tree.pack_sequence_as(structure, [x[kept] for x in outputs])
 
     def _cut(self, batches: Sequence[LocalBatchLike]) -> list[Microbatch]:
         return cut_batches(batches, self.config.microbatches, self.planned.as_cut)

@@ -66,16 +66,21 @@ def joined_logs(
 
 
 def joined_outputs(outputs: Sequence[Any], rows: tf.Tensor) -> Any:
-    """The outputs of all replicas of a process in the order of its rows, without padding.
+    """The outputs of all replicas of a process in the order of its rows, without padding: that is
+    all that a replica without rows has put out. Of others every row counts, however many.
 
     Args:
         outputs: nested tensors, for each replica.
         rows: int64 scalar; how many true rows they have together.
     """
     count = len(outputs)
+    has_rows = [graph_bounds(rows, i, count)[1] > 0 for i in range(count)]
 
     def join(*parts: Any) -> Any:
-        kept = [part[: graph_bounds(rows, i, count)[1]] for i, part in enumerate(parts)]
+        kept = [
+            part[: tf.where(has, tf.shape(part)[0], 0)]
+            for has, part in zip(has_rows, parts, strict=True)
+        ]
         return kept[0] if count == 1 else tf.concat(kept, 0)
 
     return keras.tree.map_structure(join, *outputs)
