@@ -89,7 +89,7 @@ def statistics_of_own_rows(model: keras.Model) -> list[Any]:
 
 @contextmanager
 def unmoved(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore variables after a step."""
+    """Restore variables at the end of the block."""
     kept = [(v, tf.identity(v)) for v in variables]
     yield
     for variable, value in kept:

@@ -31,7 +31,9 @@ When ranks were lost or have joined, at any time: load_state_dict, on_heal.
 
 An epoch that a stop cuts short is validated and reported like any other, as in Keras, but does
 not count as finished: a checkpoint of it holds the state from just before its `on_epoch_end`, and a
-resumed run trains the rest of the epoch, then calls `on_epoch_end` again.
+resumed run trains the rest of the epoch, then calls `on_epoch_end` again. It also calls
+`on_epoch_begin` again, as does one that healed; what that assigns to variables is undone, since
+they were restored from after the first time.
 
 Whatever could differ between ranks (a stop, the clock, running out of data) is decided by all of
 them together; no rank leaves the loop alone. The `Recovery` learns where an update begins and what
@@ -54,6 +56,7 @@ import tensorflow as tf
 
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.loss_guard import LossGuard
+from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.data.data_digests import batch_facts
 from ktrainer.errors import DataError
 from ktrainer.runtime.devices import accelerator
@@ -62,6 +65,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import COMMUNICATION, START
+from ktrainer.steps.step_helpers import unmoved
 from ktrainer.training.evaluation import logs_so_far, validate
 from ktrainer.training.preemption import (
     PreemptionRequested,
@@ -142,6 +146,7 @@ class Loop:
         self._updates_made = 1  # by the last call
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
+        self._restored_inside = False  # the present epoch, whose begin callbacks have seen
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
         self._first_call = True
         self._compares = False  # the ranks' times, after this update
@@ -162,6 +167,7 @@ class Loop:
         progress = state.progress
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
+        self._restored_inside = progress.batch > 0
         if self.triggers.max_seconds is None:
             return
         try:  # time counts over restarts, so it may have been used up
@@ -192,6 +198,7 @@ class Loop:
         self._end_due = phase == Phase.UPDATED or (
             phase == Phase.CALLBACKS_DONE and progress.batch > 0
         )
+        self._restored_inside = progress.batch > 0
         self._started = time.monotonic() - progress.elapsed
         before = replace(progress, step=callbacks_up_to[0], batch=callbacks_up_to[1])
         for every in (self._validate_every, self._log_every):
@@ -246,7 +253,7 @@ class Loop:
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
-        self.callbacks.on_epoch_begin(epoch)
+        self._begin_epoch(epoch)
         cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
             self._end_of_data(epoch)
@@ -265,6 +272,13 @@ class Loop:
         self.recovery.commit(Phase.EPOCH_ENDED)
         self._watch.end_epoch(epoch, self.callbacks.callbacks)
         return logs
+
+    def _begin_epoch(self, epoch: int) -> None:
+        """Call `on_epoch_begin`. Restored variables hold what it has assigned, as when it halves
+        the learning rate, and what came after: where the epoch had begun before, they stay so."""
+        restored, self._restored_inside = self._restored_inside, False
+        with unmoved(_state_of(self.model) if restored else []):
+            self.callbacks.on_epoch_begin(epoch)
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""
@@ -457,6 +471,11 @@ class Loop:
         feed, common = self.state.validation, self.context.has_common_logs
         with self.state.times.of("validation"):
             return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+
+
+def _state_of(model: keras.Model) -> list[Any]:
+    """The variables of this process that a checkpoint inside an epoch restores."""
+    return [*(variable for _, variable in variables_here(model)), *model.metrics_variables]
 
 
 def wait_for(logs: Any) -> None:

@@ -68,9 +68,12 @@ def build(name: str) -> keras.Model:
     return model
 
 
-def lowering() -> keras.callbacks.Callback:
-    """Lowers the rate at every other epoch's end: twice for one of them would show."""
-    return keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=2, min_delta=100.0)
+def lowering() -> list[keras.callbacks.Callback]:
+    """Lower the rate at every epoch's begin and every other one's end: twice for one would show."""
+    return [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.95 * rate),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.7, patience=2, min_delta=100.0),
+    ]
 
 
 class Dies(Callback):
@@ -155,7 +158,7 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
     if name == "longer":  # of unknown length, and read in passes that epochs cut
         batches = [(x[i : i + 25], y[i : i + 25]) for i in range(0, len(x), 25)]
         given = {"x": lambda: iter(batches), "steps_per_epoch": 5}
-    with Trainer(overrides=words, callbacks=[lowering(), *callbacks]) as trainer:
+    with Trainer(overrides=words, callbacks=[*lowering(), *callbacks]) as trainer:
         model = functools.partial(build, name)
         history = trainer.fit(model, **given, validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
