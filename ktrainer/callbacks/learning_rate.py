@@ -1,14 +1,15 @@
 """The learning rate as a pure function of the global step.
 
 Events used: `set_model` (wrap schedules before the step is traced), `on_train_begin` and
-`on_epoch_begin` (read rates that other callbacks restored), `on_step_begin` (set the rate of the
-next step), `on_train_end` (set the base rate again).
+`on_epoch_begin` (read rates that other callbacks restored; set the base rate), `on_step_begin` (set
+the rate of the next step), `on_train_end` (set the base rate again).
 
     rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
 
 Nothing is accumulated from step to step, so a resume, or a second `fit`, cannot compound. The
 base rate is the optimizer's when a `LearningRate` first saw it; it is part of the callback's state
-in a checkpoint.
+in a checkpoint. Other callbacks find it in the optimizer at the begin of an epoch, so that those
+which set a rate then, whatever the one before, set the base.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ class _Rate:
     """The learning rate of one optimizer."""
 
     base: float | None  # unscaled; None: the optimizer has a schedule, or function, of its own
-    factor: float = float("nan")  # on the base at present; unequal to any until set
-    set_to: float | None = None  # the rate when last read, to detect changes by other code
+    set_to: float | None  # the rate when last read, to detect changes by other code
+    factor: float = 1.0  # on the base at present
+    momentum: float = 1.0  # the factor that the momentum follows: that of the last update
     variable: Any = None  # the factor, where an optimizer's own schedule is multiplied
 
-    def reconcile(self, present: float) -> None:
+    def reconcile(self, present: float | None) -> None:
         """Apply a rate that other code has set as a change of the base by the same ratio."""
-        if self.base is None or self.set_to is None or present == self.set_to:
+        if self.base is None or present is None or present == self.set_to:
             return
-        if self.set_to:
+        if self.set_to and self.factor != 1:
             self.base *= present / self.set_to
         elif self.factor > 0:
             self.base = present / self.factor
@@ -61,8 +63,9 @@ class LearningRate(Callback):
     """Scale, warm up and schedule the learning rate of all of a model's optimizers.
 
     Works with a float rate and with a `LearningRateSchedule` (whose values are multiplied). A
-    rate that other code changes, such as ReduceLROnPlateau, changes the base by the same ratio;
-    alone under Keras, put this callback before such callbacks.
+    rate that other code sets before the first step of an epoch, such as LearningRateScheduler, is
+    the base. One that is set later, as by ReduceLROnPlateau, changes the base by the same ratio.
+    Alone under Keras, put this callback before such callbacks.
 
     Args:
         scale: `none`, `linear` (times the number of processes, or of replicas where
@@ -95,7 +98,7 @@ class LearningRate(Callback):
         self.momentum_correction = momentum_correction
         self._given_steps = steps_per_epoch
         self._own_world = world
-        self._starting = False  # no step since `on_train_begin`
+        self._made: list[int] = []  # updates of each optimizer, up to `on_train_begin`
         self._look = True  # other code may have changed the rate since it was set
         self._optimizers: list[Any] = []
 
@@ -111,34 +114,55 @@ class LearningRate(Callback):
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
+        if self._find_rates():
+            model.train_function = None  # it may have been traced without the factor
+
+    def _find_rates(self) -> bool:
+        """Learn of all optimizers; return whether the schedule of one is multiplied from now on."""
         asked = self.scale != "none" or self.warmup is not None or bool(self.schedule)
-        self._optimizers = plain_optimizers(model)  # once: it walks all layers
+        self._optimizers = plain_optimizers(self.model)  # not at each step: it walks all layers
+        found = False
         for optimizer in self._optimizers:
-            rate = _rates.get(optimizer)
-            if rate is None:
-                if not asked:
-                    continue  # nothing is configured: never touch the rate
-                _rates[optimizer] = rate = _Rate(_float_rate(optimizer))
-                if rate.base is None:
-                    rate.variable = multiply_schedule(optimizer)
-                    model.train_function = None  # it may have been traced without the factor
-            elif rate.base is not None:
-                rate.reconcile(_present(optimizer))  # the user's own change between two fits
+            rate, present = _rates.get(optimizer), _float_rate(optimizer)
+            if rate is not None and (rate.base is None) != (present is None):
+                rate = None
+                del _rates[optimizer]  # it was given a schedule since
+            if rate is not None:
+                rate.reconcile(present)  # the user's own change between two fits
+            elif asked:
+                _rates[optimizer] = rate = _Rate(present, present)
+                if present is None:
+                    rate.variable, found = multiply_schedule(optimizer), True
+        return found
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._starting = True
+        self._find_rates()  # some optimizers may have been built since `set_model`
+        self._made = [int(optimizer._iterations.numpy()) for optimizer in self._optimizers]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
         self._look = True
-        if self._starting:
-            # A rate that was restored in `on_train_begin` (by Keras' BackupAndRestore) had been set
-            # by a LearningRate. It is not a new base.
-            for optimizer, rate in self._known():
-                if rate.base is not None:
-                    rate.set_to = _present(optimizer)
-            self._starting = False
+        self._take_restored()
+        if self.progress.batch:
+            return  # of an epoch that has begun before the rate stays as it is
+        for optimizer, rate in self._known():
+            if rate.base is not None:
+                _multiply(optimizer, rate, 1.0)
+
+    def _take_restored(self) -> None:
+        """Read the rates that were restored in `on_train_begin`, as by Keras' BackupAndRestore. The
+        updates that the optimizer has made were restored, too: it is no rate of the user's, but one
+        that a LearningRate had set, of the base that is known."""
+        for optimizer, made in zip(self._optimizers, self._made, strict=False):
+            rate = _rates.get(optimizer)
+            if rate is None or not rate.base or made == int(optimizer._iterations.numpy()):
+                continue
+            present = _present(optimizer)
+            if present != rate.set_to:
+                rate.factor = rate.momentum = present / rate.base
+                rate.set_to = present
+        self._made = []
 
     def max_updates_per_call(self) -> int | None:
         changes = self.schedule or (self.warmup is not None and self.world.nominal_replicas > 1)
@@ -148,55 +172,43 @@ class LearningRate(Callback):
         factor: float | None = None
         for optimizer, rate in self._known():
             factor = self.factor(step) if factor is None else factor
-            if rate.base is None:
-                self._set_schedule(optimizer, rate, factor)
-            elif factor != rate.factor or self._look:
-                self._set_float(optimizer, rate, factor)
+            if factor != rate.factor or self._look:
+                self._set(optimizer, rate, factor)
         self._look = False
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_end(logs)
         for optimizer, rate in self._known():
-            if rate.base is not None:
-                self._set_float(optimizer, rate, 1.0)  # a saved model is not scaled again
+            self._set(optimizer, rate, 1.0)  # a saved model is not scaled again
 
     def _known(self) -> Iterator[tuple[Any, _Rate]]:
         for optimizer in self._optimizers:
             if optimizer in _rates:
                 yield optimizer, _rates[optimizer]
 
-    def _set_float(self, optimizer: Any, rate: _Rate, factor: float) -> None:
-        present = _present(optimizer)
-        rate.reconcile(present)
-        if factor == rate.factor:
-            return
-        optimizer._learning_rate.assign(rate.base * factor)  # type: ignore[operator]
-        rate.factor, rate.set_to = factor, _present(optimizer)
-        self._correct_momentum(optimizer, present, rate.set_to)
-
-    def _set_schedule(self, optimizer: Any, rate: _Rate, factor: float) -> None:
-        if factor != rate.factor:
-            old, rate.factor = float(rate.variable.numpy()), factor
-            rate.variable.assign(factor)
-            self._correct_momentum(optimizer, old, float(rate.variable.numpy()))
-
-    def _correct_momentum(self, optimizer: Any, old: float, new: float) -> None:
-        if not self.momentum_correction or new == old or old == 0:
+    def _set(self, optimizer: Any, rate: _Rate, factor: float) -> None:
+        """Multiply a rate by `factor`, and have the momentum follow."""
+        _multiply(optimizer, rate, factor)
+        before, rate.momentum = rate.momentum, factor
+        if not self.momentum_correction or before in (0, factor):
             return
         placement = placement_of(self.model)
         for slot in velocities(optimizer):
             if placement is not None and not placement.holds(slot):
                 continue
-            slot.assign(slot * keras.ops.cast(new / old, slot.dtype))
+            slot.assign(slot * keras.ops.cast(factor / before, slot.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         rates = []
         for optimizer in self._optimizers:
-            rate = _rates.get(optimizer, _Rate(None))
+            rate = _rates.get(optimizer)
+            if rate is None:
+                rates.append({"base": None, "factor": None, "set_to": None})
+                continue
             if rate.base is not None:
                 rate.reconcile(_present(optimizer))
-            factor = rate.factor if rate.factor == rate.factor else None
-            rates.append({"base": rate.base, "factor": factor, "set_to": rate.set_to})
+            numbers = {"factor": rate.factor, "momentum": rate.momentum}
+            rates.append({"base": rate.base, "set_to": rate.set_to, **numbers})
         return {"rates": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,10 +217,11 @@ class LearningRate(Callback):
             rate = _rates.get(optimizer)
             if rate is None and old["base"] is not None:
                 # Scaled when it was saved, but not configured now: back to the base.
-                _rates[optimizer] = rate = _Rate(_float_rate(optimizer))
+                present = _float_rate(optimizer)
+                _rates[optimizer] = rate = _Rate(present, present)
             if rate is None or old["factor"] is None:
                 continue
-            rate.factor = old["factor"]
+            rate.factor, rate.momentum = old["factor"], old.get("momentum", old["factor"])
             if rate.variable is not None:
                 rate.variable.assign(rate.factor)
             elif rate.base is not None and old["base"] is not None:
@@ -218,7 +231,11 @@ class LearningRate(Callback):
 def plain_optimizers(model: Any) -> list[Any]:
     """The model's optimizers that hold a rate: those inside of LossScale and Multi wrappers."""
     from ktrainer.steps import optimizers_of
+    from ktrainer.steps.named_variables import built_optimizers
 
+    main = getattr(model, "optimizer", None)
+    if getattr(getattr(main, "inner_optimizer", main), "optimizers", None) == []:
+        built_optimizers(model)  # a MultiOptimizer that asks a function for them, as it is built
     found: list[Any] = []
     waiting = list(optimizers_of(model))
     while waiting:
@@ -227,7 +244,7 @@ def plain_optimizers(model: Any) -> list[Any]:
         several = getattr(optimizer, "optimizers", None)
         if inner is not None:
             waiting.insert(0, inner)
-        elif several:
+        elif several is not None:
             waiting[:0] = list(several)
         elif not any(optimizer is other for other in found):
             found.append(optimizer)
@@ -252,6 +269,18 @@ def _float_rate(optimizer: Any) -> float | None:
 
 def _present(optimizer: Any) -> float:
     return float(optimizer._learning_rate.numpy())
+
+
+def _multiply(optimizer: Any, rate: _Rate, factor: float) -> None:
+    """Make the rate `factor` times the base, or the optimizer's own schedule."""
+    if rate.base is None:
+        rate.variable.assign(factor)
+        rate.factor = factor
+        return
+    rate.reconcile(_present(optimizer))
+    if factor != rate.factor:
+        optimizer._learning_rate.assign(rate.base * factor)
+        rate.factor, rate.set_to = factor, _present(optimizer)
 
 
 def multiply_schedule(optimizer: Any) -> Any:

@@ -55,9 +55,9 @@ class Watch(Callback, ABC):
 class LearningRateWatch(Watch):
     """Log `learning_rate`: that of the update, of the first optimizer that makes any."""
 
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        self._optimizers = plain_optimizers(model)  # once: it walks all layers
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        self._optimizers = plain_optimizers(self.model)  # once: it walks all layers
 
     def values(self) -> dict[str, float]:
         for optimizer in self._optimizers:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktrainer import Callback, Trainer
 from ktrainer.callbacks import LearningRate
 from ktrainer.callbacks.lr_schedules import LrStage, scale_factor, warmup_factor
 from ktrainer.errors import ConfigError
-from tests.callbacks.helpers import EachStep, Sized, data, fit, rate_of, small_model
+from tests.callbacks.helpers import (
+    EachStep,
+    Sized,
+    data,
+    everything,
+    fit,
+    rate_of,
+    small_model,
+)
 
 STEPS = 5  # batches an epoch in `fit`
 
@@ -155,6 +166,111 @@ def test_others_change_the_base_by_the_same_ratio() -> None:
     np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
 
 
+TABLE = [0.1, 0.0, 0.05, 0.2]  # of rates, by epoch
+SCHEDULED = {  # what a LearningRateScheduler returns, and the base rate of an epoch
+    "absolute": (lambda epoch, rate: TABLE[epoch], lambda epoch: TABLE[epoch]),
+    "relative": (lambda epoch, rate: rate / 2, lambda epoch: 0.1 / 2 ** (epoch + 1)),
+    "constant": (lambda epoch, rate: 0.1, lambda epoch: 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULED)
+@pytest.mark.parametrize("warmup", [None, "2ep"])
+def test_rates_that_are_set_at_the_begin_of_an_epoch_are_scaled(
+    kind: str, warmup: str | None
+) -> None:
+    schedule, base = SCHEDULED[kind]
+    model, seen = small_model(), EachStep(rate_of)
+    scheduler = keras.callbacks.LearningRateScheduler(schedule)
+    fit(model, [LearningRate("linear", warmup, world=Sized(4)), scheduler, seen], epochs=4)
+    expected = [
+        base(step // STEPS) * (4 if warmup is None else goyal(4.0, step, 4, 2))
+        for step in range(4 * STEPS)
+    ]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+    assert rate_of(model) == pytest.approx(base(3), rel=1e-6)
+
+
+def test_a_constant_rate_that_is_set_anew_leaves_the_momentum_alone() -> None:
+    """A scheduler that returns the base rate changes nothing, to the bit."""
+    scheduled, plain = small_model(), small_model()
+    scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1)
+    stages = [{"start": "2ba", "multiplier": 0.3}]
+    fit(scheduled, [LearningRate(schedule=stages), scheduler], epochs=3)
+    fit(plain, [LearningRate(schedule=stages)], epochs=3)
+    for mine, other in zip(everything(scheduled), everything(plain), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+class SetsRate(keras.callbacks.Callback):
+    """Gives the optimizer a rate of its own when training begins."""
+
+    def on_train_begin(self, logs=None):
+        self.model.optimizer.learning_rate = 0.02
+
+
+def test_a_rate_that_is_set_when_training_begins_is_the_base() -> None:
+    model = small_model()
+    for epochs in (1, 2):
+        seen = EachStep(rate_of)
+        fit(model, [LearningRate("linear", world=Sized(4)), SetsRate(), seen], epochs=epochs)
+        np.testing.assert_allclose(seen.seen, [0.08] * epochs * STEPS, rtol=1e-6)
+        assert rate_of(model) == pytest.approx(0.02)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_rate_that_keras_restores_is_not_the_base(tmp_path) -> None:
+    """Nor does the momentum, restored too, follow a change that is none."""
+    settings = {"scale": "linear", "warmup": "3ep", "world": Sized(4)}
+
+    def train(epochs: int, *more: Any) -> tuple[Any, list[float]]:
+        keras.utils.set_random_seed(0)
+        model, seen = (
+            keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+            EachStep(rate_of),
+        )
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
+        model.optimizer.build(model.trainable_variables)
+        fit(model, [LearningRate(**settings), *more, seen], epochs=epochs)
+        return model, seen.seen
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    whole, rates = train(5)
+    backup = str(tmp_path / "backup")
+    with pytest.raises(KeyboardInterrupt):
+        train(5, keras.callbacks.BackupAndRestore(backup), Fails())
+    rest, tail = train(5, keras.callbacks.BackupAndRestore(backup))
+    assert tail == rates[2 * STEPS :]
+    for mine, other in zip(everything(rest), everything(whole), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+def test_after_a_fit_an_own_schedule_is_not_scaled() -> None:
+    decay = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.01])
+    once, twice = (small_model(keras.optimizers.SGD(decay, momentum=0.9)) for _ in range(2))
+    plain = small_model(keras.optimizers.SGD(0.1, momentum=0.9))
+    for _ in range(2):  # as of a rate that is a number
+        fit(twice, [LearningRate("linear", world=Sized(4))])
+        fit(plain, [LearningRate("linear", world=Sized(4))])
+    fit(once, [LearningRate("linear", world=Sized(4))])
+    assert rate_of(once) == pytest.approx(0.1)
+    for mine, other in zip(twice.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+def test_an_optimizer_that_is_given_a_schedule_between_two_fits() -> None:
+    model, seen = small_model(), EachStep(rate_of)
+    fit(model, [LearningRate("linear", world=Sized(4))])
+    decay = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.05, 0.01])
+    model.optimizer.learning_rate = decay
+    fit(model, [LearningRate("linear", world=Sized(4)), seen])
+    np.testing.assert_allclose(seen.seen, [0.2] * STEPS, rtol=1e-6)
+
+
 def test_stages_multiply_and_end() -> None:
     stages = [
         {"start": "1ep", "end": "3ep", "multiplier": 0.5},
@@ -221,6 +337,33 @@ def test_inside_wrappers() -> None:
     model, seen = small_model(keras.optimizers.LossScaleOptimizer(inner)), EachStep(rate_of)
     fit(model, [LearningRate("linear", world=Sized(2)), seen])
     np.testing.assert_allclose(seen.seen, [0.2] * STEPS, rtol=1e-6)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras 3.14 has no MultiOptimizer"
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_optimizers_that_a_function_chooses(built: bool) -> None:
+    """They are known once the MultiOptimizer is built: of an unbuilt model, by its Trainer."""
+    kernels, others = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
+    optimizer = keras.optimizers.MultiOptimizer(lambda v: kernels if "kernel" in v.path else others)
+    model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+    if built:
+        model.build((None, 4))
+    model.compile(optimizer, "mse", run_eagerly=True)
+    seen, rows = EachStep(lambda _: (float(kernels.learning_rate), float(others.learning_rate))), []
+
+    class Rows(Callback):
+        def on_log(self, step, logs):
+            rows.append(logs["learning_rate"])
+
+    words = ["lr.schedule=[{start: 2ba, multiplier: 0.5}]", "watch.learning_rate=true"]
+    words += ["logging.every=1ba", "logging.progress=none", "data.batch_size=10"]
+    with Trainer(overrides=words, callbacks=[seen, Rows()]) as trainer:
+        trainer.fit(model, data())
+    expected = [(0.1, 0.01)] * 2 + [(0.05, 0.005)] * 3
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+    np.testing.assert_allclose(rows, [kernel for kernel, _ in expected], rtol=1e-6)
 
 
 def test_without_settings_the_rate_is_unchanged() -> None:

@@ -157,6 +157,22 @@ def test_an_epoch_that_was_cut_counts_once(
     assert run("parts") == run("whole")
 
 
+def test_rates_of_a_table_are_scaled_in_a_run_in_parts_too(tmp_path: Path) -> None:
+    """Inside an epoch, and where one begins."""
+    table = [0.05, 0.02, 0.04]
+    more = {"trainer__accumulate": 1, "lr__schedule": "[{start: 0ep, multiplier: 4.0}]"}
+
+    def run(name: str, **limits: Any) -> Any:
+        scheduler = keras.callbacks.LearningRateScheduler(lambda epoch, rate: table[epoch])
+        return train(settings(tmp_path / name, **more, **limits), lambda: [scheduler], plain_rate)
+
+    whole = run("whole")
+    np.testing.assert_allclose(whole[0]["learning_rate"], 4 * np.array(table), rtol=1e-6)
+    for end in (4, 10, 13):
+        run("parts", trainer__max_steps=end)
+    assert run("parts") == whole
+
+
 def test_a_run_that_was_out_of_time_resumes_with_more(tmp_path: Path) -> None:
     words = settings(tmp_path / "run", trainer__accumulate=1)
     _, _, step = train([*words, "trainer.max_time=0.01s"])
