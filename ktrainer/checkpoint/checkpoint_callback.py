@@ -2,7 +2,8 @@
 
 Events used: `on_train_begin` (find the folder, clean up after a killed run), `on_step_checkpoint`
 and `on_epoch_end` (save when due, or best), `on_validation_end` (logs to judge inside an epoch),
-`on_epoch_cut` (keep the state from before the other callbacks count an incomplete epoch).
+`on_epoch_cut` (keep the state from before the other callbacks count an incomplete epoch), until
+`on_epoch_begin`.
 
 All ranks decide together and take part in every save; rank 0 alone writes, or, under a pipeline,
 each stage its part. A state whose loss is not finite is not saved.
@@ -137,6 +138,10 @@ class Checkpoint(Callback):
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
         self._validated = logs if self.best is not None else None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._at_cut = None  # training goes on, where the stop was called off
 
     def max_updates_per_call(self) -> int | None:
         return self.every.updates_until_due(self.progress)

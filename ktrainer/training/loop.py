@@ -253,8 +253,12 @@ class Loop:
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
+        finished = self._finished()  # a stop from here on is heard of after the next update
         self._begin_epoch(epoch)
-        cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
+        if self._finish_interrupted_update() or finished:
+            cut = self._is_cut()
+        else:
+            cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
             self._end_of_data(epoch)
         state.epoch_complete = not cut
@@ -282,8 +286,6 @@ class Loop:
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""
-        if self._finish_interrupted_update() or self._finished():
-            return self._is_cut()
         batches = self.state.feed.epoch(epoch, skip=skip)
         with closing(batches):
             for updates in self._calls(batches):
@@ -436,6 +438,8 @@ class Loop:
 
     def _max_updates(self) -> int | None:
         """The most updates in one call for which callbacks, validation and logs can wait."""
+        if self.model.stop_training and self.world.size == 1:  # asked for as the epoch began
+            return 1
         regular = (self._validate_every, self._log_every)
         limits = [every.updates_until_due(self.state.progress) for every in regular]
         limits += [max_updates_per_call(callback) for callback in self.callbacks.callbacks]

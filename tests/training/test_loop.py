@@ -11,6 +11,7 @@ import pytest
 
 from ktrainer import Callback, DataError, Trainer
 from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.training.updates_per_call import UpdatesPerCall
 from tests.small import BATCH, ROWS, Watch, build, close, data, fit, trainer, watch
 
 
@@ -28,6 +29,31 @@ def test_max_steps_ends_in_the_middle_of_an_epoch() -> None:
     assert seen.steps[-1] == it.progress.step == 8
     assert len(history["loss"]) == len(history["val_loss"]) == 2
     assert it.progress.examples == 8 * BATCH
+
+
+class StopsAtBegin(keras.callbacks.Callback):
+    """Stops as the second epoch begins."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == 1
+
+
+@pytest.mark.parametrize("a_call", ["1", "auto"])
+def test_a_stop_as_an_epoch_begins_comes_after_one_batch(
+    monkeypatch: pytest.MonkeyPatch, a_call: str
+) -> None:
+    """Also where calls make many updates, as they soon do in a longer training."""
+    monkeypatch.setattr(UpdatesPerCall, "_auto_size", lambda self, most: most() or 6)
+    x, y = data()
+    model = build(eager=False)
+    theirs = model.fit(
+        x, y, BATCH, epochs=4, shuffle=False, verbose=0, callbacks=[StopsAtBegin()]
+    ).history
+    with trainer([StopsAtBegin()], trainer__epochs=4, trainer__steps_per_call=a_call) as it:
+        history = it.fit(build(eager=False), (x, y)).history
+        assert (it.progress.epoch, it.progress.batch, it.progress.step) == (1, 1, 7)
+    assert history == theirs
+    close(it, model, 0)
 
 
 class Judge(Callback):

@@ -12,6 +12,7 @@ import pytest
 from keras import layers
 
 from ktrainer import Callback, Trainer
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.errors import CheckpointError
 
 ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
@@ -171,6 +172,27 @@ def test_rates_of_a_table_are_scaled_in_a_run_in_parts_too(tmp_path: Path) -> No
     for end in (4, 10, 13):
         run("parts", trainer__max_steps=end)
     assert run("parts") == whole
+
+
+class CallsOff(keras.callbacks.Callback):
+    """Stops inside the second epoch, and thinks better of it."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if int(self.model.optimizer.iterations) == 13:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = False
+
+
+def test_a_checkpoint_after_a_stop_that_was_called_off_is_of_its_own_moment(tmp_path: Path) -> None:
+    def run(name: str, **limits: Any) -> Any:
+        words = settings(tmp_path / name, trainer__accumulate=1, **limits)
+        return train(words, lambda: [CallsOff()], plain_rate)
+
+    run("parts", trainer__max_steps=16)
+    assert Store(tmp_path / "parts" / "checkpoints").entries()[0].step == 16
+    assert run("parts") == run("whole")
 
 
 def test_a_run_that_was_out_of_time_resumes_with_more(tmp_path: Path) -> None:
