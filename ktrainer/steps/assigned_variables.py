@@ -13,7 +13,7 @@ are averaged if they are floats. All others are left as each rank has assigned t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import keras
@@ -23,7 +23,7 @@ from tensorflow.python.ops.resource_variable_ops import (
     ResourceVariable,
 )
 
-from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.runtime.monkeypatching import Replacement, replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.step_context import StepContext
 
@@ -34,6 +34,32 @@ _UNCLEAR = (
 )
 _ASSIGNS = ("assign", "assign_add", "assign_sub")
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
+
+
+def _assignments(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+    """A replacement of each method that assigns to a `tf.Variable`, made of the original."""
+    return [
+        (owner, name, make(getattr(owner, name)))
+        for owner in (BaseResourceVariable, ResourceVariable)
+        for name in _ASSIGNS
+        if name in vars(owner)
+    ]
+
+
+def left_alone(context: StepContext) -> AbstractContextManager[None]:
+    """Context in which a step, traced with `context`, assigns to no `tf.Variable`: it gets what it
+    would have assigned. Keras' variables have a `StatelessScope` for that."""
+
+    def without_assigning(original: Callable[..., Any]) -> Callable[..., Any]:
+        def assign(variable: Any, value: Any, *args: Any, **named: Any) -> tf.Tensor:
+            value = tf.convert_to_tensor(value, variable.dtype)
+            if original.__name__ == "assign":
+                return value
+            return variable + value if original.__name__ == "assign_add" else variable - value
+
+        return assign
+
+    return replaced_in(context, _assignments(without_assigning))
 
 
 def aggregation_of(variable: Any) -> str | None:
@@ -71,13 +97,7 @@ class AssignedVariables:
     def noted(self) -> Iterator[None]:
         """Context in which assignments are noted, but for those of optimizers."""
         self._context.on_assign = self._note
-        functions = [
-            (owner, name, self._noting(getattr(owner, name)))
-            for owner in (BaseResourceVariable, ResourceVariable)
-            for name in _ASSIGNS
-            if name in vars(owner)
-        ]
-        with replaced_in(self._context, functions):
+        with replaced_in(self._context, _assignments(self._noting)):
             yield
 
     def reduce(self) -> None:

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import Gradient, weighted
 from ktrainer.errors import ModelError
+from ktrainer.steps.assigned_variables import left_alone
 from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.step_context import StepContext
 
@@ -81,7 +82,8 @@ def count_denominators(context: StepContext, step: Callable[[], Any]) -> tf.Tens
         context: what the step is traced with; it records.
     """
     assert context.record
-    step()
+    with left_alone(context):
+        step()
     found = context.denominators or []
     return tf.stack(found) if found else tf.zeros([0], tf.float64)
 

@@ -41,6 +41,35 @@ class Places(layers.Layer):
         return x[:, None] + keras.ops.take(table, keras.ops.arange(5), axis=0)
 
 
+class CountsBatches(keras.Model):
+    """Counts its batches and weights them down, in variables of TensorFlow."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.output_layer = layers.Dense(3)
+        self.seen = tf.Variable(0.0, trainable=False)
+        self.left = tf.Variable(100, trainable=False)
+        self.last = tf.Variable(0.0, trainable=False)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.compile("sgd", loss, run_eagerly=eager)
+
+    def call(self, x: Any) -> Any:
+        return self.output_layer(x)
+
+    def train_step(self, data: Any) -> Any:
+        self.last.assign(self.seen.assign_add(1.0) * 2.0)
+        self.left.assign_sub(1)
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_accumulation_assigns_to_variables_of_tensorflow_once_a_batch(eager: bool) -> None:
+    settings = {"trainer__accumulate": 2}
+    it, _ = fit(lambda: CountsBatches(eager), data(24), **settings)
+    model = it.model
+    assert (float(model.seen), int(model.left), float(model.last)) == (6, 94, 12)
+
+
 def test_accumulation_with_tables_that_are_joined() -> None:
     """TensorFlow does not know how many rows of each table have a gradient."""
     keras.config.set_floatx("float64")
