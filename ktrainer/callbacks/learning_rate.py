@@ -199,7 +199,7 @@ class LearningRate(Callback):
             slot.assign(slot * keras.ops.cast(factor / before, slot.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        rates = []
+        rates: list[dict[str, float | None]] = []
         for optimizer in self._optimizers:
             rate = _rates.get(optimizer)
             if rate is None:
@@ -207,8 +207,8 @@ class LearningRate(Callback):
                 continue
             if rate.base is not None:
                 rate.reconcile(_present(optimizer))
-            numbers = {"factor": rate.factor, "momentum": rate.momentum}
-            rates.append({"base": rate.base, "set_to": rate.set_to, **numbers})
+            names = ("base", "factor", "set_to", "momentum")
+            rates.append({name: getattr(rate, name) for name in names})
         return {"rates": rates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
