@@ -11,6 +11,8 @@ import atexit
 import builtins
 import contextlib
 import faulthandler
+import gc
+import io
 import json
 import os
 import sys
@@ -74,6 +76,10 @@ _REMEDIES = {
     "@ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no change.",
     ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
     "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
+    (
+        "builtins.EOFError",
+        "EOF when reading a line",
+    ): "they have no terminal to read from. Give the script an argument instead.",
 }
 
 
@@ -147,9 +153,18 @@ def _exit_now() -> NoReturn:
     """Exit without shutting TensorFlow and MPI down: a coordinator would wait for ever for a worker
     that was restarted, and MPI for lost ranks."""
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush_files()
     os._exit(0)
+
+
+def _flush_files() -> None:
+    """Write out what open files hold back, as the end of an interpreter does."""
+    gc.unfreeze()
+    files = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    opened = [each for each in gc.get_objects() if issubclass(type(each), files)]
+    for each in (sys.stdout, sys.stderr, *opened):
+        with contextlib.suppress(Exception):  # closed, or its reader has gone
+            each.flush()
 
 
 def _redirect(folder: Path, rank: int, options: Options) -> None:
@@ -192,13 +207,15 @@ def _run(
         if verifies:
             seed_everything()
     bootstrap.before_import(report)
+    path = os.path.abspath(script)  # as Python has it; `sys.argv[0]` is as it was given
     module = ModuleType("__main__")
-    module.__file__ = script
+    module.__file__ = path
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     sys.argv = [script, *options.arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    exec(compile(source, script, "exec"), module.__dict__)
+    # Without the future statements of this file, which the script would inherit.
+    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
 
 
 def _exit_code(error: BaseException) -> int:
@@ -221,9 +238,10 @@ def _fail(notes: int, ranks: int, error: BaseException, code: int) -> NoReturn:
         final=_is_one_of(type(error), _FINAL),
     )
     _send(notes, note)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    if ranks == 1:  # with several they could wait for other ranks
+        atexit.unregister(_send)
+        atexit._run_exitfuncs()
+    _flush_files()
     if note.follows and not isinstance(error, KeyboardInterrupt):
         # mpirun ends all ranks once one has exited; let the one at fault report first.
         time.sleep(_FOLLOWER_WAITS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,7 +51,20 @@ def on_ranks(given: Any, trainer: Trainer) -> tuple[list[Any], bool]:
             _decide_on_root(callback, trainer.world)
         if is_writer(callback):
             _run_alone(callback)
+            _warn_of_own_writer(callback, trainer.world)
     return callbacks, any(uses for _, uses, _ in every)
+
+
+def _warn_of_own_writer(callback: Any, world: World) -> None:
+    kind = type(callback)
+    if world.is_root and kind.__module__.split(".")[0] != "keras":
+        writer = next(c for c in kind.__mro__ if c.__module__.split(".")[0] == "keras")
+        warnings.warn(
+            f"{kind.__name__} is a {writer.__name__}, and so runs on rank 0 alone: other ranks do "
+            "not have what it adds to logs, or changes in the model. If that matters, set "
+            "`on_every_rank = True` in it; each rank then writes files of its own.",
+            stacklevel=2,
+        )
 
 
 def _paths(callback: Any) -> list[str]:
@@ -93,8 +107,10 @@ def _saves(callback: Any) -> bool:
 
 def _uses_batch_logs(callback: Any) -> bool:
     """Return whether the script's own code handles the ends of batches, or whether the logs of a
-    batch decide if and where the model is saved."""
+    batch are written, or decide if and where the model is saved."""
     if _saves(callback) and callback.save_freq != "epoch":
+        return True
+    if isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq != "epoch":
         return True
     given = vars(callback) if isinstance(callback, keras.callbacks.LambdaCallback) else {}
     handlers = [given.get(name) or getattr(type(callback), name, None) for name in _BATCH_ENDS]

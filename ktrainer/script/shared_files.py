@@ -64,6 +64,7 @@ def route_files(
     for function in (keras.utils.save_img, keras.utils.plot_model):
         replaced.wrap_function(function, once)
     replaced.wrap_function(keras.utils.get_file, functools.partial(_root_first, trainer))
+    replaced.wrap(tf.data.Dataset, "cache", functools.partial(_cache_of_rank, trainer.world))
     replaced.wrap(keras.Model, "load_weights", _load_by_all)
 
 
@@ -116,7 +117,8 @@ def _copy(source: str, target: str) -> None:
 
 
 def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` on rank 0, then on the others, which find its file."""
+    """`original` on rank 0, and on one rank of each host that does not find rank 0's file: even
+    with the file there it would unpack it again, over what others read."""
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -124,14 +126,32 @@ def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[...,
             return original(*args, **kwargs)
         given = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, str)]
         what = f"download by rank 0: {' '.join(given)}"
-        result, _ = _by_root(trainer, what, lambda: original(*args, **kwargs))
-        return result if trainer.world.is_root else original(*args, **kwargs)
+        world, found = trainer.world, list[str]()
+        _, (path,) = _by_root(trainer, what, lambda: found.append(original(*args, **kwargs)), found)
+        with _long_deadline(trainer):
+            if world.any(not os.path.exists(path), what):
+                if not os.path.exists(path) and world.local_rank == 0:
+                    path = original(*args, **kwargs)
+                world.barrier(what)
+        return path if os.path.exists(path) else original(*args, **kwargs)
 
     return get
 
 
+def _cache_of_rank(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Dataset.cache` with a file of its own for each rank: TensorFlow lets one write."""
+
+    @functools.wraps(original)
+    def cache(self: Any, filename: Any = "", name: Any = None) -> Any:
+        if isinstance(filename, (str, os.PathLike)) and os.fspath(filename):
+            filename = f"{os.fspath(filename)}-rank{world.rank}-of-{world.size}"
+        return original(self, filename, name)
+
+    return cache
+
+
 def _by_root(
-    trainer: Trainer, what: str, call: Callable[[], Any], fact: str | None = None
+    trainer: Trainer, what: str, call: Callable[[], Any], fact: Any = None
 ) -> tuple[Any, Any]:
     """Run `call` on rank 0 while the others wait. All ranks raise what it raises: a script may
     catch it.
@@ -147,16 +167,23 @@ def _by_root(
             result = call()
         except Exception as caught:
             error = caught
-    deadline = world.deadline
-    # Large files take longer than any other wait for a rank.
-    world.deadline = max(deadline, trainer.config.world.start_deadline)
-    try:
+    with _long_deadline(trainer):
         received, fact = world.broadcast((error and _portable(error), fact), 0, what)
-    finally:
-        world.deadline = deadline
     if error is not None or received is not None:
         raise error or received
     return result, fact
+
+
+@contextmanager
+def _long_deadline(trainer: Trainer) -> Iterator[None]:
+    """Within the block ranks wait for longer: large files take longer than any other wait."""
+    world = trainer.world
+    deadline = world.deadline
+    world.deadline = max(deadline, trainer.config.world.start_deadline)
+    try:
+        yield
+    finally:
+        world.deadline = deadline
 
 
 def _portable(error: Exception) -> Exception:

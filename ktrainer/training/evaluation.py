@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import keras
 import numpy as np
 
+from ktrainer.callbacks.base import on_rank
 from ktrainer.data import make_feed, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.errors import DataError
@@ -178,7 +179,8 @@ def run_over_data(
         limit=call.batches_per_epoch,
     )
     require_end(feed, "steps=...")
-    callbacks = keras.callbacks.CallbackList(list(call.callbacks), model=model, add_history=False)
+    mine = on_rank(call.callbacks, world.rank)
+    callbacks = keras.callbacks.CallbackList(mine, model=model, add_history=False)
     try:
         if check and world.size > 1:
             check_consistency(world, data_facts=data_facts(feed, "given"))

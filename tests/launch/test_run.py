@@ -131,6 +131,19 @@ def test_scripts_end_as_under_python(way: str, script: Script) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError", ""])
+def test_files_are_written_however_a_script_ends(end: str, script: Script, tmp_path: Path) -> None:
+    """Exit handlers are called, too; of a rank that fails beside others they are not."""
+    text = (
+        f"import atexit, os, sys\nfile = open({str(tmp_path)!r} + f'/{{os.getpid()}}.txt', 'w')\n"
+        "atexit.register(lambda: file.write(', 43'))\nfile.write('42')\n"
+    )
+    run(path := script(text + end))
+    assert [each.read_text() for each in tmp_path.glob("*.txt")] == ["42, 43"]
+    run("-n", 2, path)
+    assert all(each.read_text().startswith("42") for each in tmp_path.glob("*.txt"))
+
+
 @pytest.mark.exhaustive
 def test_ranks_without_a_seed_draw_the_same(script: Script) -> None:
     path = script(

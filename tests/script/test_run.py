@@ -24,12 +24,12 @@ MIRRORED = ["backend=tf_distribute", "backend.strategy=mirrored", "backend.devic
 WAYS = {"local": (1, LOCAL), "ranks": (2, TWO), "stages": (2, STAGES), "mirrored": (1, MIRRORED)}
 
 
-def start(folder: Path, *command: object) -> Done:
-    return python(*command, cwd=folder, TF_CPP_MIN_LOG_LEVEL="3")
+def start(folder: Path, *command: object, **env: str) -> Done:
+    return python(*command, cwd=folder, TF_CPP_MIN_LOG_LEVEL="3", **env)
 
 
-def run(folder: Path, *words: object) -> Done:
-    return ktrainer("run", "--no-prefix", *words, cwd=folder)
+def run(folder: Path, *words: object, **env: str) -> Done:
+    return ktrainer("run", "--no-prefix", *words, cwd=folder, **env)
 
 
 def run_importing(folder: Path, *words: object) -> Done:
@@ -349,3 +349,48 @@ def test_a_script_that_looks_for_keras_before_it_imports_it(tmp_path: Path) -> N
         "print('RESULT', json.dumps('ktrainer.script.routing' in sys.modules))\n"
     )
     assert result(run_importing(tmp_path, "script.py")) is True
+
+
+WRITERS = """
+import glob, json
+import keras, numpy as np, tensorflow as tf
+class Own(keras.callbacks.TensorBoard):
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch, {**logs, "mine": 1.0})
+keras.config.set_floatx("float64")
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+x = np.arange(16.0).reshape(16, 1)
+for kind in (Own, keras.callbacks.TensorBoard):
+    model.fit(x, x, 8, 2, 0, [kind(kind.__name__, update_freq=1)])
+model.evaluate(x, x, verbose=0, callbacks=[keras.callbacks.TensorBoard("evaluated")])
+record = {}
+for folder in ("Own/train", "TensorBoard/train", "evaluated/validation"):
+    files = glob.glob(folder + "/*.tfevents.*")
+    values = [
+        float(tf.make_ndarray(value.tensor).item())
+        for path in sorted(files)
+        for record_ in tf.data.TFRecordDataset(path)
+        for value in tf.compat.v1.Event.FromString(record_.numpy()).summary.value
+        if value.tag.endswith("loss")
+    ]
+    record[folder] = [float(len(files)), *values]
+print("RESULT", json.dumps(record))
+"""
+
+
+@pytest.mark.exhaustive
+def test_what_callbacks_write_is_of_all_ranks_and_written_once(tmp_path: Path) -> None:
+    """Losses of batches, too; of a class of the script's own a warning says that rank 0 alone runs
+    it."""
+    (one := tmp_path / "one").mkdir()
+    (tmp_path / "writers.py").write_text(WRITERS)
+    expected = result(start(one, tmp_path / "writers.py"))
+    assert len(expected["TensorBoard/train"]) == 1 + 4 + 2  # files, batches and epochs
+    done = run(tmp_path, "-n", 2, "writers.py", *TWO)
+    record = result(done)
+    assert record.keys() == expected.keys()
+    for folder, values in expected.items():
+        np.testing.assert_allclose(record[folder], values, rtol=1e-6, err_msg=folder)
+    assert done.stderr.count("Own is a TensorBoard, and so runs on rank 0 alone") == 1

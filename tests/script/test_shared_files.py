@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,7 @@ TEMPORARY = """
 import csv, json, os, tempfile
 import keras, numpy as np, tensorflow as tf
 keras.config.set_floatx("float64")
+keras.config.set_floatx("float64")
 keras.utils.set_random_seed(1)
 x = np.linspace(0, 1, 24)[:, None]
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -158,3 +160,48 @@ def test_weights_are_loaded_into_a_model_in_stages(tmp_path: Path) -> None:
     (tmp_path / "normalized.py").write_text(NORMALIZED)
     expected = result(start(tmp_path, "normalized.py"))
     assert_same(result(run(tmp_path, "-n", 2, "normalized.py", *STAGES)), expected)
+
+
+INPUTS = """
+import dataclasses, json, os, pathlib, sys
+import keras, numpy as np, tensorflow as tf
+keras.config.set_floatx("float64")
+@dataclasses.dataclass
+class Options:
+    rate: float = 0.1
+    fast: bool = False
+folder = pathlib.Path(__file__).parent.parent
+unpacked = keras.utils.get_file(
+    origin=(folder / "words.tar.gz").as_uri(), extract=True, cache_dir=os.environ["CACHE"])
+words = pathlib.Path(unpacked, "words.txt")
+text, changed = words.read_text(), words.stat().st_ctime_ns
+x = tf.data.Dataset.from_tensor_slices(np.arange(8.0).reshape(8, 1)).batch(4).cache("cached")
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+history = model.fit(x.map(lambda rows: (rows, 2 * rows)), epochs=3, verbose=0).history
+print("RESULT", json.dumps({
+    "paths": [__file__, sys.argv[0], str(folder)],
+    "types": [field.type.__name__ for field in dataclasses.fields(Options)],
+    "words": [len(text), words.stat().st_ctime_ns == changed],
+    "loss": history["loss"]}))
+"""
+
+
+def test_what_a_script_reads(tmp_path: Path) -> None:
+    """An archive is unpacked once, ranks cache data in files of their own; and a script sees its
+    path and annotations as Python shows them."""
+    (tmp_path / "words.txt").write_text("a word " * 1000)
+    with tarfile.open(tmp_path / "words.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "words.txt", "words.txt")
+    (source := tmp_path / "source").mkdir()
+    (source / "inputs.py").write_text(INPUTS)
+    plain = start(source, "inputs.py", CACHE=str(tmp_path / "one"))
+    for old in source.glob("cached*"):
+        old.unlink()
+    done = run(source, "-n", 2, "inputs.py", *TWO, CACHE=str(tmp_path / "two"))
+    assert_same(result(done), result(plain))
+    assert result(done)["words"][1]
+    assert {path.name.partition(".")[0] for path in source.glob("cached*")} == {
+        f"cached-rank{rank}-of-2" for rank in (0, 1)
+    }
