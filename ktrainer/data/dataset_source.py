@@ -218,7 +218,9 @@ class DatasetSource(Source):
         if self._device is None:
             yield from elements_left()
             return
-        with closing(Prefetcher(map(self._copied, elements_left()), 1, "device")) as ahead:
+        copied = map(self._copied, elements_left())
+        # A wait that ended within an update would leave a state without what was taken of it.
+        with closing(Prefetcher(copied, 1, "device", checked=False)) as ahead:
             self._ahead = ahead
             yield from ahead
 

@@ -12,6 +12,25 @@ from typing import Any
 import tensorflow as tf
 
 _ON_HOST = (tf.int32, tf.string, tf.variant)  # TensorFlow keeps these in host memory
+_CHECKED = 0.1  # seconds between two checks of a wait
+_here = threading.local()  # `check`, of the waits in this thread
+
+
+@contextmanager
+def checked_waits(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` while this thread waits for an item, inside the block. It may raise an error to
+    end the wait: no item is lost by that."""
+    _here.check = check
+    try:
+        yield
+    finally:
+        _here.check = None
+
+
+def check_wait() -> None:
+    """Do what is done while this thread waits, before it might."""
+    if (check := getattr(_here, "check", None)) is not None:
+        check()
 
 
 class Prefetcher:
@@ -25,9 +44,13 @@ class Prefetcher:
         depth: items kept ready; at least 1.
         name: of the thread.
         skip: how many items to leave out, the first ones.
+        checked: whether `checked_waits` applies.
     """
 
-    def __init__(self, items: Iterable[Any], depth: int, name: str, skip: int = 0) -> None:
+    def __init__(
+        self, items: Iterable[Any], depth: int, name: str, skip: int = 0, checked: bool = True
+    ) -> None:
+        self._checked = checked
         self._ready: deque[Any] = deque()
         self._made: list[Any] = []  # the item that waits for room
         self._changed = threading.Condition()
@@ -116,7 +139,9 @@ class Prefetcher:
     def __next__(self) -> Any:
         with self._changed:
             while not self._ready and not self._done:
-                self._changed.wait()
+                self._changed.wait(_CHECKED if self._checked else None)
+                if self._checked:
+                    check_wait()
             if self._ready and not self._stopping:
                 item = self._ready.popleft()
                 self._changed.notify_all()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.data.prefetch_thread import checked_waits
 from ktrainer.errors import Interrupted
 from ktrainer.training.resume import words_to_resume
 
@@ -57,10 +58,6 @@ class PreemptionRequested(Exception):
         return time.monotonic() - self._at
 
 
-class _Woken(BaseException):
-    """Interrupts a wait for data; no `Exception`, so that `except Exception` does not catch it."""
-
-
 class SignalHandlers:
     """Note the signals that ask this process to end.
 
@@ -73,7 +70,6 @@ class SignalHandlers:
         self._number = 0
         self._at = 0.0
         self._before: dict[int, Any] = {}
-        self._may_wake = False
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -99,8 +95,6 @@ class SignalHandlers:
         now = time.monotonic()
         if not self._number:
             self._number, self._at = number, now
-            if self._may_wake:
-                raise _Woken
         elif now - self._at > _SAME_SECONDS:
             self._restore()
             os.kill(os.getpid(), number)
@@ -137,7 +131,7 @@ class SignalHandlers:
         return tuple(map(bool, agreed))
 
     def wait_for_data(self, take: Callable[[], Any], alone: bool) -> Any:
-        """`take()`, which waits for data.
+        """`take()`, which waits for data, and calls `check_wait` before.
 
         Args:
             alone: no other rank waits for this process, so a signal may end the wait.
@@ -147,15 +141,13 @@ class SignalHandlers:
         """
         if not alone:
             return take()
-        try:
-            self._may_wake = True
-            if self._number:
-                raise _Woken
+        with checked_waits(self._end_wait):
             return take()
-        except _Woken:
-            raise PreemptionRequested(self._number, time.monotonic() - self._at) from None
-        finally:
-            self._may_wake = False
+
+    def _end_wait(self) -> None:
+        # Not raised by the handler: that may run as a batch is taken already, which would be lost.
+        if self._number:
+            raise PreemptionRequested(self._number, time.monotonic() - self._at)
 
 
 def checkpoint_and_exit(

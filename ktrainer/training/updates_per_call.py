@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.data.prefetch_thread import check_wait
 from ktrainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class UpdatesPerCall:
             error, self._error = self._error, None
             raise error
         try:
+            check_wait()
             return list(islice(batches, self.accumulate))
         except BaseException as error:
             if not defer_errors:

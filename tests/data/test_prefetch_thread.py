@@ -6,10 +6,11 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from ktrainer.data.prefetch_thread import Prefetcher
+from ktrainer.data.prefetch_thread import Prefetcher, checked_waits
 
 
 def test_an_error_of_the_prefetched_comes_with_its_traceback() -> None:
@@ -96,4 +97,23 @@ def test_a_pause_does_not_wait_for_ever() -> None:
         assert not rests
         release.set()
     assert next(items) == 1
+    items.close()
+
+
+def test_a_wait_that_a_check_ends_loses_nothing() -> None:
+    def slow() -> Iterator[int]:
+        for i in range(3):
+            time.sleep(0.3)
+            yield i
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    found: list[int] = []
+    items, unchecked = Prefetcher(slow(), 1, "test"), Prefetcher(slow(), 1, "test", checked=False)
+    while len(found) < 3:
+        with checked_waits(end), suppress(KeyboardInterrupt):
+            found.append(next(items))
+    with checked_waits(end):
+        assert [*unchecked] == found == [0, 1, 2]
     items.close()

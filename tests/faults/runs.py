@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from tensorflow.python.data.experimental.ops.testing import sleep
 
 from ktrainer import Trainer, distributed
 from ktrainer.steps.named_variables import model_variables
@@ -175,6 +176,10 @@ def shuffled_pipeline(rows: int) -> Any:
     return data.shuffle(rows, seed=3).batch(BATCH)
 
 
+def slow_pipeline(rows: int) -> Any:
+    return shuffled_pipeline(rows).apply(sleep(400_000))
+
+
 def unseeded_pipeline(rows: int) -> Any:
     """In an order that cannot be made a second time."""
     return tf.data.Dataset.from_tensor_slices(arrays(rows)).shuffle(rows).batch(BATCH)
@@ -225,6 +230,7 @@ CASES = {
     "compiled, tf.data": Case(compiled, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
     "compiled, PyDataset": Case(compiled, 14, ("trainer.epochs=2",), data=Turning),
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
+    "slow tf.data": Case(compiled, 32, (), data=slow_pipeline),
     "unseeded tf.data": Case(with_callbacks, 32, (), data=unseeded_pipeline),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
     "double": Case(double, 15, ("trainer.epochs=2",)),

@@ -264,6 +264,23 @@ def test_row_08_while_it_waits_for_data(
     assert 0 < ended.value.step == ended.value.saved_at < 4
 
 
+class AsksLater(Asks):
+    """Asks while the batch after a step is waited for."""
+
+    def _ask(self, during: str) -> None:
+        if during == "step" and self.progress.step == self.step:
+            self.step = -1
+            threading.Timer(0.1, os.kill, (os.getpid(), self.number)).start()
+
+
+def test_row_08_while_it_waits_for_tf_data(tmp_path: Path) -> None:
+    """TensorFlow does not end the wait: the batch that comes then is trained on, not lost."""
+    expected, _ = whole(tmp_path, "slow tf.data")
+    ended, found, _ = in_two(tmp_path, "slow tf.data", AsksLater(4))
+    assert not differences(found, expected)
+    assert ended.saved_at == ended.step == 5
+
+
 @pytest.mark.exhaustive
 def test_row_08_when_nothing_can_be_saved(tmp_path: Path, monkeypatch: Any) -> None:
     """Checkpointing is off, or the grace is too short: then the last checkpoint stands."""
