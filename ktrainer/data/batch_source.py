@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ import tensorflow as tf
 from ktrainer.data.local_batch import leaf_names
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.distributed.world import World
+from ktrainer.errors import CheckpointError
+
+_LONGEST = 200  # bytes of a state's label
 
 
 class Piece(NamedTuple):
@@ -40,7 +44,8 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
-        state_is_common: `state` is the same on all ranks that run the same code.
+        state_of_opening: `state` is of how the open epoch began: it fits each position in the
+            epoch, and is the same on all ranks that run the same code.
         openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
             length, but for passes that go over several epochs.
     """
@@ -53,12 +58,17 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
-    state_is_common: bool = False
+    state_of_opening: bool = False
     openings: int = 1
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         """The batches of an epoch, or of the endless stream, after the first `skip`."""
+
+    def look(self) -> Piece | None:
+        """A batch that was read as the source was made, like the first one of an epoch; None if
+        `open` shows the first."""
+        return None
 
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
         """Close what `open` gave of epoch 0, of which only the first batch was looked at: the epoch
@@ -66,19 +76,19 @@ class Source(ABC):
         close_iterator(pieces)
 
     def state(self) -> bytes | None:
-        """The position of the open iterator, if it is more than the number of batches taken."""
+        """The state of the open iterator, if it is more than the number of batches taken."""
         return None
 
     def state_between(self) -> bytes | None:
         """What the next epoch's order depends on, if it is more than its number."""
         return None
 
-    def began_at(self, state: bytes) -> bool:
-        """Return whether the iterator that was opened last is the one of this `state`."""
-        return False
-
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
-        """Like `open`, at no cost: resume an iterator from what `state` returned."""
+        """Like `open`, in the order that was there when `state` or `state_between` returned this.
+
+        Raises:
+            CheckpointError: the state is of other data.
+        """
         return self.open(epoch, skip)
 
     def shuffle(self, order: ShuffleOrder) -> bool:
@@ -101,6 +111,33 @@ class Source(ABC):
 
     def close(self) -> None:  # noqa: B027 - most sources hold nothing that needs closing
         """Stop background work. May be called twice."""
+
+
+def labelled(label: str, state: bytes) -> bytes:
+    """A state that says what it is of."""
+    return label.encode() + b"\n" + state
+
+
+def unlabelled(label: str, state: bytes, epoch: int, skip: int) -> bytes | None:
+    """What was `labelled` so; None, with a warning, if this is the state of other data.
+
+    Raises:
+        CheckpointError: of other data, inside the epoch.
+    """
+    then, _, rest = state.partition(b"\n")
+    if then == label.encode():
+        return rest
+    found = then.decode(errors="replace") if len(then) < _LONGEST else "data of another kind"
+    problem = f"the checkpoint keeps the order of {found}, but the data is {label} now"
+    if not skip:
+        warnings.warn(f"{problem}: epoch {epoch + 1} has the order of a new run", stacklevel=2)
+        return None
+    raise CheckpointError(
+        f"{problem}, so that epoch {epoch + 1} cannot continue after batch {skip} with the "
+        "remaining batches. Give the data as it was, or resume from a checkpoint at the end of an "
+        "epoch (checkpoint.resume=PATH). checkpoint.iterators=false reads the data again up to "
+        "there, in whatever order it is then."
+    )
 
 
 def close_iterator(iterator: Iterator[Any] | None) -> None:

@@ -160,10 +160,6 @@ class Feed(ABC):
     def resume_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need only `skip`
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
 
-    def drop_peeked(self) -> None:  # noqa: B027 - most feeds draw nothing
-        """Open validation data again at its next use, as a run that resumes had used what it looked
-        at before; what draws numbers then would else lack a draw."""
-
     def slow_stage(self) -> str | None:
         """The stage of this rank's input that takes most, and how long; None if it is unknown."""
         return None

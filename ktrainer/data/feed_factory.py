@@ -278,8 +278,11 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
             value=config.shard,
         )
     per_replica = settings.several and config.batch == "per_worker"
-    source = _SOURCES[kind_of(data)](
+    kind = kind_of(data)
+    options = {"check": settings.check} if kind == "generator" else {}
+    source = _SOURCES[kind](
         data,
+        **options,
         world=settings.world,
         sliced=not per_replica,
         class_weight=settings.class_weight,

@@ -12,10 +12,12 @@ from typing import Any, cast
 import keras
 import numpy as np
 
-from ktrainer.data.batch_source import Piece, close_iterator
+from ktrainer.data.batch_source import Piece, close_iterator, labelled, unlabelled
 from ktrainer.data.data_arguments import from_torch
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.errors import DataError
+
+_SAMPLERS = {"torch.utils.data.sampler", "torch.utils.data.distributed"}  # torch's own are there
 
 
 class GeneratorSource(PythonSource):
@@ -31,7 +33,7 @@ class GeneratorSource(PythonSource):
     reopens = False
     reorders = True  # as far as one knows
 
-    def __init__(self, data: Any, **options: Any) -> None:
+    def __init__(self, data: Any, *, check: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
@@ -39,8 +41,9 @@ class GeneratorSource(PythonSource):
         self._orders_differ = False
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make, world = data, options["world"]
-            # Where surviving ranks go on, all calls were found to be alike.
-            self._orders_differ = not (world.heals and world.replicas == world.size)
+            # Where surviving ranks go on, two calls were compared, and found to be alike.
+            alike = world.heals and check and 1 < world.size == world.replicas
+            self._orders_differ = not alike
             self.endless, self.reopens = False, True
             data = data()
         iterator = iter(data)
@@ -62,7 +65,7 @@ class GeneratorSource(PythonSource):
             yield from pieces
 
     def _pass_over(self, epoch: int) -> None:
-        """Begin all epochs before this one."""
+        """Begin all epochs before this one, for what each beginning draws."""
         while self._orders_differ and self._opened < epoch:
             passed = self._open_next()
             next(passed, None)
@@ -86,18 +89,19 @@ class GeneratorSource(PythonSource):
 class LoaderSource(GeneratorSource):
     """The batches of a torch `DataLoader`, which shuffles, and starts workers, by itself.
 
-    It is opened as often as by `Model.fit`: once for its first batches, which are read again in
-    the first epoch, and once an epoch. Its draws from torch's seed are then the same. A resumed run
-    opens it for the epochs that it skips, as an order may come from anywhere, and restores
-    generators of torch: its own, and the default one, from which a loader of validation data draws,
-    too.
+    It is opened as often as by `Model.fit`, on any number of ranks: once for its first batches, and
+    once an epoch. Its draws from torch's seed are then the same. A resumed run restores generators
+    of torch: the loader's own, and the default one, from which a loader of validation data draws,
+    too. It opens the epochs that it skips if the order may come from anything else.
     """
 
-    state_is_common = True
+    state_of_opening = True
 
     def __init__(self, data: Any, **options: Any) -> None:
         self._loader, self._opened = data, 0
         self._at_opening: bytes | None = None  # torch's generators, as the newest epoch began
+        self._is_drawn = False  # its order
+        self._at_close: bytes | None = None  # the generator that others share, as it ended
         if options.get("class_weight") is not None:
             raise DataError(
                 "class_weight does not go with a torch DataLoader: let it yield sample weights, "
@@ -106,65 +110,116 @@ class LoaderSource(GeneratorSource):
         PythonSource.__init__(self, **options)
         self._function = "the torch DataLoader"
         self.endless, self.reopens, self._begun, self._make = False, True, None, lambda: data
-        self._orders_differ = True
+        self._orders_differ = not options["world"].heals  # which takes only those in order
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
-        batches, between = iter(data), set()
-        for batch in itertools.islice(batches, SAMPLES):
+        self._first: Piece | None = None
+        self._items_draw = self._read_samples()
+
+    def _read_samples(self) -> bool:
+        """Look at the first batches; return whether making one draws from the generator that
+        others share."""
+        states = set()
+        for batch in itertools.islice(iter(self._loader), SAMPLES):
             self._learn([batch])
-            between.add(self.state_between())
-        self._items_draw = len(between) > 1  # from torch, in this process
+            piece = self._piece(self._standard(batch))
+            self._first = self._first or (piece if piece.rows else None)
+            states.add(_states_of(_default_generator()))
+        return len(states) > 1
+
+    def look(self) -> Piece | None:
+        return self._first
 
     def _tuple(self, batch: Any) -> Any:
         batch = keras.tree.map_structure(from_torch, batch)
         return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
 
+    def open(self, epoch: int, skip: int) -> Iterator[Piece]:
+        return self._read(epoch, skip, b"")
+
+    def _read(self, epoch: int, skip: int, shared: bytes) -> Iterator[Piece]:
+        """The batches of an epoch after the first `skip`.
+
+        Args:
+            shared: the state that the generator which others share has once the order is drawn.
+        """
+        try:
+            with closing(cast(Any, super().open(epoch, skip))) as pieces:
+                first = list(itertools.islice(pieces, 1))
+                self._is_drawn = True
+                if shared:
+                    _restore(self._shared(), shared)
+                yield from first
+                yield from pieces
+        finally:
+            if self._is_drawn:
+                self._at_close = _states_of(self._shared())
+
     def _open_next(self) -> Iterator[Any]:
-        self._at_opening = self.state_between()
+        self._at_opening, self._at_close = _states_of(self._generators()), None
+        self._is_drawn = False
         return super()._open_next()
 
     def state(self) -> bytes | None:
         """Torch's generators as the newest epoch began and, unless its items draw, the one that
-        others share as it is: validation inside the epoch may have drawn since. Its own one draws
-        as the epoch is read again."""
-        if self._at_opening is None or self._items_draw:
-            return self._at_opening
-        return self._at_opening + _states_of(self._shared())
-
-    def began_at(self, state: bytes) -> bool:
-        return self._at_opening is not None and state.startswith(self._at_opening)
+        others share as it is, or was as the epoch ended: validation inside the epoch may have drawn
+        since. Its own ones draw as the epoch is read again."""
+        if not self._at_opening or self._items_draw or not self._is_drawn:
+            return self._labelled(self._at_opening)
+        shared = _states_of(self._shared()) if self._at_close is None else self._at_close
+        return self._labelled(self._at_opening + shared)
 
     def state_between(self) -> bytes | None:
-        return _states_of(self._generators()) or None
+        return self._labelled(_states_of(self._generators()))
+
+    def _labelled(self, states: bytes | None) -> bytes | None:
+        return labelled(self._label, states) if states else None
+
+    @property
+    def _label(self) -> str:
+        own = len(self._generators()) - len(self._shared())
+        size = len(_states_of(self._generators()))
+        return f"a torch DataLoader with {own} generators of its own ({size} bytes)"
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        states = unlabelled(self._label, state, epoch, skip)
+        if states is None:
+            return self.open(epoch, skip)
+        if _draws_by_torch(self._loader):
+            self._opened = epoch  # what the order depends on is restored
         self._pass_over(epoch)  # which draws
-        every, shared = self._generators(), self._shared()
+        every = self._generators()
         size = len(_states_of(every))
-        if len(state) not in (size, size + len(_states_of(shared))):
-            yield from self.open(epoch, skip)  # it is another loader's
-            return
-        _restore(every, state[:size])
-        with closing(cast(Any, self.open(epoch, skip))) as pieces:
-            first = list(itertools.islice(pieces, 1))  # now its order is drawn
-            if state[size:]:
-                _restore(shared, state[size:])
-            yield from first
-            yield from pieces
+        _restore(every, states[:size])
+        return self._read(epoch, skip, states[size:])
 
     def _generators(self) -> list[Any]:
         """Torch's generators that its order may come from, each once."""
-        loader, batches = self._loader, getattr(self._loader, "batch_sampler", None)
-        samplers = getattr(loader, "sampler", None), getattr(batches, "sampler", None)
-        owners = [loader, batches, *samplers]
-        found = [getattr(owner, "generator", None) for owner in owners]
-        every = [*_default_generator(), *(each for each in found if hasattr(each, "get_state"))]
-        return list({id(each): each for each in every}.values())
+        found = [
+            getattr(owner, "generator", None) for owner in (self._loader, *_samplers(self._loader))
+        ]
+        # A sampler's may be one of NumPy.
+        own = [each for each in found if hasattr(each, "manual_seed")]
+        return list({id(each): each for each in [*_default_generator(), *own]}.values())
 
     def _shared(self) -> list[Any]:
         """The default generator, from which others draw, unless it was given to this loader."""
         given = getattr(self._loader, "generator", None)
         return [each for each in _default_generator() if each is not given]
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """What chooses the examples of a torch DataLoader's batches."""
+    batches = getattr(loader, "batch_sampler", None)
+    every = batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)
+    return [each for each in every if each is not None]
+
+
+def _draws_by_torch(loader: Any) -> bool:
+    """Return whether the order of a DataLoader is torch's work alone: not of a class of the user's,
+    nor of iterable data, which comes with a sampler that is not among torch's others."""
+    modules = {type(each).__module__ for each in _samplers(loader)}
+    return type(loader).__module__ == "torch.utils.data.dataloader" and modules <= _SAMPLERS
 
 
 def _default_generator() -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from ktrainer.data.batch_source import Piece
+from ktrainer.data.batch_source import Piece, labelled, unlabelled
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.errors import DataError
@@ -22,6 +22,7 @@ from ktrainer.errors import DataError
 _dataset: Any = None  # of this worker process
 _VERSION = 3  # of the state of Python's `random`: 624 words, a position, and a number kept or not
 _RANDOM = struct.Struct("<625I?d")
+_LABEL = "a PyDataset whose batches Python's `random` orders"
 _CHUNK = 1024  # batches whose order is looked up together
 
 
@@ -34,13 +35,14 @@ class PyDatasetSource(PythonSource):
     that it skips, so that a dataset which reorders itself there is where it was.
     """
 
-    state_is_common = True
+    state_of_opening = True
 
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
         super().__init__(**options)
         self.dataset, self._function = dataset, f"{type(dataset).__name__}.__getitem__"
         self.num_batches = dataset.num_batches
         self.endless = self.infinite = self.indexed = self.num_batches is None
+        self._order: ShuffleOrder | None = None
         if self.num_batches == 0:
             return
         count = SAMPLES if self.num_batches is None else min(SAMPLES, self.num_batches)
@@ -48,7 +50,6 @@ class PyDatasetSource(PythonSource):
         self._epochs_begun = 0
         self._has_begun = False  # epoch 0, for a look at its first batch that was dropped since
         self._reset = False
-        self._order: ShuffleOrder | None = None
         self._drawn: list[int] = []  # the order of the newest epoch
         self._draws = 0
 
@@ -78,11 +79,12 @@ class PyDatasetSource(PythonSource):
             return None
         version, words, gauss = drawn[1]
         assert version == _VERSION
-        return _RANDOM.pack(*words, gauss is not None, gauss or 0.0)
+        return labelled(_LABEL, _RANDOM.pack(*words, gauss is not None, gauss or 0.0))
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
-        if len(state) == _RANDOM.size:  # else it is one of other data
-            *words, has_gauss, gauss = _RANDOM.unpack(state)
+        label = _LABEL if self._order is not None and self._order.keras else "a PyDataset"
+        if (packed := unlabelled(label, state, epoch, skip)) is not None:
+            *words, has_gauss, gauss = _RANDOM.unpack(packed)
             self._draw_again(epoch, (_VERSION, tuple(words), gauss if has_gauss else None))
         return self.open(epoch, skip)
 

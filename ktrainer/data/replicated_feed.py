@@ -109,7 +109,7 @@ class ReplicatedFeed(SourceFeed):
 
     @property
     def state_is_common(self) -> bool:
-        return self.source.state_is_common
+        return self.source.state_of_opening
 
     def peek(self, rows: int) -> Any:
         piece = call_on_all_ranks(self.world, self._cursor.peek)
@@ -123,7 +123,8 @@ class ReplicatedFeed(SourceFeed):
         }
         if self.world.size == 1:
             return facts
-        self._fingerprinted = True
+        # A look that opens no epoch says nothing of the first batch that is trained on.
+        self._fingerprinted = self.source.look() is None
         if (piece := call_on_all_ranks(self.world, self._cursor.peek)) is not None:
             facts["first batch/rows"] = str(piece.rows)
             names = leaf_names(self.spec)

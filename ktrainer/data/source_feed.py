@@ -54,10 +54,6 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
-    def drop_peeked(self) -> None:
-        if self.source.state_between() is not None:
-            self._cursor.drop_peeked()
-
     def slow_stage(self) -> str | None:
         return self.source.slow_stage()
 
@@ -85,6 +81,7 @@ class Cursor:
         self.source, self._limit, self._restart = source, limit, restart
         self._live: Iterator[Piece] | None = None
         self._epoch = self._position = 0  # batches taken of that epoch, or of an endless stream
+        self._under_way = False  # whether some of that epoch is left
         self._peeked: tuple[Piece | None, Iterator[Piece]] | None = None
         self._known: tuple[int, int, bytes] | None = None  # a position, and the source's state
 
@@ -93,13 +90,16 @@ class Cursor:
 
         Args:
             inside_epoch: whether an epoch is under way; between two, only an endless stream has a
-                position, and what the next epoch's order depends on.
+                position, and what the next epoch's order depends on. One that was opened is that
+                next epoch until its first update is made.
         """
         if self._known is not None:  # nothing was read since
             return _POSITION.pack(*self._known[:2]) + self._known[2]
-        if not self._position:
+        if self._under_way and not inside_epoch and self.source.state_of_opening:
+            at, state = (self._epoch, 0), self.source.state()  # before its first update
+        elif not self._position:
             return None
-        if inside_epoch or self.source.endless:
+        elif inside_epoch or self.source.endless:
             at, state = (self._epoch, self._position), self.source.state()
         else:
             at, state = (self._epoch + 1, 0), self.source.state_between()
@@ -110,7 +110,9 @@ class Cursor:
         self._known = *_POSITION.unpack_from(state), state[_POSITION.size :]
 
     def peek(self) -> Piece | None:
-        """The very first batch that epoch 0 will give, or None if there is none."""
+        """The very first batch that epoch 0 will give, or one like it; None if there is none."""
+        if (piece := self.source.look()) is not None:
+            return piece
         if self._peeked is None:
             pieces = self.source.open(0, 0)
             self._peeked = next(pieces, None), pieces
@@ -124,11 +126,8 @@ class Cursor:
         stream = source.endless and not source.indexed
         if not self._knows(0 if stream else epoch, position):
             self._known = None
-        known = self._known
-        if known is not None and self._peeked is not None and source.began_at(known[2]):
-            known = None  # it is what was looked at, which is taken below
-        if known is not None:
-            pieces = self._reopen(*known)
+        if self._known is not None:
+            pieces = self._reopen(0 if stream else epoch, position, self._known[2])
             self._live = pieces if stream else None
         elif stream:
             pieces = self._seek(position)
@@ -138,14 +137,15 @@ class Cursor:
         else:
             pieces = self._reopen(epoch, position)
         self._epoch, self._position = 0 if stream else epoch, position
+        self._under_way = True
         return self._counted(pieces, keep_open=stream)
 
     def _knows(self, epoch: int, position: int) -> bool:
-        """Return whether the state to resume from is that of a position, and this kind of data's:
-        between two epochs, few have one."""
-        if self._known is None or self._known[:2] != (epoch, position):
+        """Return whether the state to resume from is that of a position: one of how an epoch began
+        is that of all positions in it."""
+        if self._known is None or self._known[0] != epoch:
             return False
-        return position > 0 or self.source.state_between() is not None
+        return self.source.state_of_opening or 0 < position == self._known[1]
 
     def pass_over(self, epoch: int) -> None:
         """Go through an epoch of which nothing is left, if the next one's order depends on it."""
@@ -183,8 +183,9 @@ class Cursor:
             for piece in pieces:
                 self._known = None
                 self._position += 1
+                self._under_way = self._position != self._limit
                 yield piece
-            self._known = None
+            self._known, self._under_way = None, False
         finally:
             if not keep_open:
                 close_iterator(pieces)

@@ -52,9 +52,6 @@ def resume_run(
     if progress is None:
         return
     state.progress = progress
-    has_validated = any(key.startswith("val_") for key in state.model.history.history)
-    if state.validation is not None and has_validated:
-        state.validation.drop_peeked()
     if state.model.stop_training and world.is_root:
         warnings.warn(
             "training had been stopped when the checkpoint was made, so there is nothing to "

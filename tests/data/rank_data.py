@@ -16,6 +16,7 @@ from ktrainer.data import Files
 from ktrainer.distributed import World
 from tests.data.feeds import numbered
 from tests.data.test_python_data import Numbers
+from tests.data.test_torch_loader import DataLoader
 
 HINT = tf.data.experimental.SHARD_HINT
 
@@ -83,6 +84,18 @@ def of_rank(here: World) -> tf.data.Dataset:
 
 def pydataset(here: World) -> Numbers:
     return Numbers()
+
+
+def loader_of_rank(here: World) -> Any:
+    """A torch DataLoader that has another order on each rank, but not when it is opened first."""
+
+    class Reordered(DataLoader):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Iterator[Any]:
+            if self.opened == 1:
+                self.random.manual_seed(here.rank)
+            return super().__iter__()
+
+    return Reordered()
 
 
 def batches(count: int = 241) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import random
 import traceback
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import Any
 
 import keras
@@ -15,8 +16,9 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.data import ShuffleOrder
-from ktrainer.errors import ConfigError, DataError
-from tests.data.feeds import Recorder, feed, flat, numbered, rows
+from ktrainer.data.pydataset_source import PyDatasetSource
+from ktrainer.errors import CheckpointError, ConfigError, DataError
+from tests.data.feeds import Place, Recorder, feed, flat, numbered, rows
 
 X, Y = numbered(50)
 
@@ -122,6 +124,45 @@ def test_an_order_drawn_inside_an_epoch_is_kept_where_random_was_used(from_what:
     assert begun + rows(again.epoch(1, skip=3)) == expected
     assert random.getstate() == known
     assert rows(again.epoch(2)) != expected
+
+
+def test_a_signal_before_the_first_update_or_within_one() -> None:
+    """Batches of it may have been taken."""
+
+    def made() -> Any:
+        return feed(Augmented(), order=ShuffleOrder(3, keras=True))
+
+    for taken, at in ((1, 0), (4, 2)):
+        data = made()
+        list(data.epoch(0))
+        local_batches = data.epoch(1)
+        seen = rows(islice(local_batches, taken))
+        state = data.state(inside_epoch=at > 0)
+        expected = (seen + rows(local_batches))[at:]
+        resumed = made()
+        resumed.resume_from(state)
+        assert rows(resumed.epoch(1, skip=at)) == expected
+
+
+def test_the_state_of_other_data_is_refused() -> None:
+    data = feed(Augmented(), order=ShuffleOrder(3, keras=True))
+    next(data.epoch(0))
+    state = data.state(inside_epoch=True)
+    assert state is not None
+    other = feed(Augmented(), order=ShuffleOrder(3))
+    other.resume_from(state)
+    with pytest.raises(CheckpointError, match=r"a PyDataset whose batches .* a PyDataset now"):
+        next(other.epoch(0, skip=1))
+
+
+def test_a_rank_whose_pydataset_has_no_batches() -> None:
+    class Empty(Numbers):
+        def __len__(self) -> int:
+            return 0
+
+    source = PyDatasetSource(Empty(), world=Place(), sliced=False, class_weight=None, prefetch=1)
+    assert source.order is None  # as checkpoints ask, on all ranks
+    assert list(source.open(0, 0)) == []
 
 
 def test_without_a_seed_the_batches_of_a_pydataset_depend_on_the_epoch() -> None:
@@ -284,7 +325,14 @@ def test_a_generator_with_a_limit_continues() -> None:
     made.close()
 
 
-def test_a_function_that_draws_an_order_at_each_call() -> None:
+@pytest.mark.parametrize(("size", "check"), [(1, True), (2, False)])
+@pytest.mark.parametrize("heals", [False, True])
+def test_a_function_that_draws_an_order_at_each_call(
+    size: int, check: bool, heals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that heal compare two calls, if there are several and `health.check_data` is on."""
+    monkeypatch.setattr(Place, "heals", heals)
+
     def made() -> Any:
         random = np.random.default_rng(0)
 
@@ -292,7 +340,7 @@ def test_a_function_that_draws_an_order_at_each_call() -> None:
             order = random.permutation(50)
             yield from ((x, order[x]) for x in np.split(np.arange(50), 5))
 
-        return feed(batches)
+        return feed(batches, 0, size, check=check)
 
     whole = [rows(made_once.epoch(e)) for made_once in [made()] for e in range(4)]
     resumed = made()

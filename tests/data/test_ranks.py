@@ -29,6 +29,7 @@ from tests.data.rank_data import (
     generator_of_replica,
     hinted,
     lines,
+    loader_of_rank,
     more_by_rank,
     of_rank,
     of_replica,
@@ -233,6 +234,11 @@ def test_an_error_in_batches_that_a_resume_skips(ranks: Group) -> None:
     other, failed = ranks(2).outcomes(resume, failing, TWO, 5)
     assert isinstance(failed.error, OSError)
     assert isinstance(other.error, PeerLost), other
+
+
+def test_the_first_epoch_is_compared_where_the_look_was_none(ranks: Group) -> None:
+    for outcome in ranks(2).outcomes(resume, loader_of_rank, TWO, 0):
+        assert "batch 0 of epoch 0 differs in x: rank 1" in str(outcome.error)
 
 
 OWN = {"batch": "per_worker"}

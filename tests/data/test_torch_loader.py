@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktrainer.errors import DataError
-from tests.data.feeds import Recorder, feed, flat, numbered, rows
+from ktrainer.data.prefetch_thread import checked_waits
+from ktrainer.errors import CheckpointError, DataError
+from tests.data.feeds import Place, Recorder, feed, flat, numbered, rows
 
 X, Y = numbered(50)
 
@@ -20,8 +22,11 @@ X, Y = numbered(50)
 class Generator:
     """As much of a `torch.Generator` as is looked at, with numbers of NumPy."""
 
-    def __init__(self) -> None:
-        self.random = np.random.RandomState(0)
+    def __init__(self, seed: int = 0) -> None:
+        self.random = np.random.RandomState(seed)
+
+    def manual_seed(self, seed: int) -> None:
+        self.random.seed(seed)
 
     def get_state(self) -> np.ndarray:
         _, words, position, *_ = self.random.get_state()
@@ -51,6 +56,8 @@ class Tensor:
 class Loader:
     """As much of a `torch.utils.data.DataLoader` as is looked at; shuffles each time."""
 
+    seconds = 0.0  # before the first batch
+
     def __init__(self, generator: Generator | None = None) -> None:
         self.dataset, self.random, self.opened = range(50), generator or Generator(), 0
 
@@ -59,6 +66,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.opened += 1
+        time.sleep(self.seconds)
         order = self.random.random.permutation(50)
         for start in range(0, 50, 8):
             rows = order[start : start + 8]
@@ -91,7 +99,9 @@ def test_a_loader_of_torch() -> None:
 
 
 class Sampled(Loader):
-    """Its sampler has a generator of its own, which no attribute of the loader is."""
+    """Its sampler is the user's, with a generator of NumPy."""
+
+    sampler = SimpleNamespace(generator=np.random.RandomState(0))
 
     def __iter__(self) -> Iterator[Any]:
         torch.default_generator.random.random_sample()  # as each opening draws
@@ -106,18 +116,42 @@ class Drawing(Loader):
             yield [x, Tensor(y.value + 100 * torch.default_generator.random.randint(9))]
 
 
+class Chunked(Loader):
+    """Its order is drawn in parts, as `RandomSampler(replacement=True)` does."""
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__(generator)
+        self.generator = self.random
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in super().__iter__():
+            self.generator.random.random_sample()
+            yield [x, y]
+
+
 torch = SimpleNamespace(from_numpy=np.array)
 
 
-STOPS = [(3, ""), (3, "closed"), (7, ""), (7, "closed"), (7, "between epochs")]
+# A signal may end the wait for the first batch of an epoch, or for the second of an update, or a
+# validation after the last.
+STOPS = [
+    (3, ""),
+    (3, "closed"),
+    (7, ""),
+    (7, "closed"),
+    (7, "between epochs"),
+    (0, "before the first update"),
+    (1, "before the first update"),
+    (7, "closed and validating"),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "taken", "then"),
     [
-        *((kind, *stop) for kind in (Loader, Sampled, Drawing) for stop in STOPS),
+        *((kind, *stop) for kind in (Loader, Sampled, Drawing, Chunked) for stop in STOPS),
         # Of items that draw, in a thread, no run is like another if validation draws meanwhile.
-        *((kind, 3, "validated") for kind in (Loader, Sampled)),
+        *((kind, 3, "validated") for kind in (Loader, Sampled, Chunked)),
     ],
 )
 def test_a_resumed_loader_has_the_draws_of_others(
@@ -130,68 +164,139 @@ def test_a_resumed_loader_has_the_draws_of_others(
     def begun() -> list[Any]:
         """Training and validation data, which ranks have looked at."""
         torch.default_generator = Generator()
-        own = Generator() if kind is Sampled else torch.default_generator
-        size = 1 if kind is Drawing else 2  # a look at its first batch would draw ahead
-        feeds = [feed(made(own), 0, size), feed(DataLoader(torch.default_generator), 0, size)]
+        own = Generator() if kind in (Sampled, Chunked) else torch.default_generator
+        feeds = [feed(made(own), 0, 2), feed(DataLoader(torch.default_generator), 0, 2)]
         for each in feeds:
             each.fingerprint()
         return feeds
 
-    def up_to_here() -> tuple[Any, Any, Any]:
+    def up_to_here() -> tuple[Any, Any, Any, Any]:
         data, validation = begun()
         for number in (0, 1):
             list(data.epoch(number))
             list(validation.epoch(0))
         local_batches = data.epoch(2)
-        list(islice(local_batches, taken))
+        seen = rows(islice(local_batches, taken))
         if then == "validated":
             list(validation.epoch(0))
-        return data, validation, local_batches
+        return data, validation, local_batches, seen
 
-    data, validation, local_batches = up_to_here()
+    data, validation, local_batches, seen = up_to_here()
     rest = rows(local_batches)
-    list(validation.epoch(0))
-    later = rows(data.epoch(3))
+    validated = rows(validation.epoch(0))
+    later = [rows(data.epoch(3)), rows(validation.epoch(0))]
 
-    data, validation, local_batches = up_to_here()
-    if then in ("closed", "between epochs"):
+    data, validation, local_batches, _ = up_to_here()
+    inside = then not in ("between epochs", "before the first update")
+    if not taken:
+        made.seconds = 0.3
+        wait_in_vain(local_batches)
+        made.seconds = 0.0
+    if then:
         local_batches.close()
     if then == "between epochs":
         list(validation.epoch(0))
-    state = data.state(inside_epoch=then != "between epochs")
+    if then == "closed and validating":
+        list(islice(validation.epoch(0), 2))
+    state = data.state(inside_epoch=inside)
     data.close()
 
     data, validation = begun()
     data.resume_from(state)
-    validation.drop_peeked()
     if then != "between epochs":
-        assert rows(data.epoch(2, skip=taken)) == rest
-        list(validation.epoch(0))
-    assert rows(data.epoch(3)) == later
+        expected = rest if inside else seen + rest
+        assert rows(data.epoch(2, skip=taken if inside else 0)) == expected
+        assert rows(validation.epoch(0)) == validated
+    assert [rows(data.epoch(3)), rows(validation.epoch(0))] == later
+
+
+def wait_in_vain(local_batches: Iterator[Any]) -> None:
+    def end() -> None:
+        raise InterruptedError
+
+    with checked_waits(end), pytest.raises(InterruptedError):
+        next(local_batches)
 
 
 def test_a_look_and_an_interrupted_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside the first epoch, of which ranks have looked at a batch, with a sampler's own order."""
+    """Inside the first epoch, of which ranks have looked at a batch, with a sampler's own order,
+    and torch without a seed."""
     made = type("DataLoader", (Sampled,), {"__module__": "torch.utils.data.dataloader"})
     monkeypatch.setitem(sys.modules, "torch", torch)
 
-    def begun() -> Any:
-        torch.default_generator = Generator()
+    def begun(seed: int) -> Any:
+        torch.default_generator = Generator(seed)
         data = feed(made(Generator()), 0, 2)
         data.fingerprint()
         return data
 
-    data = begun()
+    data = begun(1)
     local_batches = data.epoch(0)
     list(islice(local_batches, 3))
     state = data.state(inside_epoch=True)
     rest, later = rows(local_batches), rows(data.epoch(1))
-    data = begun()
+    data = begun(2)
     data.resume_from(state)
     local_batches = data.epoch(0, skip=3)
     assert data.state(inside_epoch=True) == state  # saved again, before a batch was read
     assert rows(local_batches) == rest
     assert rows(data.epoch(1)) == later
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_number_of_ranks_opens_a_loader_as_often(size: int) -> None:
+    data = feed(loader := DataLoader(), 0, size)
+    data.fingerprint()
+    assert len(data.peek(2)[0]) == 8 // size
+    assert loader.opened == 1
+    list(data.epoch(0))
+    assert loader.opened == 2
+
+
+def test_epochs_are_passed_over_where_more_than_torch_orders_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def openings(kind: type, resumes: bool) -> int:
+        """Of a run that begins with its third epoch."""
+        made = type("DataLoader", (kind,), {"__module__": "torch.utils.data.dataloader"})
+        torch.default_generator = Generator()
+        data, resumed = feed(made()), feed(loader := made())
+        for epoch in (0, 1):
+            list(data.epoch(epoch))
+        if resumes:
+            resumed.resume_from(data.state(inside_epoch=False))
+        list(resumed.epoch(2))
+        return loader.opened - 1  # which was to look at it
+
+    assert [openings(Loader, False), openings(Loader, True)] == [3, 1]
+    assert [openings(Sampled, False), openings(Sampled, True)] == [3, 3]
+    monkeypatch.setattr(Place, "heals", True)  # where only loaders without an order are taken
+    assert openings(Loader, False) == 1
+
+
+def test_the_state_of_another_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    torch.default_generator = Generator()
+    data = feed(DataLoader(torch.default_generator))
+    for taken in (7, 3):
+        local_batches = data.epoch(0)
+        list(islice(local_batches, taken))
+        local_batches.close()
+        loader = DataLoader(own := Generator())
+        loader.generator = own
+        resumed = feed(loader)
+        resumed.resume_from(data.state(inside_epoch=taken < 7))
+        if taken == 7:
+            with pytest.warns(UserWarning, match="epoch 2 has the order of a new run"):
+                assert len(rows(resumed.epoch(1))) == 7
+            continue
+        problem = "the order of a torch DataLoader with 0 generators .* with 1 generators"
+        with pytest.raises(CheckpointError, match=problem) as refused:
+            next(resumed.epoch(0, skip=3))
+        assert "epoch 1 cannot continue after batch 3" in str(refused.value)
+        assert "checkpoint.iterators=false" in str(refused.value)
 
 
 @pytest.mark.filterwarnings("ignore")
