@@ -50,7 +50,8 @@ class Checkpoint(Callback):
         mode: whether `min` or `max` is better; `auto` asks the metric.
         allow_nan: save even when the loss is not finite.
         asynchronous: write in the background; takes host memory for one copy of the state.
-        iterators: save the state of tf.data iterators, with their shuffle buffers.
+        iterators: save what the order of the data depends on: the state of tf.data iterators, with
+            their shuffle buffers, of torch's generators, of Python's `random`.
         callbacks: callbacks whose states are saved too; the trainer gives all of the run's.
         world: the ranks; default: the trainer's, or this process's.
 

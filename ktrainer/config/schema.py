@@ -216,9 +216,10 @@ class CheckpointConfig:
         asynchronous: write in the background: a step waits only until the state is copied to host
             memory, which takes room for one more copy of it. An error is raised at the next save,
             or at the end. false: a step waits until the checkpoint is on the disk.
-        iterators: inside an epoch, save the state of tf.data iterators, with the elements in their
-            shuffle buffers. false: a resumed run skips the batches that it has seen, which gives
-            the same batches only if every random operation of the pipeline is seeded.
+        iterators: save the state of tf.data iterators inside an epoch, with the elements in their
+            shuffle buffers; that of torch's generators for a DataLoader, and of Python's `random`
+            for a PyDataset that it orders. false: a resumed run skips the batches that it has
+            seen, which gives the same ones only if everything that draws is seeded.
         best: name of a logged value, such as "val_loss"; the checkpoint with its best value is
             kept too. null: none.
         mode: whether a lower (min) or a higher (max) value of `best` is better. auto: told by its

@@ -65,7 +65,8 @@ class GeneratorSource(PythonSource):
             yield from pieces
 
     def _pass_over(self, epoch: int) -> None:
-        """Begin all epochs before this one, for what each beginning draws."""
+        """Begin all epochs before this one, as an order may be drawn then; no more of them is read,
+        so what an order draws on the way is missed."""
         while self._orders_differ and self._opened < epoch:
             passed = self._open_next()
             next(passed, None)
