@@ -44,6 +44,7 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
+        shuffles: draws seeds of an order each time it is opened.
         state_of_opening: `state` is of how the open epoch began: it fits each position in the
             epoch, and is the same on all ranks that run the same code.
         openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
@@ -58,6 +59,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    shuffles: bool = False
     state_of_opening: bool = False
     openings: int = 1
 
@@ -74,6 +76,10 @@ class Source(ABC):
         """Close what `open` gave of epoch 0, of which only the first batch was looked at: the epoch
         is opened again, or skipped."""
         close_iterator(pieces)
+
+    def pass_over(self, passes: int, openings: int) -> None:  # noqa: B027 - most draw nothing
+        """Draw the seeds that so many passes draw for which it was opened so often, if they were
+        not read here but before a resume."""
 
     def state(self) -> bytes | None:
         """The state of the open iterator, if it is more than the number of batches taken."""

@@ -30,6 +30,7 @@ from ktrainer.data.dataset_iterator import (
     state_of,
     to_bytes,
 )
+from ktrainer.data.dataset_shuffles import caches_a_shuffle, seeds_of_reading, shuffles
 from ktrainer.data.local_batch import (
     count_rows,
     graph_slice,
@@ -86,7 +87,11 @@ class DatasetSource(Source):
         self.openings = 1 if self.num_batches is None else 2
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
-        self._shuffles = shuffles(dataset)
+        self.shuffles = shuffles(dataset)
+        self._seeds = list(seeds_of_reading(dataset))
+        self._keeps_order = caches_a_shuffle(dataset)
+        self._seeds_drawn = 0  # passes that have drawn what reading draws
+        self._next = 0  # the epoch that follows those that were read here
         self._opened = self._opened_before = 0  # how often, and before this pass
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
@@ -146,7 +151,7 @@ class DatasetSource(Source):
         # Setting a state draws a seed from a shuffle, like opening, which its state takes back.
         # Once all of an epoch is prefetched the state has no shuffle any more: setting it then
         # counts as opening, if two iterators an epoch leave room for it.
-        return _DRAWS not in state and self._shuffles and self.openings == 1
+        return _DRAWS not in state and self.shuffles and self.openings == 1
 
     def slow_stage(self) -> str | None:
         if self._iterator is None:
@@ -159,10 +164,16 @@ class DatasetSource(Source):
         called = calls_python(self._dataset)
         yield "its tf.data pipeline calls Python, in other threads meanwhile" if called else None
 
+    def drop_peeked(self, pieces: Iterator[Piece]) -> None:
+        super().drop_peeked(pieces)
+        self._next = 0
+
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
-        self._open_up_to(self.openings * epoch)
+        self.pass_over(epoch, self.openings * epoch)
         self._opened_before = self._opened
         self._opened += 1
+        self._seeds_drawn += 1
+        self._next = epoch + 1
         self._free()
         self._opened_pipeline = self._pipeline(skip)
         self._iterator, self._values = elements(self._opened_pipeline)
@@ -185,13 +196,29 @@ class DatasetSource(Source):
         while self._freeing:
             self._freeing.pop().join()
 
+    def pass_over(self, passes: int, openings: int) -> None:
+        if passes > self._next and self._keeps_order and not self.endless:
+            if not self._opened:
+                self._opened = self._seeds_drawn = 1
+                self._opened_pipeline = self._pipeline(0)
+                self._iterator, self._values = elements(self._opened_pipeline)
+            for _ in self._values:  # what the first pass has cached is in all of them
+                pass
+        self._open_up_to(openings)
+        while self._seeds_drawn < passes:
+            self._seeds_drawn += 1
+            for shuffled, times in self._seeds:
+                for _ in range(times):
+                    iter(shuffled)
+        self._next = max(self._next, passes)
+
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.
 
         Every iterator draws a seed from the pipeline's shuffles: the same epochs, and whatever
         reads the dataset afterwards, must see the same orders.
         """
-        while self._opened < openings and not self.endless:
+        while self._opened < openings:
             iter(self._dataset)
             self._opened += 1
 
@@ -280,11 +307,6 @@ class DatasetSource(Source):
             rows = count_rows(batch)
             if rows:
                 yield Piece(batch, rows)
-
-
-def shuffles(dataset: tf.data.Dataset) -> bool:
-    """Return whether a pipeline shuffles."""
-    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
 
 
 def calls_python(dataset: tf.data.Dataset) -> bool:

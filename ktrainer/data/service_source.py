@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
 from ktrainer.data.dataset_shards import split_batches
-from ktrainer.data.dataset_source import DatasetSource, shuffles
+from ktrainer.data.dataset_shuffles import shuffles
+from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.service_reader import ServiceReader, in_order
 from ktrainer.data.stage_times import StageTimes
 from ktrainer.data.tf_data_service import distribute, require_sendable
@@ -81,6 +82,7 @@ class ServiceSource(DatasetSource):
             prefetch=prefetch,
             device=device,
         )
+        self.shuffles = False  # not here
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)
         self._turns = self._share.consumer is not None

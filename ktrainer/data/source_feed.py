@@ -54,6 +54,13 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
+    def pass_over(self, passes: int) -> None:
+        source = self.source
+        if passes and source.shuffles:
+            self._cursor.drop_peeked()
+            whole = self.num_batches == source.num_batches
+            source.pass_over(passes, passes * (source.openings if whole else 1))
+
     def slow_stage(self) -> str | None:
         return self.source.slow_stage()
 

@@ -35,6 +35,7 @@ class Progress:
         elapsed: seconds spent in `fit`, over all restarts.
         validation_due: whether the validation inside the epoch that belongs to this step is still
             to be done: the run was interrupted in it.
+        validations: how many validations are over, inside epochs and after them.
         validated: logs of that validation, if there was one after the newest update: where an epoch
             ends with it, they are the epoch's too.
     """
@@ -46,6 +47,7 @@ class Progress:
     counted: int = 0
     elapsed: float = 0.0
     validation_due: bool = False
+    validations: int = 0
     validated: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, examples: int) -> None:

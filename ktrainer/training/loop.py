@@ -474,7 +474,9 @@ class Loop:
 
         feed, common = self.state.validation, self.context.has_common_logs
         with self.state.times.of("validation"):
-            return validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+            logs = validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
+        self.state.progress.validations += 1
+        return logs
 
 
 def _state_of(model: keras.Model) -> list[Any]:

@@ -52,6 +52,8 @@ def resume_run(
     if progress is None:
         return
     state.progress = progress
+    if state.validation is not None:
+        state.validation.pass_over(progress.validations)
     if state.model.stop_training and world.is_root:
         warnings.warn(
             "training had been stopped when the checkpoint was made, so there is nothing to "

@@ -162,6 +162,8 @@ class Run:
             feed.close()
         self._feeds = []
         self._open_feeds(order)
+        if self.state.validation is not None:
+            self.state.validation.pass_over(self.state.progress.validations)
         for feed, length, spec in zip(self._feeds, lengths, known, strict=True):
             feed.source_batches = feed.source_batches or length
             if feed.spec == spec:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Trainer
+from ktrainer.data import Feed
 from ktrainer.data.dataset_iterator import elements, free
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.errors import DataError
@@ -101,6 +102,60 @@ def test_a_reshuffled_pipeline_gives_the_orders_of_fit(known: bool) -> None:
     resumed = feed(make())
     resumed.fingerprint()
     assert rows(resumed.epoch(2, skip=1)) == model.seen[7:]
+
+
+def _shuffled(count: int = 12, seed: int = 1) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(numbered(count)).shuffle(count, seed=seed)
+
+
+PIPELINES = {
+    "two shuffles": lambda: _shuffled().shuffle(4, seed=2).batch(5),
+    "interleaved": lambda: (
+        tf.data.Dataset.range(4)
+        .shuffle(4, seed=1)
+        .interleave(lambda k: tf.data.Dataset.from_tensor_slices(numbered(12)).shard(4, k))
+        .shuffle(3, seed=2)
+        .batch(5)
+    ),
+    "repeated batches": lambda: _shuffled().batch(5).repeat(2),
+    "repeated below": lambda: _shuffled(6).repeat(2).shuffle(5, seed=3).batch(5),
+    "joined": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).shuffle(3, seed=2).batch(5),
+    "joined last": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).batch(5),
+    "repeated for ever": lambda: _shuffled().shuffle(3, seed=2).repeat().batch(5),
+    "cached": lambda: _shuffled().batch(5).cache(),
+    "cached and shuffled": lambda: (
+        _shuffled().shuffle(3, seed=4).cache().shuffle(9, seed=2).batch(5)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [(kind, 2 if "ever" in kind else None) for kind in PIPELINES] + [("two shuffles", 2)],
+)
+def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
+    kind: str, limit: int | None
+) -> None:
+    """Shuffles below others draw seeds as they are read; a cache keeps what was drawn. Validation
+    reads one pass after the other."""
+
+    def made(passes: int | None, looks: bool = False) -> Feed:
+        opened = feed(PIPELINES[kind](), limit=limit, training=passes is None)
+        if looks:
+            opened.fingerprint()
+        opened.pass_over(passes or 0)
+        return opened
+
+    whole, validation = made(None), made(0)
+    orders = [rows(whole.epoch(epoch)) for epoch in range(4)]
+    validated = [rows(validation.epoch(0)) for _ in range(4)]
+    for looks in (False, True):
+        for epoch in (1, 3):
+            resumed = made(None, looks)
+            assert rows(resumed.epoch(epoch, skip=1)) == orders[epoch][1:], looks
+            assert epoch == 3 or rows(resumed.epoch(2)) == orders[2], looks
+        resumed = made(2, looks)
+        assert [rows(resumed.epoch(0)) for _ in range(2)] == validated[2:], looks
 
 
 def test_limit_restarts_each_epoch() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from ktrainer import Callback, Trainer
@@ -83,6 +84,36 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
     for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 8, deadline=120):
         assert parts == whole
         assert whole[2] == 15
+
+
+def _shuffled(directory: str, backend: str) -> list[Any]:
+    """A run without interruption, and one that was stopped in its second and third epoch."""
+
+    def pipeline(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
+        rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(ROWS, seed=1)
+        return rows.shuffle(5, seed=2).batch(BATCH)
+
+    def fit(name: str, **more: Any) -> Any:
+        keras.utils.clear_session()
+        words = settings(Path(directory) / name, backend=backend, **more)
+        with Trainer(overrides=words) as trainer:
+            train, validation = pipeline(*data()), pipeline(*data())
+            given = {"validation_data": validation, "validation_steps": 3}
+            return trainer.fit(plain_rate, train, **given).history
+
+    whole = fit("whole", trainer__epochs=4)
+    for steps in (5, 13):  # the end of the first epoch, and inside of the third
+        fit("parts", trainer__epochs=4, trainer__max_steps=steps, checkpoint__iterators="false")
+    return [whole, fit("parts", trainer__epochs=4, checkpoint__iterators="false")]
+
+
+def test_shuffles_below_others_and_those_of_validation_resume(
+    tmp_path: Path, ranks: Callable[..., Any]
+) -> None:
+    """Each validation reads other batches, and each epoch both shuffles' next orders."""
+    several = ranks(2).run(_shuffled, str(tmp_path / "ranks"), "data_parallel", deadline=120)
+    for whole, parts in [_shuffled(str(tmp_path), "local"), *several]:
+        assert parts == whole
 
 
 class Counts(Callback):
