@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import keras
 import numpy as np
 
-from ktrainer.callbacks.base import on_rank
+from ktrainer.callbacks.base import on_rank, overrides
 from ktrainer.data import make_feed, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.errors import DataError
@@ -117,7 +117,10 @@ def predict(
     program: Program, feed: Feed, callbacks: keras.callbacks.CallbackList, world: Any
 ) -> Any:
     """The model's outputs for all of `feed`, in order, on every rank; or for the batches up to the
-    one after which a callback of any rank sets `model.stop_predicting`."""
+    one after which a callback of any rank sets `model.stop_predicting`. Callbacks that want a
+    batch's outputs get those of all ranks."""
+    wanted = any(overrides(callback, "on_predict_batch_end") for callback in callbacks.callbacks)
+    wanted = world.size > 1 and world.any(wanted, "callbacks of predict")
     program.model.stop_predicting = False
     callbacks.on_predict_begin()
     batches = []
@@ -126,20 +129,22 @@ def predict(
         for batch, local in enumerate(local_batches):
             callbacks.on_predict_batch_begin(batch)
             batches.append(program.predict(local))
-            callbacks.on_predict_batch_end(batch, {"outputs": batches[-1]})
+            outputs = _of_all_ranks(batches[-1:], program, world) if wanted else batches[-1]
+            callbacks.on_predict_batch_end(batch, {"outputs": outputs})
             if world.any(bool(program.model.stop_predicting), "stop predicting"):
                 break
     callbacks.on_predict_end()
+    return _of_all_ranks(batches, program, world)
+
+
+def _of_all_ranks(batches: list[Any], program: Program, world: World) -> Any:
+    """The outputs for batches of which each rank has a part, or all of a pipeline's last stage."""
     mine = batches if program.counts_metrics else None
     ranks = [each for each in world.allgather(mine, "outputs of predict") if each is not None]
     in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
     if not in_order:
         raise DataError("predict was given no data: x has no rows")
-    return keras.tree.map_structure(lambda *parts: _concatenate(parts), *in_order)
-
-
-def _concatenate(parts: Any) -> Any:
-    return np.concatenate(parts, axis=0)
+    return keras.tree.map_structure(lambda *parts: np.concatenate(parts, axis=0), *in_order)
 
 
 def logs_so_far(state: TrainState, world: World) -> dict[str, Any]:

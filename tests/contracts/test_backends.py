@@ -92,16 +92,27 @@ def test_models_in_two_stages_equal_one_process(ranks: Callable[..., Any]) -> No
             np.testing.assert_allclose(ours[0].history[key], numbers, LOGS, 1e-12, err_msg=key)
 
 
-def rows_of_parts(**backend: Any) -> tuple[np.ndarray, np.ndarray]:
+class Keeps(keras.callbacks.Callback):
+    """Keeps the outputs of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[np.ndarray] = []
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.outputs.append(np.array(logs["outputs"]))
+
+
+def rows_of_parts(**backend: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """What a model predicts that puts out a row for each of four parts of an example: with Keras,
-    and with ktrainer."""
+    and with ktrainer; and what a callback then heard of each batch."""
     keras.utils.set_random_seed(0)
     parts = keras.Input((4, 3))
     outputs = keras.layers.Dense(2)(keras.ops.reshape(parts, (-1, 3)))
     model, x = keras.Model(parts, outputs), floats(ROWS, 4, 3)  # the last batch has one example
     expected = model.predict(x, batch_size=BATCH, verbose=0)
     with Trainer(config(backend=backend)) as trainer:
-        return expected, trainer.predict(model, x)
+        return expected, trainer.predict(model, x, callbacks=[keeps := Keeps()]), keeps.outputs
 
 
 @pytest.mark.parametrize(
@@ -117,6 +128,8 @@ def test_outputs_with_more_rows_than_the_batch(
     ranks: Callable[..., Any], size: int, backend: dict[str, Any]
 ) -> None:
     group = ranks(size, ONE_PROCESS) if size == 1 else ranks(size)
-    for expected, found in group.run(rows_of_parts, deadline=120, **backend):
+    for expected, found, heard in group.run(rows_of_parts, deadline=120, **backend):
         assert len(expected) == 4 * ROWS
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+        assert [len(outputs) for outputs in heard] == [4 * BATCH, 4 * BATCH, 4]
+        for outputs in (found, np.concatenate(heard)):
+            np.testing.assert_allclose(outputs, expected, rtol=1e-6, atol=1e-7)

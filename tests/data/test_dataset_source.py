@@ -121,7 +121,7 @@ PIPELINES = {
     "repeated below": lambda: _shuffled(6).repeat(2).shuffle(5, seed=3).batch(5),
     "joined": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).shuffle(3, seed=2).batch(5),
     "joined last": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).batch(5),
-    "repeated for ever": lambda: _shuffled().shuffle(3, seed=2).repeat().batch(5),
+    "repeated for ever": lambda: _shuffled(60).shuffle(3, seed=2).repeat().batch(5),
     "cached": lambda: _shuffled().batch(5).cache(),
     "cached and shuffled": lambda: (
         _shuffled().shuffle(3, seed=4).cache().shuffle(9, seed=2).batch(5)
