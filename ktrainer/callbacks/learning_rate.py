@@ -125,8 +125,10 @@ class LearningRate(Callback):
         for optimizer in self._optimizers:
             rate, present = _rates.get(optimizer), _float_rate(optimizer)
             if rate is not None and (rate.base is None) != (present is None):
+                if rate.variable is not None:
+                    rate.variable.assign(1.0)
                 rate = None
-                del _rates[optimizer]  # it was given a schedule since
+                del _rates[optimizer]  # it was given a schedule since, or a rate
             if rate is not None:
                 rate.reconcile(present)  # the user's own change between two fits
             elif asked:
@@ -144,7 +146,7 @@ class LearningRate(Callback):
         super().on_epoch_begin(epoch, logs)
         self._look = True
         self._take_restored()
-        if self.progress.batch:
+        if self.progress.batch or self.progress.begun:
             return  # of an epoch that has begun before the rate stays as it is
         for optimizer, rate in self._known():
             if rate.base is not None:

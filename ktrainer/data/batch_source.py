@@ -44,6 +44,7 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
+        reads_whole: passes are read to their end; a number of steps may cut them.
         shuffles: draws seeds of an order each time it is opened.
         state_of_opening: `state` is of how the open epoch began: it fits each position in the
             epoch, and is the same on all ranks that run the same code.
@@ -59,6 +60,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    reads_whole: bool = True
     shuffles: bool = False
     state_of_opening: bool = False
     openings: int = 1
@@ -77,7 +79,7 @@ class Source(ABC):
         is opened again, or skipped."""
         close_iterator(pieces)
 
-    def pass_over(self, passes: int, openings: int) -> None:  # noqa: B027 - most draw nothing
+    def replay_passes(self, passes: int, openings: int) -> None:  # noqa: B027 - most draw nothing
         """Draw the seeds that so many passes draw for which it was opened so often, if they were
         not read here but before a resume."""
 

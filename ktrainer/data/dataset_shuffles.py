@@ -13,38 +13,65 @@ import tensorflow as tf
 
 def shuffles(dataset: tf.data.Dataset) -> bool:
     """Return whether a pipeline shuffles."""
-    return "Shuffle" in type(dataset).__name__ or any(map(shuffles, dataset._inputs()))
+    return "Shuffle" in _kind(dataset) or any(map(shuffles, dataset._inputs()))
 
 
 def seeds_of_reading(
-    dataset: tf.data.Dataset, opened: int = 1, read: int = 1, at_once: bool = True
+    dataset: tf.data.Dataset, whole: bool, opened: int = 1, read: int = 1, at_once: bool = True
 ) -> Iterator[tuple[tf.data.Dataset, int]]:
     """The shuffles of a pipeline, and how many seeds each draws while a pass over it is read, after
     those of the iterator that is opened for it. One that is made of a shuffle alone draws one.
 
     Args:
+        whole: passes are read to their end: all of `repeat` and `concatenate`, and a cache is
+            filled, below which nothing is read again. Else the first of each.
         opened, read: how many iterators of `dataset` a pass makes, and reads to their end.
         at_once: whether one is made as soon as the pass is opened.
     """
-    inputs, kind = dataset._inputs(), type(dataset).__name__
-    if "Cache" in kind:  # read once
+    inputs = list(dataset._inputs())
+    if whole and "Cache" in _kind(dataset):
         return
-    if "Repeat" in kind and (count := int(dataset._count)) > 0:
+    if whole and (count := _repeats(dataset)) > 0:
         # The last iterator is not read, and not even made where TensorFlow fuses both.
-        fused = "Shuffle" in type(inputs[0]).__name__
+        fused = "Shuffle" in _kind(inputs[0])
         opened, read = read * (count + (not fused)) + opened - read, read * count
-    if "Shuffle" in kind:
+    if "Shuffle" in _kind(dataset):
         if opened > at_once:
             yield dataset, opened - at_once
         opened, at_once = read, False  # its input is opened by reading
-    for number, each in enumerate(inputs):
-        later = number > 0 and "Concatenate" in kind
-        yield from seeds_of_reading(each, read if later else opened, read, at_once and not later)
+    later = "Concatenate" in _kind(dataset)
+    for number, each in enumerate(inputs[:1] if later and not whole else inputs):
+        if later and number:
+            yield from seeds_of_reading(each, whole, read, read, False)
+        else:
+            yield from seeds_of_reading(each, whole, opened, read, at_once)
+
+
+def reads_in_part(dataset: tf.data.Dataset, whole: bool) -> bool:
+    """Return whether it cannot be known how often a shuffle is read in a pass: below a `repeat`
+    without end or, where passes are not read to their end, any, or below `concatenate`."""
+    repeats = _repeats(dataset)
+    unclear = repeats < 0 if whole else repeats > 1 or "Concatenate" in _kind(dataset)
+    inputs = dataset._inputs()
+    return (unclear and any(map(shuffles, inputs))) or any(reads_in_part(x, whole) for x in inputs)
 
 
 def caches_a_shuffle(dataset: tf.data.Dataset) -> bool:
-    """Return whether a pipeline caches what a shuffle has ordered: all passes have that order."""
+    """Return whether a pipeline caches one of the orders of a shuffle: all passes have that."""
     inputs = dataset._inputs()
-    if "Cache" in type(dataset).__name__:
-        return any(map(shuffles, inputs))
-    return any(map(caches_a_shuffle, inputs))
+    found = any(map(_reshuffles, inputs)) if "Cache" in _kind(dataset) else False
+    return found or any(map(caches_a_shuffle, inputs))
+
+
+def _reshuffles(dataset: tf.data.Dataset) -> bool:
+    changes = "Shuffle" in _kind(dataset) and getattr(dataset, "_reshuffle_each_iteration", True)
+    return bool(changes) or any(map(_reshuffles, dataset._inputs()))
+
+
+def _repeats(dataset: tf.data.Dataset) -> int:
+    """How often a `repeat` reads its input; -1: without end, 0: it is no `repeat`."""
+    return int(dataset._count) if "Repeat" in _kind(dataset) else 0
+
+
+def _kind(dataset: tf.data.Dataset) -> str:
+    return type(dataset).__name__

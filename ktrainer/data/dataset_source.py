@@ -6,6 +6,7 @@ import itertools
 import struct
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -30,7 +31,12 @@ from ktrainer.data.dataset_iterator import (
     state_of,
     to_bytes,
 )
-from ktrainer.data.dataset_shuffles import caches_a_shuffle, seeds_of_reading, shuffles
+from ktrainer.data.dataset_shuffles import (
+    caches_a_shuffle,
+    reads_in_part,
+    seeds_of_reading,
+    shuffles,
+)
 from ktrainer.data.local_batch import (
     count_rows,
     graph_slice,
@@ -88,10 +94,9 @@ class DatasetSource(Source):
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
         self.shuffles = shuffles(dataset)
-        self._seeds = list(seeds_of_reading(dataset))
-        self._keeps_order = caches_a_shuffle(dataset)
         self._seeds_drawn = 0  # passes that have drawn what reading draws
-        self._next = 0  # the epoch that follows those that were read here
+        self._next = 0  # the epoch that follows those that were read here, or replayed
+        self._warns = world.is_root
         self._opened = self._opened_before = 0  # how often, and before this pass
         self._iterator: Any = None  # the last that was opened, and its values
         self._values: Iterator[Any] = iter(())
@@ -169,7 +174,7 @@ class DatasetSource(Source):
         self._next = 0
 
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
-        self.pass_over(epoch, self.openings * epoch)
+        self.replay_passes(epoch, self.openings * epoch)
         self._opened_before = self._opened
         self._opened += 1
         self._seeds_drawn += 1
@@ -196,21 +201,33 @@ class DatasetSource(Source):
         while self._freeing:
             self._freeing.pop().join()
 
-    def pass_over(self, passes: int, openings: int) -> None:
-        if passes > self._next and self._keeps_order and not self.endless:
-            if not self._opened:
-                self._opened = self._seeds_drawn = 1
-                self._opened_pipeline = self._pipeline(0)
-                self._iterator, self._values = elements(self._opened_pipeline)
-            for _ in self._values:  # what the first pass has cached is in all of them
-                pass
+    def replay_passes(self, passes: int, openings: int) -> None:
+        whole = self.reads_whole
+        if passes > self._next and self._warns and reads_in_part(self._dataset, whole):
+            warnings.warn(
+                "the order of this tf.data pipeline may differ from that of the run that is "
+                "resumed: it shuffles below a repeat or concatenate that is read in part, by "
+                "`take` or a number of steps. Shuffle after them",
+                stacklevel=2,
+            )
+        if passes > self._next and whole and not self.endless and caches_a_shuffle(self._dataset):
+            self._fill_cache()
         self._open_up_to(openings)
         while self._seeds_drawn < passes:
             self._seeds_drawn += 1
-            for shuffled, times in self._seeds:
+            for shuffled, times in seeds_of_reading(self._dataset, whole):
                 for _ in range(times):
                     iter(shuffled)
         self._next = max(self._next, passes)
+
+    def _fill_cache(self) -> None:
+        """Read the first pass, or the rest of it: its order is cached, as that of all passes."""
+        if not self._opened:
+            self._opened = self._seeds_drawn = 1
+            self._opened_pipeline = self._pipeline(0)
+            self._iterator, self._values = elements(self._opened_pipeline)
+        for _ in self._values:  # after what was looked at
+            pass
 
     def _open_up_to(self, openings: int) -> None:
         """Open the pipeline as often as Keras does.

@@ -160,7 +160,7 @@ class Feed(ABC):
     def resume_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need only `skip`
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
 
-    def pass_over(self, passes: int) -> None:  # noqa: B027 - most feeds draw nothing
+    def replay_passes(self, passes: int) -> None:  # noqa: B027 - most feeds draw nothing
         """Go on as after so many passes over all data, which were made before a resume."""
 
     def slow_stage(self) -> str | None:

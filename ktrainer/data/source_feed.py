@@ -38,6 +38,7 @@ class SourceFeed(Feed):
         self.spec = agreed_spec(world, source.spec)
         self.source_batches = source_batches
         self.num_batches = self.pass_batches = limited(source_batches, limit)
+        source.reads_whole = self.num_batches == source_batches
         self._cursor = Cursor(source, limit=self.num_batches, restart=not training)
 
     @property
@@ -54,12 +55,12 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
-    def pass_over(self, passes: int) -> None:
+    def replay_passes(self, passes: int) -> None:
         source = self.source
         if passes and source.shuffles:
             self._cursor.drop_peeked()
-            whole = self.num_batches == source.num_batches
-            source.pass_over(passes, passes * (source.openings if whole else 1))
+            openings = source.openings if source.reads_whole else 1
+            source.replay_passes(passes, passes * openings)
 
     def slow_stage(self) -> str | None:
         return self.source.slow_stage()

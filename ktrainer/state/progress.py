@@ -28,6 +28,7 @@ class Progress:
     Attributes:
         epoch: epochs finished.
         batch: updates done in the current epoch.
+        begun: whether callbacks have heard of the current epoch's begin.
         step: updates done in all.
         examples: examples seen in all, summed over ranks.
         counted: updates that the metrics of the current epoch hold: not those that were left out,
@@ -42,6 +43,7 @@ class Progress:
 
     epoch: int = 0
     batch: int = 0
+    begun: bool = False
     step: int = 0
     examples: int = 0
     counted: int = 0
@@ -62,7 +64,7 @@ class Progress:
         """Count the end of an epoch."""
         self.epoch += 1
         self.batch = self.counted = 0
-        self.validated = {}
+        self.begun, self.validated = False, {}
 
     @property
     def moment(self) -> tuple[int, ...]:
@@ -76,5 +78,6 @@ class Progress:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
         """The inverse of `to_dict`; unknown keys are ignored."""
-        values = {"counted": values.get("batch", 0), **values}  # older ones do not say
+        batch = values.get("batch", 0)
+        values = {"counted": batch, "begun": batch > 0, **values}  # older ones do not say
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})

@@ -119,7 +119,8 @@ def predict(
     """The model's outputs for all of `feed`, in order, on every rank; or for the batches up to the
     one after which a callback of any rank sets `model.stop_predicting`. Callbacks that want a
     batch's outputs get those of all ranks."""
-    wanted = any(overrides(callback, "on_predict_batch_end") for callback in callbacks.callbacks)
+    event = "on_predict_batch_end"  # LambdaCallback keeps functions in the instance
+    wanted = any(event in vars(each) or overrides(each, event) for each in callbacks.callbacks)
     wanted = world.size > 1 and world.any(wanted, "callbacks of predict")
     program.model.stop_predicting = False
     callbacks.on_predict_begin()

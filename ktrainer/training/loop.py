@@ -146,7 +146,6 @@ class Loop:
         self._updates_made = 1  # by the last call
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
-        self._restored_inside = False  # the present epoch, whose begin callbacks have seen
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
         self._first_call = True
         self._compares = False  # the ranks' times, after this update
@@ -167,7 +166,6 @@ class Loop:
         progress = state.progress
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
-        self._restored_inside = progress.batch > 0
         if self.triggers.max_seconds is None:
             return
         try:  # time counts over restarts, so it may have been used up
@@ -198,7 +196,6 @@ class Loop:
         self._end_due = phase == Phase.UPDATED or (
             phase == Phase.CALLBACKS_DONE and progress.batch > 0
         )
-        self._restored_inside = progress.batch > 0
         self._started = time.monotonic() - progress.elapsed
         before = replace(progress, step=callbacks_up_to[0], batch=callbacks_up_to[1])
         for every in (self._validate_every, self._log_every):
@@ -278,11 +275,12 @@ class Loop:
         return logs
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Call `on_epoch_begin`. Restored variables hold what it has assigned, as when it halves
-        the learning rate, and what came after: where the epoch had begun before, they stay so."""
-        restored, self._restored_inside = self._restored_inside, False
-        with unmoved(_state_of(self.model) if restored else []):
+        """Call `on_epoch_begin`. Where the epoch had begun before, variables hold what it has
+        assigned, as when it halves the learning rate, and what came after: they stay so."""
+        progress = self.state.progress
+        with unmoved(_state_of(self.model) if progress.begun else []):
             self.callbacks.on_epoch_begin(epoch)
+        progress.begun = True
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""

@@ -53,7 +53,7 @@ def resume_run(
         return
     state.progress = progress
     if state.validation is not None:
-        state.validation.pass_over(progress.validations)
+        state.validation.replay_passes(progress.validations)
     if state.model.stop_training and world.is_root:
         warnings.warn(
             "training had been stopped when the checkpoint was made, so there is nothing to "
@@ -85,7 +85,7 @@ def skip_to_epoch(state: TrainState, epoch: int) -> None:
     """Begin with `epoch`, unless the position is beyond it."""
     progress = state.progress
     if epoch > progress.epoch:
-        progress.epoch = epoch
+        progress.epoch, progress.begun = epoch, False
         # The learning rate and `max_steps` go by the step.
         progress.step = epoch * (state.steps_per_epoch or 0)
 

@@ -163,7 +163,7 @@ class Run:
         self._feeds = []
         self._open_feeds(order)
         if self.state.validation is not None:
-            self.state.validation.pass_over(self.state.progress.validations)
+            self.state.validation.replay_passes(self.state.progress.validations)
         for feed, length, spec in zip(self._feeds, lengths, known, strict=True):
             feed.source_batches = feed.source_batches or length
             if feed.spec == spec:

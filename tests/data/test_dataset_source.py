@@ -122,6 +122,7 @@ PIPELINES = {
     "joined": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).shuffle(3, seed=2).batch(5),
     "joined last": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).batch(5),
     "repeated for ever": lambda: _shuffled(60).shuffle(3, seed=2).repeat().batch(5),
+    "cached in part": lambda: _shuffled(60).batch(5).cache(),
     "cached": lambda: _shuffled().batch(5).cache(),
     "cached and shuffled": lambda: (
         _shuffled().shuffle(3, seed=4).cache().shuffle(9, seed=2).batch(5)
@@ -131,7 +132,8 @@ PIPELINES = {
 
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    [(kind, 2 if "ever" in kind else None) for kind in PIPELINES] + [("two shuffles", 2)],
+    [(kind, 2 if "ever" in kind or "part" in kind else None) for kind in PIPELINES]
+    + [("two shuffles", 2)],
 )
 def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
     kind: str, limit: int | None
@@ -143,7 +145,7 @@ def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
         opened = feed(PIPELINES[kind](), limit=limit, training=passes is None)
         if looks:
             opened.fingerprint()
-        opened.pass_over(passes or 0)
+        opened.replay_passes(passes or 0)
         return opened
 
     whole, validation = made(None), made(0)
@@ -156,6 +158,19 @@ def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
             assert epoch == 3 or rows(resumed.epoch(2)) == orders[2], looks
         resumed = made(2, looks)
         assert [rows(resumed.epoch(0)) for _ in range(2)] == validated[2:], looks
+
+
+@pytest.mark.parametrize(
+    ("dataset", "limit"),
+    [
+        (lambda: _shuffled().repeat().batch(5).take(4), None),
+        (lambda: _shuffled().concatenate(_shuffled()).batch(5), 2),
+    ],
+)
+def test_a_resume_says_where_an_order_cannot_be_that_of_before(dataset: Any, limit: Any) -> None:
+    with pytest.warns(UserWarning, match="below a repeat or concatenate that is read in part"):
+        next(feed(dataset(), limit=limit).epoch(1))
+    next(feed(dataset(), limit=limit).epoch(0))
 
 
 def test_limit_restarts_each_epoch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,24 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
     for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 8, deadline=120):
         assert parts == whole
         assert whole[2] == 15
+
+
+class EndsSecond(keras.callbacks.Callback):
+    """Asks the run to end as its second epoch begins, before the first update of that."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_epoch_that_had_begun_without_an_update_begins_once(tmp_path: Path) -> None:
+    """Its learning rate and weights were changed before the checkpoint."""
+    words = {"checkpoint__every": "100ba", "trainer__accumulate": 1}
+    whole = train(settings(tmp_path / "whole", **words), at_the_begin, plain_rate)
+    parts = settings(tmp_path / "parts", **words)
+    with pytest.raises(SystemExit):
+        train(parts, lambda: [*at_the_begin(), EndsSecond()], plain_rate)
+    assert train(parts, at_the_begin, plain_rate) == whole
 
 
 def _shuffled(directory: str, backend: str) -> list[Any]:
