@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -148,7 +149,9 @@ class NoWaits(MpiGradients):
         super().__init__(world)
         self._ids = ids  # how many there are
 
-    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum_bucket(
+        self, weight: np.ndarray, *arrays: np.ndarray, compressed: bool = True
+    ) -> list[np.ndarray]:
         return list(arrays)
 
     def gather_slices(
@@ -162,7 +165,9 @@ class NoWaits(MpiGradients):
 class OnlyWaits(NoWaits):
     """Ranks wait for each other and exchange nothing: what is left if sums took no time."""
 
-    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum_bucket(
+        self, weight: np.ndarray, *arrays: np.ndarray, compressed: bool = True
+    ) -> list[np.ndarray]:
         self.world.barrier()
         return super().sum_bucket(weight, *arrays)
 
@@ -193,8 +198,11 @@ class Profiled(MpiGradients):
         self.seconds_of.setdefault(what, []).append(time.perf_counter() - begun)
         return found
 
-    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        found: list[np.ndarray] = self._profile("sums", super().sum_bucket, weight, *arrays)
+    def sum_bucket(
+        self, weight: np.ndarray, *arrays: np.ndarray, compressed: bool = True
+    ) -> list[np.ndarray]:
+        call = partial(super().sum_bucket, compressed=compressed)
+        found: list[np.ndarray] = self._profile("sums", call, weight, *arrays)
         return found
 
     def gather_slices(

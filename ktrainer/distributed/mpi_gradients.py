@@ -226,17 +226,14 @@ class MpiGradients(GradientCollectives):
 
         return timed
 
-    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The sums over ranks of `weight * array`, at once; arrays are overwritten by them."""
-        return self._sum(weight, arrays, compressed=True)
-
     def sum_uncompressed(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The same, of what is no gradient."""
-        return self._sum(weight, arrays, compressed=False)
+        """`sum_bucket`, of what is no gradient."""
+        return self.sum_bucket(weight, *arrays, compressed=False)
 
-    def _sum(
-        self, weight: np.ndarray, arrays: Sequence[np.ndarray], compressed: bool
+    def sum_bucket(
+        self, weight: np.ndarray, *arrays: np.ndarray, compressed: bool = True
     ) -> list[np.ndarray]:
+        """The sums over ranks of `weight * array`, at once; arrays are overwritten by them."""
         # TensorFlow gives scalars as NumPy's, which cannot be changed.
         found = [x if isinstance(x, np.ndarray) else np.array(x) for x in arrays]
         reduce_in_pieces(found, partial(self._sum_piece, weight, compressed))

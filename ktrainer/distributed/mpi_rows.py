@@ -59,8 +59,8 @@ def exchange_rows(
 
 @contextmanager
 def _row_of(array: np.ndarray) -> Iterator[MPI.Datatype]:
-    """The type of a row's bytes: MPI counts in 32 bits, which bytes of many rows exceed. It lives
-    until what was begun with it has ended."""
+    """The type of a row's bytes: MPI counts in 32 bits, which bytes of many rows exceed. It keeps a
+    freed type until what was begun with it has ended."""
     row = MPI.BYTE.Create_contiguous(array.dtype.itemsize * int(np.prod(array.shape[1:])))
     row.Commit()
     try:

@@ -86,16 +86,21 @@ class RecordingGradients(MpiGradients):
         at = max(0.0, start - self._began)
         self.recorded.append(Collective(kind, at, now - start, tuple(sizes), halves))
 
-    def sum_bucket(self, weight: np.ndarray, *arrays: np.ndarray) -> list[np.ndarray]:
+    def sum_bucket(
+        self, weight: np.ndarray, *arrays: np.ndarray, compressed: bool = True
+    ) -> list[np.ndarray]:
         start = time.perf_counter()
-        found = super().sum_bucket(weight, *arrays)
-        sizes = [float(sum(map(self._sent_bytes, views))) for views in pieces(found)]
-        halves = any(self._wire_of(array.dtype) is not None for array in found)
+        found = super().sum_bucket(weight, *arrays, compressed=compressed)
+        sizes = [
+            float(sum(self._sent_bytes(view, compressed) for view in views))
+            for views in pieces(found)
+        ]
+        halves = any(self._wire_of(array.dtype, compressed) is not None for array in found)
         self._note("reduce", start, sizes, halves)
         return found
 
-    def _sent_bytes(self, array: np.ndarray) -> int:
-        wire = self._wire_of(array.dtype)
+    def _sent_bytes(self, array: np.ndarray, compressed: bool = True) -> int:
+        wire = self._wire_of(array.dtype, compressed)
         return array.nbytes if wire is None else array.size * wire.itemsize
 
     def gather_slices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import pickle
 import shutil
@@ -117,23 +118,28 @@ def _copy(source: str, target: str) -> None:
 
 
 def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` on rank 0, and on one rank of each host that does not find rank 0's file: even
-    with the file there it would unpack it again, over what others read."""
+    """`original` on rank 0, then on the first rank of each other host, while all wait: it unpacks
+    an archive once more each time, over files that others may read. A rank that asks for another
+    file than rank 0 calls it, too."""
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
-        if collectives_off():
+        world = trainer.world
+        if collectives_off() or getattr(world, "alone", False):  # it joins the others later
             return original(*args, **kwargs)
-        given = [str(each) for each in (*args, *kwargs.values()) if isinstance(each, str)]
-        what = f"download by rank 0: {' '.join(given)}"
-        world, found = trainer.world, list[str]()
-        _, (path,) = _by_root(trainer, what, lambda: found.append(original(*args, **kwargs)), found)
+        asked, found = repr((args, kwargs)), list[str]()
+
+        def on_root() -> None:
+            found.extend((original(*args, **kwargs), asked))
+
+        what = f"download by rank 0: {asked}"
+        _, (path, of_root) = _by_root(trainer, what, on_root, found)
         with _long_deadline(trainer):
-            if world.any(not os.path.exists(path), what):
-                if not os.path.exists(path) and world.local_rank == 0:
-                    path = original(*args, **kwargs)
-                world.barrier(what)
-        return path if os.path.exists(path) else original(*args, **kwargs)
+            if world.local_rank == 0 and not world.is_root:
+                path = original(*args, **kwargs)
+            world.barrier(what)
+        same = asked == of_root and os.path.exists(path)
+        return path if same or world.is_root else original(*args, **kwargs)
 
     return get
 
@@ -144,7 +150,10 @@ def _cache_of_rank(world: World, original: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(original)
     def cache(self: Any, filename: Any = "", name: Any = None) -> Any:
         if isinstance(filename, (str, os.PathLike)) and os.fspath(filename):
-            filename = f"{os.fspath(filename)}-rank{world.rank}-of-{world.size}"
+            filename = f"{os.fspath(filename)}-rank{world.stable_rank}-of-{world.size}"
+            if not os.path.exists(f"{filename}.index"):
+                for lock in glob.glob(f"{glob.escape(filename)}_*.lockfile"):
+                    os.remove(lock)  # of a run that was ended as it wrote
         return original(self, filename, name)
 
     return cache

@@ -200,7 +200,7 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         context = self._context(batch, weight, denominators=tf.unstack(denominators))
         # The weight of their average is that of all parts, and so not 0.
         kept = [*moved_by_padding(self.model), *statistics_of_own_rows(self.model)]
-        with unmoved(kept if padding else []):
+        with unmoved(kept if padding else [], context.assigned):
             with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
                 logs = self._logged.noting(self._step)(batch)
             parts = self._gradients.take(context)

@@ -51,8 +51,9 @@ def left_alone(context: StepContext) -> AbstractContextManager[None]:
     would have assigned. Keras' variables have a `StatelessScope` for that."""
 
     def without_assigning(original: Callable[..., Any]) -> Callable[..., Any]:
-        def assign(variable: Any, value: Any, *args: Any, **named: Any) -> tf.Tensor:
-            value = tf.convert_to_tensor(value, variable.dtype)
+        def assign(variable: Any, *values: Any, **named: Any) -> tf.Tensor:
+            given = values[0] if values else named.get("value", named.get("delta"))
+            value = tf.convert_to_tensor(given, variable.dtype)
             if original.__name__ == "assign":
                 return value
             return variable + value if original.__name__ == "assign_add" else variable - value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,12 +88,17 @@ def statistics_of_own_rows(model: keras.Model) -> list[Any]:
 
 
 @contextmanager
-def unmoved(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore variables at the end of the block."""
+def unmoved(variables: Sequence[Any], assigned: Mapping[int, Any] | None = None) -> Iterator[None]:
+    """Restore variables at the end of the block.
+
+    Args:
+        assigned: those that the block has assigned, by `id()`; None: any may be.
+    """
     kept = [(v, tf.identity(v)) for v in variables]
     yield
     for variable, value in kept:
-        variable.assign(value)
+        if assigned is None or id(variable) in assigned:
+            variable.assign(value)
 
 
 def python_step(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -85,6 +85,8 @@ def through_hooks(
         found = [_times(gradient, 1 / scale) for gradient in found]
     for hook in hooks:
         found = list(hook(found, of))
+    if not found:
+        return []  # a hook has made the update itself
     changed = list(gradients)
     for i, gradient in zip(places, found, strict=True):
         changed[i] = gradient if scale is None else _times(gradient, scale)

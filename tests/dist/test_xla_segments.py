@@ -98,9 +98,9 @@ def _overlap(every: int, **settings: Any) -> None:
 
     begun, sum_bucket, calls = threading.Event(), MpiGradients.sum_bucket, [0]
 
-    def begins(self: Any, weight: Any, *arrays: Any) -> Any:
+    def begins(self: Any, weight: Any, *arrays: Any, **named: Any) -> Any:
         begun.set()
-        return sum_bucket(self, weight, *arrays)
+        return sum_bucket(self, weight, *arrays, **named)
 
     def wait(x: np.ndarray) -> np.ndarray:
         calls[0] += 1

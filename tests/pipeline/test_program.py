@@ -140,6 +140,25 @@ def test_layers_that_parts_of_a_batch_would_change_are_refused(
         trainer.fit(build(layer=layer()), data())
 
 
+def test_layers_that_train_otherwise_in_parts_predict_and_evaluate(trainer: Trainer) -> None:
+    model, (x, y) = build(layer=layers.SpectralNormalization(layers.Dense(4))), data()
+    np.testing.assert_allclose(trainer.predict(model, x), model(x), rtol=1e-5, atol=1e-6)
+    expected = model.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(trainer.evaluate(model, (x, y))["loss"], expected, rtol=1e-5)
+
+
+def test_weights_that_a_layer_assigns_in_a_step_of_its_own_are_refused(trainer: Trainer) -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    made = build()
+    model = Own([keras.Input((6,)), layers.Dense(5), _AssignsWeight(), layers.Dense(3)])
+    model.compile("sgd", made.loss)
+    with pytest.raises(ModelError, match="the layer of .*scale' assigns a weight"):
+        trainer.fit(model, data())
+
+
 def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     model = keras.Model({"a": a, "b": b}, layers.Concatenate()([a, b]))

@@ -24,7 +24,7 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 
     Raises:
         ModelError: it runs eagerly, synchronizes replicas in the forward pass, its optimizer
-            accumulates gradients, its own `train_step` has several, or a layer assigns weights.
+            accumulates gradients, or its own `train_step` has several.
     """
     if model.compiled and model.run_eagerly:
         raise ModelError(
@@ -36,13 +36,6 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
             raise ModelError(
                 f"{layer.name!r} has synchronized=True, but replicas of a pipeline do not "
                 "synchronize in the forward pass; remove it, or train with backend=data_parallel"
-            )
-        if isinstance(layer, keras.layers.SpectralNormalization):
-            raise ModelError(explain_assigned_weight(layer.name))
-        if getattr(layer.dtype_policy, "quantization_mode", None) == "float8":
-            raise ModelError(
-                f"{layer.name!r} computes in float8, with scales from the largest values of a "
-                "whole batch, which a pipeline does not have; use backend=local"
             )
     # A model with Keras' own train_step applies the compiled one alone; layers that are models may
     # have been compiled too.
@@ -56,6 +49,22 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         _refuse_optimizer(getattr(optimizer, "inner_optimizer", optimizer))
+
+
+def refuse_layers(model: keras.Model) -> None:
+    """Refuse layers that train otherwise on parts of a batch.
+
+    Raises:
+        ModelError: naming one.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise ModelError(explain_assigned_weight(layer.name))
+        if getattr(layer.dtype_policy, "quantization_mode", None) == "float8":
+            raise ModelError(
+                f"{layer.name!r} computes in float8, with scales from the largest values of a "
+                "whole batch, which a pipeline does not have; use backend=local"
+            )
 
 
 def explain_assigned_weight(layer: str) -> str:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.backends.pipeline.check_supported import refuse_layers
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.compiled_model import (
@@ -104,8 +105,11 @@ class PipelineProgram(StageProgram):
 
     def build(self, spec: Any, training: bool = True) -> None:
         if self._seen.get(training) is not spec:
-            self._seen[training] = spec
+            if training:
+                refuse_layers(self.model)
             self._build(spec)
+            refuse_layer_metrics(self.planned)
+            self._seen[training] = spec
 
     def _build(self, spec: Any, metrics: bool = True) -> None:
         spec = self.planned.as_cut(spec)
@@ -132,7 +136,6 @@ class PipelineProgram(StageProgram):
     def _start(self, spec: Any) -> None:
         planned = self.planned
         planned.place(spec)
-        refuse_layer_metrics(planned)
         trained = self.model.trainable_variables
         held = [v for v in trained if planned.placement.holds(v)]
         several = [v for v in trained if len(planned.holders[id(v)]) > 1]

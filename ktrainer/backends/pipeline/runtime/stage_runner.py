@@ -8,7 +8,8 @@ which each differentiates the same loss.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend
 
+from ktrainer.backends.pipeline.check_supported import explain_assigned_weight
 from ktrainer.backends.pipeline.graph.nodes import Graph, losses_collected, run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.planned_model import PlannedModel
@@ -27,6 +29,7 @@ from ktrainer.distributed import World
 from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import DivergenceError, ModelError, WorldError
 from ktrainer.steps.remote_variable import zeros_if_remote
+from ktrainer.steps.step_context import current_step
 
 _unfinished: WeakSet[World] = WeakSet()  # stages of which a step has begun, and not ended
 _COMPARED_STEPS = 3
@@ -198,7 +201,8 @@ class StageRunner:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
             for source in (*received, *given, *(v.value for v in stage.trainable)):
                 tape.watch(source)
-            run_nodes(stage.nodes, tensors)
+            with _assigning_no_weight(stage):
+                run_nodes(stage.nodes, tensors)
             added = self._added(stage, count) if adds else None
         ids = stage.graph.needed_at_the_end if stage.is_last else stage.sends
         sent = [tf.convert_to_tensor(tensors[i]) for i in ids]
@@ -293,3 +297,18 @@ class StageRunner:
         with losses_collected(graph.nodes) as scope, zeros_if_remote():
             backend.compute_output_spec(compute, *symbolic)
         return found, bool(scope.losses) or bool(self._regularised)
+
+
+@contextmanager
+def _assigning_no_weight(stage: StageGraph) -> Iterator[None]:
+    """Refuse layers that assign trained weights inside the block, once for each microbatch.
+
+    Raises:
+        ModelError: naming one.
+    """
+    step = current_step()
+    before = set(step.assigned) if step is not None else set()
+    yield
+    for weight in stage.trainable:
+        if step is not None and id(weight) in step.assigned.keys() - before:
+            raise ModelError(explain_assigned_weight(f"the layer of {weight.path}"))
