@@ -155,7 +155,7 @@ def test_weights_that_a_layer_assigns_in_a_step_of_its_own_are_refused(trainer: 
     made = build()
     model = Own([keras.Input((6,)), layers.Dense(5), _AssignsWeight(), layers.Dense(3)])
     model.compile("sgd", made.loss)
-    with pytest.raises(ModelError, match="the layer of .*scale' assigns a weight"):
+    with pytest.raises(ModelError, match=r"the layer of .*scale' assigns a weight"):
         trainer.fit(model, data())
 
 
