@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import (
     BaseResourceVariable,
@@ -150,12 +151,12 @@ def _present_graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def constant_of(value: Any) -> tf.Tensor | None:
+def constant_of(value: Any) -> np.ndarray | None:
     """The constant that a traced step assigns, as `reset_state` does; None for other values."""
     if not tf.is_tensor(value) or not tf.is_symbolic_tensor(value):
         return None
-    static = tf.get_static_value(value)
-    return None if static is None else tf.constant(static)
+    static: np.ndarray | None = tf.get_static_value(value)
+    return static
 
 
 def over_all_ranks(

@@ -255,7 +255,7 @@ class _Applying:
             context.remainder.keep(~skipped)
             context.remainder = None
         merge = context.merge_replicas
-        return update(gradients) if merge is None else merge(update, gradients)
+        return update(gradients) if merge is None else merge(optimizer, update, gradients)
 
     @contextmanager
     def updating(self) -> Iterator[None]:

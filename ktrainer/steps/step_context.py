@@ -80,8 +80,8 @@ class StepContext(TracedContext):
             be communicated.
         compiled: the name of a function with `jit_compile=True` that the step calls, while that is
             traced; nothing can be communicated in it either, nor may its tensors be kept here.
-        merge_replicas: `merge_replicas(update, gradients)` runs `update(gradients)` once for all
-            replicas of this process, with reduced gradients; None where a process has one.
+        merge_replicas: `merge_replicas(optimizer, update, gradients)` runs `update(gradients)` once
+            for all replicas of this process, with reduced gradients; None where a process has one.
         guard: skips updates; None: none is skipped.
         loss: gives this part's mean loss, float64, once the loss is computed; with a guard.
         times: how many times the weights of gradients are those of parts.
@@ -118,7 +118,7 @@ class StepContext(TracedContext):
     applies: int = 0
     xla: bool = False
     compiled: str = ""
-    merge_replicas: Callable[[Callable[[list[Any]], Any], list[Any]], Any] | None = None
+    merge_replicas: Callable[[Any, Callable[[list[Any]], Any], list[Any]], Any] | None = None
     order: InOrder = field(default_factory=InOrder)
     guard: UpdateGuard | None = None
     loss: Callable[[], tf.Tensor] | None = None

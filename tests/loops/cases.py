@@ -147,7 +147,7 @@ def adversarial(it: Any) -> Outcome:
 
 
 def looked_up(it: Any) -> Outcome:
-    """A table whose gradients are slices, in a loop of the step's own."""
+    """A table whose gradients are slices, in a loop of the step's own, and a rate that decays."""
     import keras
     import tensorflow as tf
 
@@ -162,6 +162,7 @@ def looked_up(it: Any) -> Outcome:
             total = tf.zeros([], tf.float64)
             for _ in tf.range(2):
                 total += tf.reduce_sum(tf.square(table(y) - x[:, :3])) / BATCH
+        optimizer.learning_rate.assign(0.05 / tf.cast(1 + optimizer.iterations, tf.float64))
         optimizer.apply(tape.gradient(total, table.trainable_variables), table.trainable_variables)
         return total
 

@@ -49,7 +49,7 @@ def test_data_beside_the_step_of_a_rank() -> None:
 
 
 def test_data_beside_the_steps_of_replicas() -> None:
-    truth, contexts = draw(), Contexts()
+    truth, contexts = draw(), Contexts(lambda value: value)
     context = context_of_rank(1)
 
     def on_replica() -> Any:

@@ -17,6 +17,7 @@ from tests.dist.cases import CASES, Outcome, difference
 from tests.dist.small import make_trainer, small_model
 from tests.dist.test_same_numbers import _train_uneven
 from tests.tf_distribute.running import cases_under, expected, make_devices, under, zoo_under
+from tests.tf_distribute.test_features import trainer, vectors
 
 WORKERS = "multi_worker_mirrored"
 
@@ -210,3 +211,85 @@ def test_nested_logs_of_updates_in_parts_or_guarded(
     (ours,) = under(ranks, "mirrored", nested_logs, mirrored, settings)
     (reference,) = under(ranks, "local", nested_logs, {"name": "local"}, settings)
     compare_zoo("nested_logs", reference, ours)
+
+
+def assigning_step(strategy: str, devices: int | None = None, **more: Any) -> dict[str, Any]:
+    """What a `train_step` gives that assigns its learning rate before the update."""
+    import keras
+    import tensorflow as tf
+
+    class Assigning(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.dense(x)
+
+        def train_step(self, data: Any) -> Any:
+            updates = tf.cast(self.optimizer.iterations, self.dtype)
+            self.optimizer.learning_rate.assign(0.5 / (1 + updates))
+            return super().train_step(data)
+
+    use_float64()
+    keras.utils.set_random_seed(0)
+    with trainer(strategy, devices, data__batch_size=16, trainer__epochs=2, **more) as it:
+        model = Assigning()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.1), loss)
+        history = it.fit(model, vectors(33)).history
+        values = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    return {"history": history, "values": values}
+
+
+@pytest.mark.quick("mirrored-2-more0")
+@pytest.mark.parametrize(
+    ("strategy", "devices", "more"),
+    [
+        ("mirrored", 2, {}),
+        ("mirrored", 2, {"trainer__xla": "true"}),
+        ("one_device", None, {}),
+        (WORKERS, 1, {}),
+    ],
+)
+def test_what_a_step_assigns(
+    ranks: Callable[..., Any], strategy: str, devices: int | None, more: dict[str, Any]
+) -> None:
+    (truth,) = under(ranks, "local", assigning_step, "local")
+    for ours in under(ranks, strategy, assigning_step, strategy, devices, **more):
+        for key, values in truth["history"].items():
+            np.testing.assert_allclose(ours["history"][key], values, rtol=1e-9, err_msg=key)
+        for mine, value in zip(ours["values"], truth["values"], strict=True):
+            np.testing.assert_allclose(mine, value, rtol=1e-9, atol=1e-11)
+
+
+def weights_assigned_in_steps() -> list[Any]:
+    """A bias that steps of `fit`, then of a loop, set to the mean of their rows, as it ends up."""
+    import keras
+    import tensorflow as tf
+
+    class Centred(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            self.layers[0].bias.assign(tf.reduce_mean(data[0], 0))
+            return logs
+
+    x, _ = vectors(48)
+    with trainer(WORKERS, data__batch_size=16) as it:
+        model = Centred([keras.Input((8,)), keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        it.fit(model, (x, x))
+        found = [model.layers[0].bias.numpy()]
+        with it.scope():
+            weight = keras.Variable(tf.zeros(8))
+        for batch in it.distribute(tf.data.Dataset.from_tensor_slices(x).batch(16)):
+            it.run(lambda x: weight.assign(tf.reduce_mean(x, 0)), batch)
+        return [*found, weight.numpy()]
+
+
+@pytest.mark.exhaustive
+def test_weights_that_steps_assign_are_those_of_replica_0(ranks: Callable[..., Any]) -> None:
+    truth = vectors(48)[0][32:40].mean(0)
+    for ours in under(ranks, WORKERS, weights_assigned_in_steps):
+        for value in ours:
+            np.testing.assert_allclose(value, truth, rtol=1e-5, atol=1e-6)

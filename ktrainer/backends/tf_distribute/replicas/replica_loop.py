@@ -21,7 +21,7 @@ from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.world import World
-from ktrainer.steps.assigned_variables import aggregation_of, constant_of, over_all_ranks
+from ktrainer.steps.assigned_variables import aggregation_of, over_all_ranks
 from ktrainer.steps.loop_step import as_function, loop_context, loop_patches
 from ktrainer.steps.step_context import StepContext
 
@@ -112,7 +112,7 @@ class ReplicaLoop(StrategyLoop):
     def __init__(self, *args: Any, collectives: GradientCollectives) -> None:
         super().__init__(*args)
         self._collectives = collectives
-        self._contexts = Contexts()
+        self._contexts = Contexts(self._first)
 
     def _compile(self, step: Callable[..., Any]) -> Any:
         function = as_function(step)
@@ -131,23 +131,21 @@ class ReplicaLoop(StrategyLoop):
     def _on_each(self, step: Any, args: tuple[Any, ...]) -> Any:
         number = tf.distribute.get_replica_context().replica_id_in_sync_group
         context = loop_context(args, self._collectives, number)
-        context.merge_replicas = self._call_once
+        context.merge_replicas = self._contexts.update_once
         with (
             self._contexts.entered(context),
-            LoopScope((), self._assign_weight, context.assigned) as scope,
+            ReplicaScope((), self._assign_weight, context.assigned) as scope,
         ):
             result = step(*args)
             self._assign_all(context, scope)
         return result
 
-    def _call_once(self, action: Callable[[list[Any]], Any], values: list[Any]) -> None:
-        self._contexts.call_once(action, values, self._first)
-
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
-        self._merge([(variable, tf.convert_to_tensor(value), False)])
+        value = self._contexts.of_first_replica(tf.convert_to_tensor(value))
+        self._merge([(variable, value, False)])
 
-    def _assign_all(self, context: StepContext, scope: LoopScope) -> None:
+    def _assign_all(self, context: StepContext, scope: ReplicaScope) -> None:
         """Assign what the replicas have assigned in their scopes, reduced over all of them."""
         variables = list(scope.assigned.values())
         values = [scope.get_current_value(variable) for variable in variables]
@@ -180,28 +178,4 @@ class ReplicaLoop(StrategyLoop):
             for (variable, _, adds), value in zip(changes, values, strict=True):
                 variable.assign(variable.value + value if adds else value)
 
-        self._call_once(assign, [value for _, value, _ in changes])
-
-
-class LoopScope(ReplicaScope):
-    """Keeps what a replica assigns, and which variables it has given a constant value.
-
-    Attributes:
-        constants: those values, as `reset_state` assigns them, by the variable's id.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.constants: dict[int, tf.Tensor] = {}
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        variable, value = update
-        if aggregation_of(variable) == "sum" and (constant := constant_of(value)) is not None:
-            self.constants[id(variable)] = constant
-        super().add_update(update)
-
-    def before(self, variable: Any) -> tf.Tensor:
-        """The value that the replica's additions started from."""
-        if id(variable) in self.constants:
-            return self.constants[id(variable)]
-        return tf.identity(variable._value)
+        self._contexts.call_once(assign, [value for _, value, _ in changes])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import core as tf_core
@@ -16,6 +17,7 @@ from keras.src.random import seed_generator
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced
+from ktrainer.steps.assigned_variables import aggregation_of, constant_of
 from ktrainer.steps.step_context import StepContext, TracedContext
 
 # What Keras keeps by thread, and was set or made in the main one.
@@ -26,12 +28,17 @@ class Contexts(TracedContext):
     """Each replica's `StepContext`, as one object: `keras_patches` are the same for all.
 
     Attributes are those of the context that the present thread has entered.
+
+    Args:
+        first: gives, of the values of all replicas of this process, that of the first.
     """
 
     _threads: threading.local
+    _first: Callable[[Any], Any]
 
-    def __init__(self) -> None:
+    def __init__(self, first: Callable[[Any], Any]) -> None:
         object.__setattr__(self, "_threads", threading.local())
+        object.__setattr__(self, "_first", first)
 
     @contextmanager
     def entered(self, context: StepContext) -> Iterator[None]:
@@ -55,16 +62,13 @@ class Contexts(TracedContext):
             raise LookupError("no replica's step is traced in this thread")
         return context
 
-    def call_once(
-        self, action: Callable[[list[Any]], Any], values: list[Any], first: Callable[[Any], Any]
-    ) -> None:
+    def call_once(self, action: Callable[[list[Any]], Any], values: list[Any]) -> None:
         """Call `action` once for all replicas, outside of them, in this thread's context.
 
         Args:
             values: tensors of this replica, or None; `action` gets those of the first replica.
-            first: gives, of the values of all replicas of this process, that of the first.
         """
-        context = self.here
+        context, first = self.here, self._first
 
         @tf.autograph.experimental.do_not_convert
         def once(_: Any, parts: list[Any]) -> None:
@@ -72,6 +76,32 @@ class Contexts(TracedContext):
                 action([None if part is None else first(part) for part in parts])
 
         tf.distribute.get_replica_context().merge_call(once, args=(values,))
+
+    def update_once(
+        self, optimizer: Any, update: Callable[[list[Any]], Any], gradients: list[Any]
+    ) -> None:
+        """Call `update` once for all replicas, with variables of the optimizer, such as its
+        learning rate, as the step has assigned them."""
+        scope = _replica_scope()
+        changes = [] if scope is None else scope.taken(optimizer.variables)
+
+        def assign_and_update(values: list[Any]) -> None:
+            for (variable, _), value in zip(changes, values, strict=False):
+                variable.assign(value)
+            update(values[len(changes) :])
+
+        self.call_once(
+            assign_and_update, [*(self.of_first_replica(v) for _, v in changes), *gradients]
+        )
+
+    def of_first_replica(self, value: tf.Tensor) -> tf.Tensor:
+        """`value`, of which `call_once` takes that of the first replica of all processes."""
+        context, strategy = self.here, tf.distribute.get_strategy()
+        collectives = context.collectives
+        if collectives is None or len(strategy.extended.worker_devices) == collectives.size:
+            return value
+        mine = tf.where(tf.equal(context.rank, 0), value, tf.zeros_like(value))
+        return collectives.sum(mine, context.order)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.here, name)
@@ -91,6 +121,7 @@ class ReplicaScope(keras.StatelessScope):
 
     Attributes:
         assigned: the variables that were assigned, by id.
+        constants: values that sums were given, as `reset_state` assigns them, by id.
         losses_of: what layers have passed to `add_loss`, by the layer's id.
     """
 
@@ -103,16 +134,33 @@ class ReplicaScope(keras.StatelessScope):
         mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in zero]
         super().__init__(mapping, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
+        self.constants: dict[int, np.ndarray] = {}
         self.losses_of: dict[int, list[Any]] = {}
         self._assign_weight, self._noted = assign_weight, noted
+        self._zeros = dict(self.state_mapping)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if variable.trainable:
             self._assign_weight(variable, value)
             return
+        if aggregation_of(variable) == "sum" and (constant := constant_of(value)) is not None:
+            self.constants[id(variable)] = constant
         self.assigned[id(variable)] = self._noted[id(variable)] = variable
         super().add_update((variable, tf.cast(value, variable.dtype)))
+
+    def before(self, variable: Any) -> tf.Tensor:
+        """The value that the replica's additions started from."""
+        if id(variable) in self.constants:
+            return tf.cast(self.constants[id(variable)], variable.dtype)
+        if id(variable) in self._zeros:
+            return self._zeros[id(variable)]
+        return tf.identity(variable._value)
+
+    def taken(self, variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+        """Those of `variables` that were assigned, and their values, which are kept no longer."""
+        places = [id(v) for v in variables if id(v) in self.assigned]
+        return [(self.assigned.pop(place), self.state_mapping.pop(place)) for place in places]
 
     def get_current_value(self, variable: Any) -> Any:
         value = super().get_current_value(variable)

@@ -80,7 +80,7 @@ class Replicas:
         self.strategy, self.model, self.collectives = strategy, model, collectives
         self.count, self.first, self.loss_scope = count, first, loss_scope
         self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
-        self.contexts = Contexts()
+        self.contexts = Contexts(lambda value: self.local(value)[0])
         self._entered: dict[int, StepContext] = {}
 
     def run(
@@ -253,17 +253,15 @@ class Replicas:
         context = StepContext(
             weight, self.collectives, self.first + number, denominators=denominators, **settings
         )
-        context.merge_replicas = self._call_once
+        context.merge_replicas = self.contexts.update_once
         if not self.one_trace:
             self._entered[number] = context
         return context
 
-    def _call_once(self, action: Callable[[list[Any]], Any], values: list[Any]) -> None:
-        self.contexts.call_once(action, values, lambda value: self.local(value)[0])
-
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
-        self._call_once(lambda first: variable.assign(first[0]), [tf.convert_to_tensor(value)])
+        value = self.contexts.of_first_replica(tf.convert_to_tensor(value))
+        self.contexts.call_once(lambda first: variable.assign(first[0]), [value])
 
     def _added_metrics(self) -> list[Any]:
         """Variables of metrics whose values on parts of the data add up."""
