@@ -26,6 +26,7 @@ from ktrainer.steps.step_helpers import (
     python_step,
     rows_of,
     statistics_of_own_rows,
+    summed_statistics,
     unmoved,
 )
 from ktrainer.steps.step_options import StepOptions
@@ -201,7 +202,11 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         # The weight of their average is that of all parts, and so not 0.
         kept = [*moved_by_padding(self.model), *statistics_of_own_rows(self.model)]
         with unmoved(kept if padding else [], context.assigned):
-            with keras_patches(context, optimizers_of(self.model)), self._logged.recording():
+            with (
+                keras_patches(context, optimizers_of(self.model)),
+                self._logged.recording(),
+                summed_statistics(context, self.model),
+            ):
                 logs = self._logged.noting(self._step)(batch)
             parts = self._gradients.take(context)
         self._assigned.update(context.assigned)

@@ -12,7 +12,7 @@ are averaged if they are floats. All others are left as each rank has assigned t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -87,10 +87,11 @@ class AssignedVariables:
 
     Args:
         context: the step's.
+        among: `id()` of the Keras variables that are noted; None: any, and those of TensorFlow.
     """
 
-    def __init__(self, context: StepContext) -> None:
-        self._context = context
+    def __init__(self, context: StepContext, among: Collection[int] | None = None) -> None:
+        self._context, self._among = context, among
         self._graph = _present_graph()
         self._found: dict[int, _Assigned] = {}
         self._others: set[int] = set()
@@ -99,7 +100,8 @@ class AssignedVariables:
     def noted(self) -> Iterator[None]:
         """Context in which assignments are noted, but for those of optimizers."""
         self._context.on_assign = self._note
-        with replaced_in(self._context, _assignments(self._noting)):
+        replacements = _assignments(self._noting) if self._among is None else []
+        with replaced_in(self._context, replacements):
             yield
 
     def reduce(self) -> None:
@@ -125,6 +127,8 @@ class AssignedVariables:
 
     def _note(self, variable: Any, value: Any) -> None:
         """Keep the value of a variable before its first assignment in the step."""
+        if self._among is not None and id(variable) not in self._among:
+            return
         inner = variable._value if isinstance(variable, keras.Variable) else variable
         if id(inner) not in self._found:
             kind = aggregation_of(variable)
@@ -200,8 +204,10 @@ def over_all_ranks(
 
 
 def _added(context: StepContext, more: tf.Tensor) -> tf.Tensor:
-    # Of no rows a user's mean is NaN, which must not reach the ranks that have some.
-    usable = (context.weight > 0) | tf.math.is_finite(more)
+    usable = tf.fill(tf.shape(more), context.weight > 0)
+    if context.sums:  # else what has no rows is padding
+        # Of no rows a user's mean is NaN, which must not reach the ranks that have some.
+        usable |= tf.math.is_finite(more)
     return tf.where(usable, more, tf.zeros_like(more))
 
 

@@ -39,6 +39,7 @@ from ktrainer.steps.step_helpers import (
     moved_by_padding,
     python_step,
     rows_of,
+    summed_statistics,
     unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
@@ -248,6 +249,7 @@ class CompiledProgram(Program):
                     keras_patches(context, optimizers_of(self.model)),
                     gather_loss_inputs(context, self.model, self.options.loss_scope),
                     logged.recording(),
+                    summed_statistics(context, self.model),
                 ):
                     logs = logged.noting(step)(batch)
                 if kind == "train":

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.errors import ModelError
+from ktrainer.steps.assigned_variables import AssignedVariables, aggregation_of
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
 
@@ -55,6 +56,7 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
         if id(v) in context.assigned
         and id(v) not in context.local
         and tf.as_dtype(v.dtype).is_floating
+        and aggregation_of(v) != "sum"  # see `summed_statistics`
     ]
     for group in context.groups(moved) if moved else []:
         values = [tf.convert_to_tensor(moved[i].value) for i in group]
@@ -65,6 +67,27 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
             moved[i].assign(value)
 
 
+@contextmanager
+def summed_statistics(context: StepContext, model: keras.Model) -> Iterator[None]:
+    """Sum over ranks what the step, traced inside, adds to statistics with `aggregation="sum"`, but
+    for those of local layers. States of metrics are summed later.
+
+    Raises:
+        ModelError: there are such in an accumulated update that XLA compiles.
+    """
+    apart = {*(id(v) for v in model.metrics_variables), *context.local}
+    sums = {id(v) for v in model.non_trainable_variables if aggregation_of(v) == "sum"} - apart
+    if context.collectives is None or not sums:
+        yield
+        return
+    assigned = AssignedVariables(context, sums)
+    with assigned.noted():
+        yield
+    if context.capture and sums & context.assigned.keys():  # XLA compiles it in one piece
+        context.refuse_xla('it has a statistic with aggregation="sum"')
+    assigned.reduce()
+
+
 def moved_by_padding(model: keras.Model) -> list[Any]:
     """Variables that a step changes on this rank alone: metrics, and statistics of local layers."""
     local = local_variables(model)
@@ -73,7 +96,7 @@ def moved_by_padding(model: keras.Model) -> list[Any]:
 
 def statistics_of_own_rows(model: keras.Model) -> list[Any]:
     """Statistics that each rank moves by its own rows: all but those of layers that sum their
-    moments over ranks."""
+    moments over ranks, and those that are sums over ranks themselves."""
     of_all_ranks = {
         id(variable)
         for layer in model._flatten_layers()
@@ -83,7 +106,9 @@ def statistics_of_own_rows(model: keras.Model) -> list[Any]:
     return [
         variable
         for variable in model.non_trainable_variables
-        if tf.as_dtype(variable.dtype).is_floating and id(variable) not in of_all_ranks
+        if tf.as_dtype(variable.dtype).is_floating
+        and id(variable) not in of_all_ranks
+        and aggregation_of(variable) != "sum"
     ]
 
 

@@ -44,6 +44,46 @@ def test_statistics_are_the_average_of_what_copies_move(ranks: Callable[..., Any
         assert first[name].tobytes() == other[name].tobytes()
 
 
+def _summed() -> str:
+    """What is said of a statistic that is a sum over examples."""
+    import keras
+
+    from ktrainer import Trainer
+    from ktrainer.errors import KtrainerError
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.seen = self.add_weight((), "zeros", trainable=False, aggregation="sum")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "float32"))
+            return x
+
+    def build() -> Any:
+        layers = [Counting(name="counting"), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((3,)), *layers], name="sequential")
+        model.compile("sgd", "mse")
+        return model
+
+    words = pipeline(2, "backend.microbatches=2", "backend.costs=uniform", "data.batch_size=16")
+    quiet = ("data.shuffle=false", "logging.progress=none", "logging.csv=false")
+    with Trainer(overrides=[*words, *quiet, "world.deadline=5"]) as trainer:
+        try:
+            trainer.fit(build, (np.zeros((16, 3), "float32"), np.zeros((16, 2), "float32")))
+        except KtrainerError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.exhaustive
+def test_statistics_that_are_sums_are_refused(ranks: Callable[..., Any]) -> None:
+    first, _, other, _ = ranks(4, "ends").run(_summed)
+    for said in (first, other):  # which have the layer
+        assert "ModelError: sequential/counting/variable has aggregation" in said
+        assert "Count it in a metric" in said
+
+
 @pytest.mark.exhaustive
 def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
     """Copies hold the same weights, whatever they draw."""

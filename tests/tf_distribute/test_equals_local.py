@@ -14,7 +14,7 @@ from tests.contracts.test_backends import compare as compare_zoo
 from tests.contracts.zoo import ZOO
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, difference
-from tests.dist.small import make_trainer, small_model
+from tests.dist.small import make_trainer, more, small_model
 from tests.dist.test_same_numbers import _train_uneven
 from tests.tf_distribute.running import cases_under, expected, make_devices, under, zoo_under
 from tests.tf_distribute.test_features import trainer, vectors
@@ -213,23 +213,61 @@ def test_nested_logs_of_updates_in_parts_or_guarded(
     compare_zoo("nested_logs", reference, ours)
 
 
-def assigning_step(strategy: str, devices: int | None = None, **more: Any) -> dict[str, Any]:
-    """What a `train_step` gives that assigns its learning rate before the update."""
+def assigning_step(
+    strategy: str, devices: int | None = None, resets: int = 2, **more: Any
+) -> dict[str, Any]:
+    """What a `train_step` gives that assigns its learning rate, resets metrics, and counts rows.
+
+    Args:
+        resets: how many metrics; the second one must see the outputs of all replicas.
+    """
     import keras
     import tensorflow as tf
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros")
+
+        def update_state(self, y: Any) -> None:
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y)))
+
+        def result(self) -> Any:
+            return self.value
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            words = {"trainable": False, "aggregation": "sum", "initializer": "zeros"}
+            self.seen = [self.add_weight((), dtype=t, **words) for t in ("float32", "int32")]
+            self.last = self.add_weight((), **words)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                for seen in self.seen:
+                    seen.assign_add(tf.cast(tf.shape(x)[0], seen.dtype))
+                self.last.assign(0.0)
+                self.last.assign_add(tf.reduce_sum(x))
+            return x
 
     class Assigning(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.dense = keras.layers.Dense(3)
+            self.counting, self.dense = Counting(), keras.layers.Dense(3)
+            self.of_batch = [keras.metrics.Sum(name="of_batch"), Largest()][:resets]
 
         def call(self, x: Any, training: bool = False) -> Any:
-            return self.dense(x)
+            return self.dense(self.counting(x, training=training))
 
         def train_step(self, data: Any) -> Any:
             updates = tf.cast(self.optimizer.iterations, self.dtype)
             self.optimizer.learning_rate.assign(0.5 / (1 + updates))
-            return super().train_step(data)
+            logs = super().train_step(data)
+            for metric in self.of_batch:
+                metric.reset_state()
+                metric.update_state(data[0][:, 0])
+                logs[metric.name] = metric.result()
+            whole = tf.reduce_sum(data[1])
+            return {**logs, "whole": whole, "float": tf.cast(whole, self.dtype)}
 
     use_float64()
     keras.utils.set_random_seed(0)
@@ -242,23 +280,33 @@ def assigning_step(strategy: str, devices: int | None = None, **more: Any) -> di
     return {"history": history, "values": values}
 
 
-@pytest.mark.quick("mirrored-2-more0")
+XLA = {"trainer__xla": "true"}
+
+
+@pytest.mark.quick("mirrored-2-settings0")
 @pytest.mark.parametrize(
-    ("strategy", "devices", "more"),
+    ("strategy", "devices", "settings"),
     [
         ("mirrored", 2, {}),
-        ("mirrored", 2, {"trainer__xla": "true"}),
+        more("mirrored", 2, {**XLA, "resets": 1}),
+        more("mirrored", 2, {"trainer__accumulate": 2}),
         ("one_device", None, {}),
-        (WORKERS, 1, {}),
+        more(WORKERS, 1, {**XLA, "resets": 1}),
+        ("data_parallel", None, {"resets": 0}),
+        more("data_parallel", None, {**XLA, "resets": 0}),
+        more("data_parallel", None, {"trainer__accumulate": 2, "resets": 0}),
     ],
 )
 def test_what_a_step_assigns(
-    ranks: Callable[..., Any], strategy: str, devices: int | None, more: dict[str, Any]
+    ranks: Callable[..., Any], strategy: str, devices: int | None, settings: dict[str, Any]
 ) -> None:
-    (truth,) = under(ranks, "local", assigning_step, "local")
-    for ours in under(ranks, strategy, assigning_step, strategy, devices, **more):
-        for key, values in truth["history"].items():
-            np.testing.assert_allclose(ours["history"][key], values, rtol=1e-9, err_msg=key)
+    alone = {key: value for key, value in settings.items() if key != "trainer__xla"}
+    (truth,) = under(ranks, "local", assigning_step, "local", **alone)
+    for ours in under(ranks, strategy, assigning_step, strategy, devices, **settings):
+        assert ours["history"]["whole"] == pytest.approx(ours["history"]["float"])
+        for key in truth["history"].keys() - {"whole", "float"}:
+            mine, values = ours["history"][key], truth["history"][key]
+            np.testing.assert_allclose(mine, values, rtol=1e-9, err_msg=key)
         for mine, value in zip(ours["values"], truth["values"], strict=True):
             np.testing.assert_allclose(mine, value, rtol=1e-9, atol=1e-11)
 
@@ -293,3 +341,23 @@ def test_weights_that_steps_assign_are_those_of_replica_0(ranks: Callable[..., A
     for ours in under(ranks, WORKERS, weights_assigned_in_steps):
         for value in ours:
             np.testing.assert_allclose(value, truth, rtol=1e-5, atol=1e-6)
+
+
+def skipped_gan(strategy: str, devices: int | None) -> str:
+    """What is said of a step of two updates, one of which may be bad."""
+    from ktrainer.errors import ModelError
+
+    make_devices()
+    backend: dict[str, Any] = {"name": "tf_distribute", "strategy": strategy, "devices": devices}
+    with pytest.raises(ModelError) as caught:
+        with_ktrainer(ZOO["gan"], backend=backend, health={"nan": "skip"})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("mirrored", 2), ("one_device", 1)])
+def test_a_step_of_two_updates_is_not_half_skipped(
+    ranks: Callable[..., Any], strategy: str, devices: int
+) -> None:
+    (said,) = under(ranks, strategy, skipped_gan, strategy, devices)
+    assert "applies optimizers 2 times" in said
+    assert "Set them to stop or rollback" in said

@@ -23,8 +23,10 @@ from ktrainer.backends.pipeline.runtime.tied_gradients import joined
 from ktrainer.backends.pipeline.stage.gradient_accumulators import GradientAccumulators
 from ktrainer.backends.pipeline.stage.gradient_ordering import UpdateOrdering
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import StepOptions, optimizers_of
+from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import average_statistics
@@ -145,9 +147,18 @@ class StageUpdate:
         """Average statistics that a step has changed, such as BatchNorm's, over replicas.
 
         In a call of its own, after the all-reduces over stages.
+
+        Raises:
+            ModelError: one is declared as a sum, of which a replica's part is not known.
         """
         if self.replicas is None or not changed:
             return
+        ours = {id(v) for v in self.model.non_trainable_variables}  # metrics are summed later
+        if sums := [v.path for v in changed if id(v) in ours and aggregation_of(v) == "sum"]:
+            raise ModelError(
+                f'{", ".join(sums)} has aggregation="sum", which a pipeline with several replicas '
+                "cannot add up. Count it in a metric, or start as many processes as it has stages."
+            )
         average = self._compiled(("average", *map(id, changed)), partial(self._average, changed))
         average(tf.constant(weight, tf.float64))
 

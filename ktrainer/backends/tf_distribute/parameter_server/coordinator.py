@@ -32,6 +32,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
 )
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import adding_at_once
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
+from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, path_name, unflatten_paths
 from ktrainer.steps import StepOptions
 from ktrainer.steps.metric_logs import LoggedResults
@@ -85,10 +86,20 @@ class RemoteReplicas(Replicas):
                 first = last
 
     def conclude(self, outcome: ReplicaOutcome, logs: list[Any], logged: LoggedResults) -> Any:
-        """Assign statistics, keep metric counts; return the logs that are not metrics."""
+        """Assign statistics, keep metric counts; return the logs that are not metrics.
+
+        Raises:
+            ModelError: the step resets a metric, whose counts arrive in any order.
+        """
         for variable, value in outcome.statistics:
             variable.assign(value)
-        for variable, parts in outcome.metrics:
+        for variable, constant, parts in outcome.metrics:
+            if constant is not None:
+                raise ModelError(
+                    f"a step of {type(self.model).__name__} resets a metric ({variable.path}), but "
+                    "workers run several steps at once. Reset it in a callback, or choose another "
+                    "strategy."
+                )
             place = self._place_of(variable)
             before = [self._more[place]] if place in self._more else []
             self._more[place] = tf.add_n([*before, *parts])

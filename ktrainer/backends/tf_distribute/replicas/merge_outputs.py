@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from ktrainer.data.local_batch import graph_bounds
 from ktrainer.state.nested_logs import LogPath, flatten_paths, unflatten_paths
+from ktrainer.steps.assigned_variables import aggregation_of, over_all_ranks
 from ktrainer.steps.step_context import StepContext
 
 
@@ -23,14 +24,15 @@ class ReplicaOutcome:
         values: what the step returned, on each replica of this process.
         weights: each replica's part of the update, float64.
         statistics: new values of variables other than weights and metrics, the same on all.
-        metrics: what each replica adds to the metrics' variables.
+        metrics: the metrics' variables, the constants that the step has set them to before it adds
+            (None: to none), and what each replica adds.
         bad: whether the update was skipped; None where none is.
     """
 
     values: list[Any]
     weights: list[tf.Tensor]
     statistics: list[tuple[Any, tf.Tensor]]
-    metrics: list[tuple[Any, list[tf.Tensor]]]
+    metrics: list[tuple[Any, np.ndarray | None, list[tf.Tensor]]]
     bad: tf.Tensor | None = None
 
     def assign(self) -> None:
@@ -38,9 +40,10 @@ class ReplicaOutcome:
         bad = self.bad
         for variable, value in self.statistics:
             variable.assign(value if bad is None else _unless(bad, value, variable.value))
-        for variable, parts in self.metrics:
-            more = tf.add_n(parts)
-            variable.assign_add(more if bad is None else _unless(bad, more, tf.zeros_like(more)))
+        for variable, constant, parts in self.metrics:
+            start = variable.value if constant is None else tf.cast(constant, variable.dtype)
+            value = start + tf.add_n(parts)
+            variable.assign(value if bad is None else _unless(bad, value, variable.value))
 
 
 def joined_logs(
@@ -86,18 +89,38 @@ def joined_outputs(outputs: Sequence[Any], rows: tf.Tensor) -> Any:
     return keras.tree.map_structure(join, *outputs)
 
 
-def averaged(context: StepContext, values: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The weighted means over replicas of those that are floats; the rest as they are."""
-    floats = [i for i, value in enumerate(values) if value.dtype.is_floating]
-    if context.collectives is None or not floats:
-        return values
+def over_replicas(
+    context: StepContext, variables: Sequence[Any], old: list[tf.Tensor], new: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """The new values of statistics over all replicas: what these add to those that are declared as
+    sums, the weighted means of other floats; the rest as they are."""
+    if context.collectives is None:
+        return new
+    kinds = [aggregation_of(variable) for variable in variables]
+    new = _summed(context, [i for i, kind in enumerate(kinds) if kind == "sum"], old, new)
+    floats = [i for i, value in enumerate(new) if value.dtype.is_floating and kinds[i] != "sum"]
+    if not floats:
+        return new
     # The weights of the local batches of one update add up to 1, those of one alone need not.
-    widest = max((values[i].dtype for i in floats), key=lambda dtype: dtype.size)
-    each = [*(values[i] for i in floats), tf.ones([], widest)]
+    widest = max((new[i].dtype for i in floats), key=lambda dtype: dtype.size)
+    each = [*(new[i] for i in floats), tf.ones([], widest)]
     *sums, weight = context.collectives.reduce(each, context.weight, context.order)
     for i, total in zip(floats, sums, strict=True):
-        values[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
-    return values
+        new[i] = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    return new
+
+
+def _summed(
+    context: StepContext, places: list[int], old: list[tf.Tensor], new: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    """`new` values, at `places` the old ones and what all replicas have added to them."""
+    if not places:
+        return new
+    ours = [old[i] for i in places], [new[i] for i in places]
+    every = over_all_ranks(context, ["sum"] * len(places), *ours)
+    for i, more in zip(places, every, strict=True):
+        new[i] = tf.cast(tf.cast(old[i], tf.float64) + more, new[i].dtype)
+    return new
 
 
 def if_present(context: StepContext, value: tf.Tensor) -> tf.Tensor:
@@ -112,14 +135,16 @@ def _mean(values: list[Any], weights: Sequence[tf.Tensor]) -> Any:
     def mean(*parts: Any) -> Any:
         if not all(isinstance(p, (tf.Tensor, int, float, np.ndarray, np.generic)) for p in parts):
             return parts[0]
-        floats = [tf.convert_to_tensor(part) for part in parts]
-        if not floats[0].dtype.is_floating:
+        numbers = [tf.convert_to_tensor(part) for part in parts]
+        if numbers[0].dtype.is_integer:
+            numbers = [tf.cast(number, tf.float64) for number in numbers]
+        if not numbers[0].dtype.is_floating:
             return parts[0]
         scaled = [
-            tf.math.multiply_no_nan(f, tf.cast(w, f.dtype))
-            for f, w in zip(floats, weights, strict=True)
+            tf.math.multiply_no_nan(number, tf.cast(w, number.dtype))
+            for number, w in zip(numbers, weights, strict=True)
         ]
-        return tf.math.divide_no_nan(tf.add_n(scaled), tf.cast(total, floats[0].dtype))
+        return tf.math.divide_no_nan(tf.add_n(scaled), tf.cast(total, numbers[0].dtype))
 
     return keras.tree.map_structure(mean, *values)
 

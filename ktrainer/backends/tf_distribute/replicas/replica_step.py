@@ -20,13 +20,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas.merge_outputs import (
     ReplicaOutcome,
-    averaged,
     if_present,
     joined_logs,
+    over_replicas,
 )
 from ktrainer.backends.tf_distribute.replicas.replica_batches import parts_of, spread
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
@@ -48,9 +49,11 @@ from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of
-from ktrainer.steps.update_guard import LossOfStep
+from ktrainer.steps.update_guard import LossOfStep, check_one_update
 
 Step = Callable[[Any], Any]
+# Variables, and the constants that a step has set them to before it adds; the same on all replicas.
+Assigned = list[tuple[Any, np.ndarray | None]]
 
 
 class Replicas:
@@ -107,67 +110,88 @@ class Replicas:
                 `make_denominators`.
         """
         counted = {id(v): v for v in self._added_metrics()}
-        assigned: list[Any] = []  # the same ones on every replica
+        assigned: Assigned = []
         settings.setdefault("uniform", is_uniform(batch))
 
         def on_replica(number: Any, part: Any) -> Any:
             rows, weight = part
             context = self._context(number, weight, xla=xla, rows=rows_of(rows), **settings)
-            values, states = self._computed(context, lambda: step(rows), counted, assigned)
+            values, statistics, added = self._computed(
+                context, lambda: step(rows), counted, assigned
+            )
             if applies:
-                check_applied(context, self.model)
-            pairs = list(zip(assigned, states, strict=True))
-            statistics = averaged(context, [s for v, s in pairs if id(v) not in counted])
-            added = [if_present(context, s) for v, s in pairs if id(v) in counted]
+                self._check_applied(context)
             bad = tf.constant(False) if context.bad is None else context.bad
             return values, context.weight, statistics, added, bad
 
         with self._replica_patches(metrics and not xla):
             results = self._on_each(on_replica, parts_of(batch, counts, self.count))
         values, weights, statistics, added, bad = results
-        others = [v for v in assigned if id(v) not in counted]
-        ours = [v for v in assigned if id(v) in counted]
+        count = len(statistics)
+        metric_parts = zip(assigned[count:], added, strict=True)
         return ReplicaOutcome(
             self.each(values),
             list(self.local(weights)),
-            [(v, self.local(s)[0]) for v, s in zip(others, statistics, strict=True)],
-            [(v, self.local(a)) for v, a in zip(ours, added, strict=True)] if metrics else [],
+            [(v, self.local(s)[0]) for (v, _), s in zip(assigned[:count], statistics, strict=True)],
+            [(*each, self.local(parts)) for each, parts in metric_parts if metrics],
             self.local(bad)[0] if settings.get("guard") is not None else None,
         )
+
+    def _check_applied(self, context: StepContext) -> None:
+        """Refuse a step that applies no optimizer, or several where updates may be skipped."""
+        check_applied(context, self.model)
+        if context.guard is not None:
+            check_one_update(context.applies, self.model)
 
     def _computed(
         self,
         context: StepContext,
         step: Callable[[], Any],
         counted: Mapping[int, Any],
-        assigned: list[Any],
-    ) -> tuple[Any, list[tf.Tensor]]:
-        """Run a step on one replica; returns what it returns, and new values of `assigned`.
+        assigned: Assigned,
+    ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
+        """Run a step on one replica.
 
         Args:
             counted: variables that begin at zero, by `id()`.
-            assigned: filled with the variables that the step assigns.
-        """
-        assign_weight: Callable[[Any, Any], None] = self._assign_weight
-        if context.record:  # nothing may change
-            assign_weight = leave_weight
-        elif context.xla:
-            assign_weight = refuse_weight
+            assigned: filled with what the step assigns, these variables last.
 
-        def compute() -> tuple[Any, list[tf.Tensor]]:
+        Returns:
+            What the step returns, the new values of the other variables over all replicas, and what
+            this replica adds to `counted`.
+        """
+
+        def compute() -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
             with (
                 self.contexts.entered(context),
-                ReplicaScope(counted.values(), assign_weight, context.assigned) as scope,
+                ReplicaScope(
+                    counted.values(), self._weight_assigner(context), context.assigned
+                ) as scope,
             ):
                 if context.guard is not None:
                     context.loss = LossOfStep(self.model)
                 values = step()
-            assigned[:] = [] if context.record else scope.assigned.values()
-            return values, [scope.get_current_value(v) for v in assigned]
+            ordered = sorted(scope.assigned.values(), key=lambda v: id(v) in counted)
+            found = [] if context.record else ordered
+            assigned[:] = [(v, scope.constants.get(id(v))) for v in found]
+            old, new = (list(map(of, found)) for of in (scope.before, scope.get_current_value))
+            return values, old, new
 
         if context.xla:
             compute = tf.function(compute, jit_compile=True, autograph=False)
-        return compute()
+        values, old, new = compute()
+        others = [v for v, _ in assigned if id(v) not in counted]
+        n = len(others)
+        added = [
+            if_present(context, more - start) for start, more in zip(old[n:], new[n:], strict=True)
+        ]
+        return values, over_replicas(context, others, old[:n], new[:n]), added
+
+    def _weight_assigner(self, context: StepContext) -> Callable[[Any, Any], None]:
+        """What is done with a value that a step assigns to a weight."""
+        if context.record:  # nothing may change
+            return leave_weight
+        return refuse_weight if context.xla else self._assign_weight
 
     def conclude(self, outcome: ReplicaOutcome, logs: list[Any], logged: LoggedResults) -> Any:
         """Give the model's variables their new values; returns the logs of all replicas.
@@ -277,13 +301,19 @@ class Replicas:
             stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
-            metrics_of_outputs = unadded_metrics(self.model) if metrics else []
-            updates = [
-                (metric, "update_state", self._one_after_another(metric.update_state))
-                for metric in metrics_of_outputs
-            ]
-            stack.enter_context(replaced(*updates))
+            for metric in unadded_metrics(self.model) if metrics else []:
+                update, reset = metric.update_state, metric.reset_state
+                stack.enter_context(
+                    replaced(
+                        (metric, "update_state", self._one_after_another(update)),
+                        (metric, "reset_state", self._once(reset)),
+                    )
+                )
             yield
+
+    def _once(self, reset: Callable[[], None]) -> Callable[[], None]:
+        """A metric's `reset_state`, once for all replicas."""
+        return lambda: self.contexts.call_once(lambda _: reset(), [])
 
     def _one_after_another(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A metric's `update_state` that takes the outputs of all replicas, one by one."""
