@@ -45,6 +45,24 @@ def values(*owners: Any) -> list[np.ndarray]:
     return [np.array(v.numpy()) for owner in owners for v in owner.variables]
 
 
+def row_counter() -> Any:
+    """A metric with a state that is an integer."""
+    import keras
+
+    class Rows(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = self.add_variable((), "zeros", dtype="int64")
+
+        def update_state(self, x: Any) -> None:
+            self.rows.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+
+        def result(self) -> Any:
+            return self.rows
+
+    return Rows()
+
+
 def clipped(it: Any) -> Outcome:
     """A sum divided by the global batch, clipping, and metrics inside of the step."""
     import keras
@@ -92,7 +110,7 @@ def regularized(it: Any) -> Outcome:
         model = classifier(normalized, kernel_regularizer=keras.regularizers.L2(0.05))
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
         optimizer.build(model.trainable_variables)
-        added = keras.metrics.Sum()
+        added, rows = keras.metrics.Sum(), row_counter()
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     unreduced = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
 
@@ -105,13 +123,14 @@ def regularized(it: Any) -> Outcome:
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         added.reset_state()
         added.update_state(tf.reduce_sum(x, 1))
+        rows.update_state(x)
         return loss
 
     numbers = []
     for batch in batches(it):
         numbers.append(float(it.reduce("sum", it.run(step, *batch))))
         numbers.append(float(added.result()))
-    return Outcome(numbers, values(model, optimizer))
+    return Outcome(numbers, values(model, optimizer, rows))
 
 
 def adversarial(it: Any) -> Outcome:
@@ -154,6 +173,7 @@ def looked_up(it: Any) -> Outcome:
     with it.scope():
         table = keras.layers.Embedding(5, 3)
         table.build()
+        rows = row_counter()
         optimizer = keras.optimizers.Adam(0.05)
         optimizer.build(table.trainable_variables)
 
@@ -164,10 +184,11 @@ def looked_up(it: Any) -> Outcome:
                 total += tf.reduce_sum(tf.square(table(y) - x[:, :3])) / BATCH
         optimizer.learning_rate.assign(0.05 / tf.cast(1 + optimizer.iterations, tf.float64))
         optimizer.apply(tape.gradient(total, table.trainable_variables), table.trainable_variables)
+        rows.update_state(y)
         return total
 
     numbers = [float(it.reduce("sum", it.run(step, *batch))) for batch in batches(it)]
-    return Outcome(numbers, values(table, optimizer))
+    return Outcome(numbers, values(table, optimizer, rows))
 
 
 def in_branches(it: Any) -> Outcome:

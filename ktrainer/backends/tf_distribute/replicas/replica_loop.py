@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import _DefaultDistributionExtended
+from tensorflow.python.distribute.values import SyncOnReadVariable
 
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
@@ -176,6 +177,23 @@ class ReplicaLoop(StrategyLoop):
 
         def assign(values: list[Any]) -> None:
             for (variable, _, adds), value in zip(changes, values, strict=True):
-                variable.assign(variable.value + value if adds else value)
+                self._assign(variable, variable.value + value if adds else value)
 
         self._contexts.call_once(assign, [value for _, value, _ in changes])
+
+    def _assign(self, variable: Any, value: tf.Tensor) -> None:
+        """Assign outside of replicas; integers in parts to the first part of all.
+
+        TensorFlow divides a value by the number of parts, and would drop what remains.
+        """
+        inner = variable._value
+        is_sum = getattr(inner, "aggregation", None) == tf.VariableAggregation.SUM
+        in_parts = isinstance(inner, SyncOnReadVariable) and is_sum
+        if not in_parts or not value.dtype.is_integer:
+            variable.assign(value)
+            return
+        is_first = self.world.size == 1 or self.world.replica == 0
+        for part in inner.values:
+            with tf.device(part.device):
+                part.assign(value if is_first else tf.zeros_like(value))
+            is_first = False
