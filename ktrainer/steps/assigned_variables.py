@@ -37,7 +37,7 @@ _ASSIGNS = ("assign", "assign_add", "assign_sub")
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
 
-def _assignments(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
+def assignments(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
     """A replacement of each method that assigns to a `tf.Variable`, made of the original."""
     return [
         (owner, name, make(getattr(owner, name)))
@@ -61,7 +61,7 @@ def left_alone(context: StepContext) -> AbstractContextManager[None]:
 
         return assign
 
-    return replaced_in(context, _assignments(without_assigning))
+    return replaced_in(context, assignments(without_assigning))
 
 
 def aggregation_of(variable: Any) -> str | None:
@@ -100,7 +100,7 @@ class AssignedVariables:
     def noted(self) -> Iterator[None]:
         """Context in which assignments are noted, but for those of optimizers."""
         self._context.on_assign = self._note
-        replacements = _assignments(self._noting) if self._among is None else []
+        replacements = assignments(self._noting) if self._among is None else []
         with replaced_in(self._context, replacements):
             yield
 

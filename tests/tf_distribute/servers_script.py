@@ -118,7 +118,45 @@ def loops() -> dict[str, Any]:
     names = [name for name in LOOPS if name not in ("in_branches", "in_functions")]
     pairs = zip(outcomes("parameter_server", names), outcomes("local", names), strict=True)
     gaps = {n: largest_difference(*pair) for n, pair in zip(names, pairs, strict=True)}
-    return {"gaps": gaps, "scheduled": scheduled(), "in a function": in_a_function()}
+    found = {"gaps": gaps, "scheduled": scheduled(), "in a function": in_a_function()}
+    return found | {"counted": counted_by_sums(), "reset": reset_in_a_step()}
+
+
+def counted_by_sums() -> list[float]:
+    """Positives that 60 asynchronous steps have counted in metrics that Keras reads and assigns."""
+    with trainer() as it:
+        with it.scope():
+            precision, recall = keras.metrics.Precision(), keras.metrics.Recall()
+            area = keras.metrics.AUC(num_thresholds=5)
+
+        def step(x: tf.Tensor) -> None:
+            for metric in (precision, recall, area):
+                metric.update_state(tf.ones_like(x), tf.ones_like(x, tf.float32))
+
+        for batch in it.distribute(tf.data.Dataset.range(240).batch(4)):
+            it.schedule(step, batch)
+        it.join()
+        metrics = (precision, recall, area)
+        return [float(np.max(metric.true_positives.numpy())) for metric in metrics]
+
+
+def reset_in_a_step() -> str:
+    """What is said of a `train_step` that resets a metric."""
+
+    class Resetting(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            for metric in self.metrics:
+                metric.reset_state()
+            return super().train_step(data)
+
+    with trainer("data.batch_size=8") as it:
+        model = Resetting([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        try:
+            it.fit(model, (np.ones((16, 4)), np.ones((16, 1))))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def scheduled() -> list[Any]:

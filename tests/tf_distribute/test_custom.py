@@ -1,4 +1,4 @@
-"""Loops of the user's own: `trainer.scope`, `distribute`, `run` and `reduce`."""
+"""Steps of the user's own: `train_step`, and loops with `scope`, `distribute`, `run`, `reduce`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tf_distribute.running import close, under
+from tests.contracts.running import use_float64, with_ktrainer
+from tests.contracts.zoo import ZOO
+from tests.dist.small import more
+from tests.tf_distribute.running import close, make_devices, under
 from tests.tf_distribute.test_features import trainer, vectors
 
+WORKERS = "multi_worker_mirrored"
 ROWS, BATCH = 33, 16  # the last batch has one row: one replica has none
 
 
@@ -85,3 +89,205 @@ def test_how_processes_share_the_data(ranks: Callable[..., Any], tmp_path: Path)
         "file": [pairs[:4], pairs[4:]],
         "off": [pairs, pairs],
     }
+
+
+def assigning_step(
+    strategy: str, devices: int | None = None, resets: int = 2, **more: Any
+) -> dict[str, Any]:
+    """What a `train_step` gives that assigns its learning rate, resets metrics, and counts rows.
+
+    Args:
+        resets: how many metrics; the second one must see the outputs of all replicas.
+    """
+    import keras
+    import tensorflow as tf
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros")
+
+        def update_state(self, y: Any) -> None:
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y)))
+
+        def result(self) -> Any:
+            return self.value
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            words = {"trainable": False, "aggregation": "sum", "initializer": "zeros"}
+            self.seen = [self.add_weight((), dtype=t, **words) for t in ("float32", "int32")]
+            self.last = self.add_weight((), **words)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                for seen in self.seen:
+                    seen.assign_add(tf.cast(tf.shape(x)[0], seen.dtype))
+                self.last.assign(0.0)
+                self.last.assign_add(tf.reduce_sum(x))
+            return x
+
+    class Assigning(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counting, self.dense = Counting(), keras.layers.Dense(3)
+            self.of_batch = [keras.metrics.Sum(name="of_batch"), Largest()][:resets]
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.dense(self.counting(x, training=training))
+
+        def train_step(self, data: Any) -> Any:
+            updates = tf.cast(self.optimizer.iterations, self.dtype)
+            self.optimizer.learning_rate.assign(0.5 / (1 + updates))
+            logs = super().train_step(data)
+            for metric in self.of_batch:
+                metric.reset_state()
+                metric.update_state(data[0][:, 0])
+                logs[metric.name] = metric.result()
+            whole = tf.reduce_sum(data[1])
+            return {**logs, "whole": whole, "float": tf.cast(whole, self.dtype)}
+
+    use_float64()
+    keras.utils.set_random_seed(0)
+    with trainer(strategy, devices, data__batch_size=16, trainer__epochs=2, **more) as it:
+        model = Assigning()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.1), loss)
+        history = it.fit(model, vectors(33)).history
+        values = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    return {"history": history, "values": values}
+
+
+XLA = {"trainer__xla": "true"}
+
+
+@pytest.mark.quick("mirrored-2-settings0")
+@pytest.mark.parametrize(
+    ("strategy", "devices", "settings"),
+    [
+        ("mirrored", 2, {}),
+        more("mirrored", 2, {**XLA, "resets": 1}),
+        more("mirrored", 2, {"trainer__accumulate": 2}),
+        ("one_device", None, {}),
+        more(WORKERS, 1, {**XLA, "resets": 1}),
+        ("data_parallel", None, {"resets": 0}),
+        more("data_parallel", None, {**XLA, "resets": 0}),
+        more("data_parallel", None, {"trainer__accumulate": 2, "resets": 0}),
+    ],
+)
+def test_what_a_step_assigns(
+    ranks: Callable[..., Any], strategy: str, devices: int | None, settings: dict[str, Any]
+) -> None:
+    alone = {key: value for key, value in settings.items() if key != "trainer__xla"}
+    (truth,) = under(ranks, "local", assigning_step, "local", **alone)
+    for ours in under(ranks, strategy, assigning_step, strategy, devices, **settings):
+        assert ours["history"]["whole"] == pytest.approx(ours["history"]["float"])
+        for key in truth["history"].keys() - {"whole", "float"}:
+            mine, values = ours["history"][key], truth["history"][key]
+            np.testing.assert_allclose(mine, values, rtol=1e-9, err_msg=key)
+        for mine, value in zip(ours["values"], truth["values"], strict=True):
+            np.testing.assert_allclose(mine, value, rtol=1e-9, atol=1e-11)
+
+
+def weights_assigned_in_steps() -> list[Any]:
+    """A bias that steps of `fit`, then of a loop, set to the mean of their rows, as it ends up."""
+    import keras
+    import tensorflow as tf
+
+    class Centred(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            self.layers[0].bias.assign(tf.reduce_mean(data[0], 0))
+            return logs
+
+    x, _ = vectors(48)
+    with trainer(WORKERS, data__batch_size=16) as it:
+        model = Centred([keras.Input((8,)), keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        it.fit(model, (x, x))
+        found = [model.layers[0].bias.numpy()]
+        with it.scope():
+            weight = keras.Variable(tf.zeros(8))
+        for batch in it.distribute(tf.data.Dataset.from_tensor_slices(x).batch(16)):
+            it.run(lambda x: weight.assign(tf.reduce_mean(x, 0)), batch)
+        return [*found, weight.numpy()]
+
+
+@pytest.mark.exhaustive
+def test_weights_that_steps_assign_are_those_of_replica_0(ranks: Callable[..., Any]) -> None:
+    truth = vectors(48)[0][32:40].mean(0)
+    for ours in under(ranks, WORKERS, weights_assigned_in_steps):
+        for value in ours:
+            np.testing.assert_allclose(value, truth, rtol=1e-5, atol=1e-6)
+
+
+def skipped_gan(strategy: str, devices: int | None) -> str:
+    """What is said of a step of two updates, one of which may be bad."""
+    from ktrainer.errors import ModelError
+
+    make_devices()
+    backend: dict[str, Any] = {"name": "tf_distribute", "strategy": strategy, "devices": devices}
+    with pytest.raises(ModelError) as caught:
+        with_ktrainer(ZOO["gan"], backend=backend, health={"nan": "skip"})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("mirrored", 2), ("one_device", 1)])
+def test_a_step_of_two_updates_is_not_half_skipped(
+    ranks: Callable[..., Any], strategy: str, devices: int
+) -> None:
+    (said,) = under(ranks, strategy, skipped_gan, strategy, devices)
+    assert "applies optimizers 2 times" in said
+    assert "Set them to stop or rollback" in said
+
+
+def raw_variable_assigned() -> list[str]:
+    """What is said of a counter of TensorFlow's that a step of `fit`, then of a loop, adds to; a
+    variable of the scope is then counted, and so is the first one where one replica runs."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import ModelError
+
+    class Counting(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            self.batches.assign_add(1.0)
+            return super().train_step(data)
+
+    said, counter = [], tf.Variable(0.0, name="batches", trainable=False)
+
+    def fit(it: Any) -> None:
+        model = Counting([keras.Input((8,)), keras.layers.Dense(8)])
+        model.batches = counter
+        model.compile("sgd", "mse")
+        x, _ = vectors(48)
+        it.fit(model, (x, x))
+
+    def count() -> None:
+        counter.assign_add(1.0)
+
+    with trainer("mirrored", data__batch_size=16) as it:
+        with it.scope():
+            inside = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+
+        def count_inside() -> None:
+            inside.assign_add(tf.ones([]))
+
+        for call, argument in ((fit, it), (it.run, count)):
+            with pytest.raises(ModelError) as caught:
+                call(argument)
+            said.append(str(caught.value))
+        it.run(count_inside)
+        said.append(str(inside.numpy()))
+    with trainer("one_device", None, data__batch_size=16) as it:
+        counter.assign(0.0)
+        fit(it)
+    return [*said, str(counter.numpy())]
+
+
+def test_a_variable_that_every_replica_would_assign_is_refused(ranks: Callable[..., Any]) -> None:
+    ((*refused, inside, alone),) = under(ranks, "mirrored", raw_variable_assigned)
+    for said in refused:
+        assert "a step assigns to batches:0, a tf.Variable outside of the strategy" in said
+        assert "add_weight(trainable=False)" in said
+    assert (inside, alone) == ("2.0", "3.0")

@@ -68,6 +68,8 @@ def test_loops_of_a_users_own(start: Start, tmp_path: Path) -> None:
     assert sums == [sum(range(first, first + 4)) for first in range(0, 48, 4)]
     assert total == sum(range(48))
     assert at_once == 2
+    assert found["counted"] == [240.0] * 3
+    assert found["reset"].startswith("ModelError: a step of Resetting resets a metric (loss/")
     assert "call trainer.run or schedule outside of it" in found["in a function"]
 
 

@@ -13,6 +13,7 @@ from tensorflow.python.distribute.values import SyncOnReadVariable
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
     ReplicaScope,
+    assigned_once,
     keras_as_one_replica,
     losses_by_replica,
     with_settings_of_this_thread,
@@ -124,6 +125,8 @@ class ReplicaLoop(StrategyLoop):
                 stack.enter_context(loop_patches(contexts))
                 stack.enter_context(keras_as_one_replica())
                 stack.enter_context(losses_by_replica())
+                if self._local_replicas > 1:
+                    stack.enter_context(assigned_once(self._contexts))
                 on_each = with_settings_of_this_thread(lambda *own: self._on_each(function, own))
                 return self._strategy.run(on_each, args=args)
 

@@ -16,8 +16,8 @@ from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 
 from ktrainer.errors import ModelError
-from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced
-from ktrainer.steps.assigned_variables import aggregation_of, constant_of
+from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced, replaced_in
+from ktrainer.steps.assigned_variables import aggregation_of, assignments, constant_of
 from ktrainer.steps.step_context import StepContext, TracedContext
 
 # What Keras keeps by thread, and was set or made in the main one.
@@ -208,8 +208,30 @@ def _replica_scope() -> ReplicaScope | None:
 
 
 @contextmanager
+def assigned_once(contexts: Contexts) -> Iterator[None]:
+    """Refuse what replicas assign to a `tf.Variable` outside of the strategy: each one would."""
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def assign(variable: Any, *args: Any, **named: Any) -> Any:
+            apart = (variable, getattr(variable, "handle", None))
+            in_strategy = any(hasattr(each, "_distributed_container") for each in apart)
+            if _replica_scope() is not None and not in_strategy:
+                raise ModelError(
+                    f"a step assigns to {variable.name}, a tf.Variable outside of the strategy, "
+                    "which every replica would do. Make it with add_weight(trainable=False), or "
+                    "with an aggregation in trainer.scope()."
+                )
+            return original(variable, *args, **named)
+
+        return assign
+
+    with replaced_in(contexts, assignments(refusing)):
+        yield
+
+
+@contextmanager
 def adding_at_once() -> Iterator[None]:
-    """Let `assign_add` of Keras variables add where the variable is.
+    """Let `assign_add` of Keras variables, and `v.assign(v + x)`, add where the variable is.
 
     Keras reads, adds and assigns: of two replicas or workers that share a variable, one is lost.
     """
@@ -220,13 +242,30 @@ def adding_at_once() -> Iterator[None]:
         def assign(self: Any, value: Any) -> Any:
             if global_state.get_global_attribute("stateless_scope") is not None:
                 return original(self, value)
-            return getattr(self._value, name)(tf.cast(value, self._value.dtype))
+            if name != "assign":
+                return getattr(self._value, name)(tf.cast(value, self._value.dtype))
+            more = _added_to(self._value, value)
+            return original(self, value) if more is None else self._value.assign_add(more)
 
         return assign
 
-    names = ("assign_add", "assign_sub")
+    names = ("assign", "assign_add", "assign_sub")
     with replaced(*((tf_core.Variable, name, at_once(name)) for name in names)):
         yield
+
+
+def _added_to(variable: Any, value: Any) -> tf.Tensor | None:
+    """The x of a traced `variable + x`; None of any other value."""
+    if not tf.is_symbolic_tensor(value) or value.op.type != "AddV2":
+        return None
+    handle = value.graph.capture(variable.handle)
+    for read, more in (value.op.inputs, reversed(value.op.inputs)):
+        while read.op.type == "Identity":
+            read = read.op.inputs[0]
+        is_read = read.op.type == "ReadVariableOp" and read.op.inputs[0].name == handle.name
+        if is_read and more.dtype == variable.dtype and more.shape == variable.shape:
+            return more
+    return None
 
 
 @contextmanager

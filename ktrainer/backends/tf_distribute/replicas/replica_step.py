@@ -33,6 +33,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_batches import parts_of, s
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
     ReplicaScope,
+    assigned_once,
     keras_as_one_replica,
     leave_weight,
     losses_by_replica,
@@ -301,6 +302,8 @@ class Replicas:
             stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
+            if self.count > 1:
+                stack.enter_context(assigned_once(self.contexts))
             for metric in unadded_metrics(self.model) if metrics else []:
                 update, reset = metric.update_state, metric.reset_state
                 stack.enter_context(
