@@ -117,10 +117,7 @@ class Feed(ABC):
     def _locate(self, epoch: int, skip: int) -> tuple[int, int]:
         """Number of the pass, and batches taken of it, at a position in an epoch."""
         assert self.batches_per_epoch is not None
-        if self.source_batches is None:  # still in the first pass, else it would be known
-            return 0, epoch * self.batches_per_epoch + skip
-        epochs = max(1, -(-self.source_batches // self.batches_per_epoch))
-        return epoch // epochs, epoch % epochs * self.batches_per_epoch + skip
+        return place_in_passes(epoch, skip, self.batches_per_epoch, self.source_batches)
 
     def _begin(self, number: int, taken: int) -> None:
         self._drop()
@@ -184,6 +181,22 @@ class Feed(ABC):
     def close(self) -> None:
         """Stop background work. May be called twice."""
         self._drop()
+
+
+def place_in_passes(
+    epoch: int, skip: int, batches_per_epoch: int, pass_batches: int | None
+) -> tuple[int, int]:
+    """Number of the pass, and batches taken of it, at a position in epochs that continue.
+
+    Args:
+        epoch: counted from where the data begins.
+        skip: batches taken of it.
+        pass_batches: batches of a pass; None: still in the first one, else it would be known.
+    """
+    if pass_batches is None:
+        return 0, epoch * batches_per_epoch + skip
+    epochs = max(1, -(-pass_batches // batches_per_epoch))
+    return epoch // epochs, epoch % epochs * batches_per_epoch + skip
 
 
 def require_end(feed: Feed, remedy: str) -> None:

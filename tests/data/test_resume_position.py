@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -202,6 +203,64 @@ def test_a_drawn_order_is_taken_from_the_checkpoint() -> None:
         assert rows(second.epoch(1, skip=1)) == expected[1:]
         with pytest.raises(CheckpointError, match="seed: 5 then, 6 now"):
             restore_position(feed(make(), seed=6), Config(seed=6), state)
+
+
+def forty_rows(steps: int | None = None, batch_size: int = 4, **options: Any) -> Any:
+    """A feed of 40 numbered rows, of which an epoch takes `steps` batches."""
+    options |= {"batch_size": batch_size, "batches_per_epoch": steps}
+    return feed(numbered(40), shuffle=False, **options)
+
+
+OWN = {"batch": "per_worker"}
+
+
+@pytest.mark.parametrize(
+    ("then", "epochs", "now"),
+    [
+        ({"steps": 2}, 1, {"steps": 2}),
+        ({"steps": 2}, 1, {"steps": 2, "batch_size": 8}),
+        ({"steps": 2}, 1, {"steps": 3}),
+        ({"steps": 2}, 1, {}),
+        ({}, 1, {"steps": 2}),
+        ({}, 1, {"batch_size": 8}),
+        ({"steps": 10}, 1, {"steps": 5}),
+        ({"steps": 10}, 1, {"steps": 5, "batch_size": 8}),
+        ({"steps": 5}, 1, {"steps": 5, "batch_size": 8}),
+        ({"steps": 2}, 5, {"steps": 1, "batch_size": 8}),
+        ({"steps": 2, "size": 4}, 1, {"steps": 2, "size": 2}),
+        ({"steps": 2, "size": 4, **OWN}, 1, {"steps": 2, "size": 2, **OWN}),
+        ({"steps": 2, "size": 2, **OWN}, 1, {"steps": 2, "size": 1, "batch_size": 8}),
+    ],
+)
+def test_after_an_epoch_that_ends_inside_a_pass_the_next_row_follows(
+    then: dict[str, Any], epochs: int, now: dict[str, Any]
+) -> None:
+    """Or the resume is refused."""
+    first, again, config = forty_rows(**then), forty_rows(**now), Config()
+    taken = sum(each.global_examples for epoch in range(epochs) for each in first.epoch(epoch))
+    state = {"data": data_fingerprint(first, config), "progress": {"epoch": epochs, "batch": 0}}
+    follows = rows(again.epoch(epochs))[0][0] == taken % 40
+    with (
+        nullcontext()
+        if follows
+        else pytest.raises(CheckpointError, match=f"end of epoch {epochs}, inside a pass")
+    ):
+        restore_position(again, config, state)
+
+
+def test_all_epochs_of_an_iterator_are_inside_its_pass() -> None:
+    """Each process has one of its own, whose share depends on their number."""
+    config = Config()
+
+    def share(size: int) -> Any:
+        batches = (numbered(4) for _ in range(8 // size))
+        return feed(batches, size=size, batches_per_epoch=2, **OWN)
+
+    place = {"data": data_fingerprint(share(2), config)}
+    for epoch, size in ((0, 4), (1, 2)):
+        restore_position(share(size), config, place | {"progress": {"epoch": epoch, "batch": 0}})
+    with pytest.raises(CheckpointError, match="processes with data of their own: 2 then, 4 now"):
+        restore_position(share(4), config, place | {"progress": {"epoch": 1, "batch": 0}})
 
 
 def test_the_order_of_fit_continues_on_another_number_of_ranks() -> None:

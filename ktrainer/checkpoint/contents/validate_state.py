@@ -165,10 +165,11 @@ def _counts(value: Any) -> bool:
 
 def _data(value: Any) -> bool:
     plain = (type(None), bool, int, float, str)
+    counts = ("seed", "steps_per_epoch", "initial_epoch", "batches in an epoch")
     return (
         isinstance(value, dict)
         and all(isinstance(each, plain) for each in value.values())
-        and is_count(value.get("seed", 0))
+        and all(is_count(value.get(name, 0)) for name in counts)
     )
 
 
