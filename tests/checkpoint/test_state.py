@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import keras
@@ -137,6 +138,26 @@ def test_states_of_callbacks() -> None:
     for a, b in zip(first[0].best_weights, second[0].best_weights, strict=True):
         np.testing.assert_array_equal(a, b)
     load_callback_states([Counts()], states, arrays)  # fewer callbacks than before
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_state_goes_to_the_callback_of_the_same_metric() -> None:
+    def make(*monitors: str) -> list[Any]:
+        stop = partial(keras.callbacks.EarlyStopping, patience=9, restore_best_weights=True)
+        return [stop(monitor) for monitor in monitors]
+
+    first = make("loss", "mae")
+    fit(small_model(), first, epochs=3)
+    assert first[0].best != first[1].best
+    states, arrays = callback_states(first)
+    swapped, alone, other = make("mae", "loss"), make("mae"), make("val_loss")
+    load_callback_states(swapped, states, arrays)
+    assert [stop.best for stop in swapped] == [first[1].best, first[0].best]
+    load_callback_states(alone, states, arrays)
+    assert alone[0].best == first[1].best
+    with pytest.warns(UserWarning, match="it monitors val_loss, and the checkpoint's"):
+        load_callback_states(other, states[:1], arrays)
+    assert (other[0].best, other[0].best_weights) == (None, None)
 
 
 def test_a_checkpoint_sets_no_other_attributes() -> None:

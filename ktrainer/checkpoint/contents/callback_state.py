@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,13 +75,15 @@ def load_callback_states(
     arrays: Mapping[str, np.ndarray],
     model: Any = None,
 ) -> None:
-    """Restore the state of each callback. Callbacks are matched by class, and by order within it;
-    new callbacks, and states without a callback, are skipped.
+    """Restore the state of each callback. Callbacks are matched by class and what they monitor, and
+    by order within it; new callbacks, and states without a callback, are skipped.
 
     Args:
         model: if it is cut into stages, weights of other processes become None.
     """
-    present = dict(_named(callbacks))
+    callbacks = list(callbacks)
+    present = dict(_named(callbacks, monitored=False)) | dict(_named(callbacks))
+    _warn_of_other_monitors(callbacks, {saved["callback"] for saved in states})
     here = set(callback_arrays(states, weights_here(model)))
     for i, saved in enumerate(states):
         callback = present.get(saved["callback"])
@@ -112,15 +115,39 @@ def weights_here(model: Any) -> list[bool] | None:
     return None if placement is None else [placement.holds(w) for w in model.weights]
 
 
-def _named(callbacks: Iterable[Any]) -> list[tuple[str, Any]]:
+def _named(callbacks: Iterable[Any], monitored: bool = True) -> list[tuple[str, Any]]:
+    """Callbacks by class, what they monitor, and order.
+
+    Args:
+        monitored: False: the names in checkpoints of earlier versions, without what they monitor.
+    """
     counts: dict[str, int] = {}
     named = []
     for callback in callbacks:
-        cls = type(callback)
-        name = f"{cls.__module__}.{cls.__qualname__}"
+        name = _class_name(callback)
+        if monitored and isinstance(callback, tuple(_ATTRIBUTES)) and hasattr(callback, "monitor"):
+            name += f"({callback.monitor})"
         counts[name] = counts.get(name, 0) + 1
         named.append((f"{name}#{counts[name]}", callback))
     return named
+
+
+def _class_name(callback: Any) -> str:
+    return f"{type(callback).__module__}.{type(callback).__qualname__}"
+
+
+def _warn_of_other_monitors(callbacks: Iterable[Any], saved: set[str]) -> None:
+    """Warn of callbacks that start afresh, where one of their class monitored something else."""
+    named = dict(_named(callbacks))
+    unused = saved - set(named)
+    for name, callback in named.items():
+        begins = f"{_class_name(callback)}("
+        if name not in saved and any(each.startswith(begins) for each in unused):
+            warnings.warn(
+                f"{type(callback).__name__} starts afresh: it monitors {callback.monitor}, and the "
+                "checkpoint's monitored something else",
+                stacklevel=3,
+            )
 
 
 def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
