@@ -37,6 +37,8 @@ from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
 
 _Policy = tf.data.experimental.AutoShardPolicy
+_ANY_ORDER = b"deterministic\x12\x07\x12\x05false"  # an operation's attribute, in a graph
+_MOST_BYTES = 2**26  # of tensors that are written out to look at a graph
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,40 @@ def split_batches(dataset: tf.data.Dataset, parts: int) -> tf.data.Dataset:
 def hinted(dataset: tf.data.Dataset) -> bool:
     """Return whether the pipeline itself says where to shard it; it does not run otherwise."""
     return bool(dataset.options().experimental_distribute.auto_shard_policy == _Policy.HINT)
+
+
+def require_one_order(dataset: tf.data.Dataset) -> None:
+    """Refuse a pipeline whose order differs from rank to rank, where ranks share its batches.
+
+    Raises:
+        DataError: its options, or one of its operations, say `deterministic=False`.
+    """
+    if dataset.options().deterministic is False or _in_any_order(dataset):
+        raise DataError(
+            "the tf.data pipeline asks for deterministic=False, so its order differs from rank to "
+            "rank, and their parts of its batches would have some rows twice, others never: leave "
+            "deterministic=False out, in its operations and its options; or let each rank read "
+            "files of its own (data.shard=file)"
+        )
+
+
+def _in_any_order(dataset: tf.data.Dataset) -> bool:
+    if getattr(dataset, "_deterministic", None) == "false":
+        return True
+    graphs = [each.function.graph.as_graph_def() for each in dataset._functions()]
+    written = [graph.SerializeToString() for graph in graphs]
+    if "ParallelInterleave" in type(dataset).__name__ and _bytes_held(dataset) < _MOST_BYTES:
+        ignore = tf.data.experimental.ExternalStatePolicy.IGNORE  # it keeps no `_deterministic`
+        written.append(dataset._as_serialized_graph(external_state_policy=ignore).numpy())
+    return any(_ANY_ORDER in each for each in written) or any(map(_in_any_order, dataset._inputs()))
+
+
+def _bytes_held(dataset: tf.data.Dataset) -> int:
+    """Bytes of the tensors in memory that a pipeline reads."""
+    own = getattr(dataset, "_tensors", ())
+    return sum(each.dtype.size * (each.shape.num_elements() or 0) for each in own) + sum(
+        map(_bytes_held, dataset._inputs())
+    )
 
 
 def first_batch_facts(dataset: tf.data.Dataset) -> dict[str, str]:

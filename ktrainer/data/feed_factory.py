@@ -10,10 +10,16 @@ import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig
 from ktrainer.data.array_rows import ArrayRows
-from ktrainer.data.batch_source import Source
+from ktrainer.data.batch_source import Source, compared
 from ktrainer.data.data_agreement import call_on_all_ranks
 from ktrainer.data.data_arguments import kind_of, unpack_arrays
-from ktrainer.data.dataset_shards import Files, first_batch_facts, hinted, shard_dataset
+from ktrainer.data.dataset_shards import (
+    Files,
+    first_batch_facts,
+    hinted,
+    require_one_order,
+    shard_dataset,
+)
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.example_rows import ExampleRows
 from ktrainer.data.feed import Feed
@@ -211,8 +217,9 @@ def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callabl
     sharded = settings.several and config.shard != "batch"
     per_replica = sharded or (settings.several and config.batch == "per_worker")
     facts: dict[str, str] = {}
-    if sharded and config.shard == "element" and not cut and settings.check:
-        facts = first_batch_facts(dataset)
+    if sharded and config.shard == "element" and not cut:
+        require_one_order(dataset)
+        facts = first_batch_facts(dataset) if settings.check else {}
     if sharded or cut:
         rebatch = config.batch == "global"
         dataset = shard_dataset(dataset, world=world, by=by, rebatch=rebatch)
@@ -225,6 +232,8 @@ def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callabl
     }
     if (service := settings.service) is not None:
         return _from_service(dataset, settings, shares, service)
+    if compared(world, not per_replica):
+        require_one_order(dataset)
     return settings.feed_maker(DatasetSource(dataset, **shares), per_replica, facts)
 
 

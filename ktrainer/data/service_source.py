@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
-from ktrainer.data.dataset_shards import split_batches
+from ktrainer.data.dataset_shards import require_one_order, split_batches
 from ktrainer.data.dataset_shuffles import shuffles
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.service_reader import ServiceReader, in_order
@@ -86,6 +86,8 @@ class ServiceSource(DatasetSource):
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)
         self._turns = self._share.consumer is not None
+        if self._cut and not self._turns:  # each rank's worker runs the pipeline
+            require_one_order(self._dataset)
         self._check_length()
         if not round_robin and world.size > 1:
             self.num_batches, self.openings = None, 1

@@ -227,6 +227,54 @@ def test_errors_say_what_is_wrong(dataset: tf.data.Dataset, message: str) -> Non
         feed(dataset)
 
 
+def same(*row: Any) -> Any:
+    return row
+
+
+def any_options(data: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.deterministic = False
+    return data.map(same, 4).with_options(options)
+
+
+def interleaved(data: tf.data.Dataset) -> tf.data.Dataset:
+    one = tf.data.Dataset.from_tensors
+    return data.interleave(lambda *row: one(row), num_parallel_calls=2, deterministic=False)
+
+
+def nested(data: tf.data.Dataset) -> tf.data.Dataset:
+    one = tf.data.Dataset.from_tensors
+    return data.flat_map(lambda *row: one(row).map(same, 2, deterministic=False))
+
+
+IN_ANY_ORDER = {
+    "map": lambda data: data.map(same, 4, deterministic=False),
+    "options": any_options,
+    "interleave": interleaved,
+    "nested": nested,
+}
+
+
+@pytest.mark.parametrize("kind", IN_ANY_ORDER)
+def test_a_pipeline_in_any_order_is_not_shared(kind: str) -> None:
+    def make() -> tf.data.Dataset:
+        return IN_ANY_ORDER[kind](tf.data.Dataset.from_tensor_slices(numbered(16))).batch(4)
+
+    for options in ({}, {"shard": "element"}):
+        with pytest.raises(DataError, match="deterministic=False"):
+            feed(make(), 1, 2, **options)
+    for options in ({"size": 1}, {"size": 2, "batch": "per_worker"}):
+        assert sorted(flat(rows(feed(make(), **options).epoch(0)))) == list(range(16))
+
+
+def test_a_pipeline_in_order_is_shared() -> None:
+    one = tf.data.Dataset.from_tensors
+    data = tf.data.Dataset.from_tensor_slices(numbered(16))
+    data = data.interleave(lambda *row: one(row), num_parallel_calls=2)
+    data = data.map(same, 4, deterministic=True).shuffle(4, seed=1).batch(4)
+    assert rows(feed(data, 1, 2).epoch(0))
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_users_own_error_comes_through(size: int) -> None:
     def fail(x: Any) -> Any:
