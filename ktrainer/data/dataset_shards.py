@@ -32,7 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.data.data_digests import batch_facts
-from ktrainer.data.local_batch import graph_slice, rows_in_graph
+from ktrainer.data.local_batch import graph_slice, leaf_names, rows_in_graph
 from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
 
@@ -195,7 +195,7 @@ def _flat_types(spec: Any) -> list[tuple[Any, Any]]:
 @tf.autograph.experimental.do_not_convert
 def _parts(parts: tuple[Any, ...], dataset: tf.data.Dataset, size: int) -> tf.data.Dataset:
     batch = parts if isinstance(dataset.element_spec, tuple) else parts[0]
-    rows = rows_in_graph(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
+    rows = _common_rows(batch, size)
 
     def part(index: tf.Tensor) -> Any:
         return tf.nest.map_structure(
@@ -203,3 +203,18 @@ def _parts(parts: tuple[Any, ...], dataset: tf.data.Dataset, size: int) -> tf.da
         )
 
     return tf.data.Dataset.range(tf.minimum(rows, size)).map(part)
+
+
+def _common_rows(batch: Any, parts: int) -> tf.Tensor:
+    """The rows of a batch, of which each array has as many, or running this fails."""
+    named = zip(leaf_names(batch), tf.nest.flatten(batch), strict=True)
+    rows = {name: rows_in_graph(leaf) for name, leaf in named if leaf is not None}
+    counts = tf.stack(list(rows.values()))
+    what = (
+        f"a batch cannot be cut into {parts} parts by its first axis, which is not examples, as it "
+        f"has another length in each array ({', '.join(rows)}): set data.batch=per_worker, so that "
+        "each rank trains on whole batches. The lengths:"
+    )
+    equal = tf.debugging.Assert(tf.reduce_all(counts == counts[0]), [what, counts])
+    with tf.control_dependencies([equal]):
+        return tf.identity(counts[0])

@@ -227,6 +227,34 @@ def test_errors_say_what_is_wrong(dataset: tf.data.Dataset, message: str) -> Non
         feed(dataset)
 
 
+def graphs(nodes: int) -> tf.data.Dataset:
+    """Batches of six edges."""
+    x = {"edges": np.arange(12).reshape(1, 6, 2), "nodes": np.zeros((1, nodes, 3), np.float32)}
+    return tf.data.Dataset.from_tensor_slices((x, np.arange(6).reshape(1, 6))).repeat(2)
+
+
+def test_a_shard_does_not_cut_what_has_no_common_rows() -> None:
+    for shard in ("element", "batch"):
+        with pytest.raises((DataError, tf.errors.InvalidArgumentError), match="not examples"):
+            rows(feed(graphs(nodes=4), 0, 2, shard=shard).epoch(0))
+    assert rows(feed(graphs(nodes=6), 0, 2, shard="element").epoch(0)) == [[0, 1, 2], [3, 4, 5]]
+    whole = feed(graphs(nodes=4), 0, 2, shard="element", batch="per_worker").epoch(0)
+    assert [each.batch[1].shape for each in whole] == [(6,)]
+
+
+def test_a_resume_in_a_shard_that_is_cut() -> None:
+    def shard() -> Any:
+        return feed(batches(40, 4).shuffle(10, seed=1), 1, 2, shard="element")
+
+    first, again = shard(), shard()
+    local_batches = first.epoch(0)
+    begun = [next(local_batches) for _ in range(3)]
+    again.resume_from(first.state(inside_epoch=True))
+    rest = rows(again.epoch(0, skip=3))
+    assert rest == rows(local_batches)
+    assert len(set(flat([*rows(begun), *rest]))) == 20
+
+
 def same(*row: Any) -> Any:
     return row
 
