@@ -13,9 +13,10 @@ import pytest
 import ktrainer.checkpoint.format.checkpoint_folder as format_module
 from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
-from ktrainer.checkpoint import read_checkpoint
+from ktrainer.checkpoint import read_checkpoint, resume
 from ktrainer.checkpoint.best_metric import metric_direction
 from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
 from tests.small import build, data, trainer
@@ -134,6 +135,25 @@ def test_a_fresh_run_in_an_old_folder_keeps_its_own_best(tmp_path) -> None:
     best = Store(tmp_path).best("score", "min")
     assert best is not None
     assert (best.path.name, best.metric) == ("step-00000005-2", ("score", 0.1))
+
+
+def test_a_run_that_went_back_keeps_its_best(tmp_path) -> None:
+    """Beside a better one that it saved before it went back."""
+
+    class GoesBack(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            older = str(tmp_path / "step-00000005")
+            resume(older, tmp_path, model=self.model, world=SingleWorld(), callbacks=[keeper])
+
+    def made(keep: int) -> Checkpoint:
+        return Checkpoint(tmp_path, every="1ep", best="score", mode="min", keep=keep)
+
+    fit(small_model(), [Scores(5.0, 4.0, 4.0, 4.0, 0.1), made(9)], epochs=5)
+    keeper = made(2)
+    again = [Scores(5.0, 3.0, 6.0, 6.0), keeper, GoesBack()]
+    fit(small_model(), again, epochs=4, initial_epoch=1)
+    assert steps(tmp_path) == [10, 15, 20, 25]
+    assert keeper.best_value == 3.0
 
 
 def test_a_monitor_that_is_not_there(tmp_path) -> None:

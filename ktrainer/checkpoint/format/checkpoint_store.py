@@ -139,14 +139,26 @@ class Store:
         """The folder of the checkpoint of `step`."""
         return self.directory / f"step-{step:08d}"
 
-    def prune(self, keep: int, monitor: str | None = None, mode: str = "min") -> None:
+    def prune(
+        self,
+        keep: int,
+        monitor: str | None = None,
+        mode: str = "min",
+        best_step: int | None = None,
+    ) -> None:
         """Remove all but the `keep` checkpoints saved last, and the best of `monitor` of each run.
 
         A fresh run in an old folder keeps its own best beside a better one of an earlier run.
         Unreadable checkpoints are kept for inspection.
+
+        Args:
+            best_step: where the run stands at its best; its folder may have a better one that it
+                saved before it went back to an older checkpoint.
         """
         good = [entry for entry in self.entries() if entry.problem is None]
         kept = {entry.path for entry in good[:keep]}
+        if best_step is not None:
+            kept.add(self.path_of(best_step))
         for run in {entry.run for entry in good}:
             best = self.best(monitor, mode, run) if monitor else None
             if best is not None:
