@@ -15,6 +15,7 @@ from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.distributed import SingleWorld
+from ktrainer.errors import CheckpointError
 from ktrainer.state.progress import Progress
 from tests.callbacks.helpers import data, everything, fit, small_model
 from tests.checkpoint.whole import restore_state
@@ -65,6 +66,27 @@ def test_mixed_precision_and_seeds() -> None:
     restore_state(other, arrays, state, ALONE)
     same(model, other)
     np.testing.assert_array_equal(keras.random.normal((4,)).numpy(), expected)
+
+
+def towers(*names: str) -> Any:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    y = keras.layers.Add()([keras.layers.Dense(1, name=name)(x) for name in names])
+    model = keras.Model(x, y)
+    model.compile("adam", "mse", run_eagerly=True)
+    return model
+
+
+def test_layers_in_another_order_are_refused() -> None:
+    """Were they paired in order, each would get the weights and slots of the other."""
+    model, other = towers("tower_1", "tower_2"), towers("tower_2", "tower_1")
+    fit(model, [])
+    arrays, state = capture(model, Progress(), ALONE)
+    with pytest.raises(CheckpointError, match="layers are in another order"):
+        restore_state(other, arrays, state, ALONE)
+    shifted = towers("tower_2", "tower_3")  # as Keras numbers them, where others were before
+    restore_state(shifted, arrays, state, ALONE)
+    same(model, shifted)
 
 
 class TwoOptimizers(keras.Model):

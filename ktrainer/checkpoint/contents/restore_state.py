@@ -134,7 +134,8 @@ def match_arrays(
     """Pair variables with saved arrays, by name. Values are not looked at.
 
     Keras numbers unnamed layers by the history of the process (`dense_3`), so where the names
-    do not all agree, arrays are paired in order, if their names agree but for such numbers.
+    do not all agree, arrays are paired in order, if their names agree but for such numbers. Not
+    if the weights' names do: then they are numbers that the user gave, in another order.
 
     Args:
         saved: arrays, or placeholders of their shapes and dtypes, by name, in the order in which
@@ -146,13 +147,13 @@ def match_arrays(
         there are no mismatches.
     """
     named = dict(variables)
-    if set(saved) == set(named):
-        order = {name: name for name in named}
-    elif [_COUNTER.sub("", n) for n in saved] == [_COUNTER.sub("", n) for n in named]:
-        order = dict(zip(named, saved, strict=True))
-    else:
-        order = {name: name for name in named if name in saved}
-    problems = [f"{name} is not in the checkpoint" for name in named if name not in order]
+    order, problems = {name: name for name in named if name in saved}, []
+    if set(saved) != set(named):
+        if _reordered(saved, named):
+            problems.append("the layers are in another order than then: list them as they were")
+        elif [_COUNTER.sub("", n) for n in saved] == [_COUNTER.sub("", n) for n in named]:
+            order = dict(zip(named, saved, strict=True))
+    problems += [f"{name} is not in the checkpoint" for name in named if name not in order]
     taken = set(order.values())
     problems += [f"{name} is in the checkpoint only" for name in saved if name not in taken]
     pairs = []
@@ -162,6 +163,12 @@ def match_arrays(
             problems.append(f"{name} {problem}")
         pairs.append((named[name], key))
     return pairs, problems
+
+
+def _reordered(saved: Iterable[str], named: Iterable[str]) -> bool:
+    """Whether the weights of both have the same names, in another order."""
+    then, now = ([n for n in names if n.startswith("model/")] for names in (saved, named))
+    return then != now and sorted(then) == sorted(now)
 
 
 def _differs(variable: Any, array: np.ndarray) -> str | None:
