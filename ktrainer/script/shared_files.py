@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import os
 import pickle
 import shutil
@@ -118,30 +117,41 @@ def _copy(source: str, target: str) -> None:
 
 
 def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` on rank 0, then on the first rank of each other host, while all wait: it unpacks
-    an archive once more each time, over files that others may read. A rank that asks for another
-    file than rank 0 calls it, too."""
+    """`original` on rank 0, then on the first rank of each other host that has not the same file,
+    while all wait: it unpacks an archive once more each time, over files that others may read. A
+    rank that asks for another file than rank 0 calls it, too."""
 
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
         world = trainer.world
         if collectives_off() or getattr(world, "alone", False):  # it joins the others later
             return original(*args, **kwargs)
-        asked, found = repr((args, kwargs)), list[str]()
+        asked, found = repr((args, kwargs)), list[Any]()
 
         def on_root() -> None:
-            found.extend((original(*args, **kwargs), asked))
+            path = original(*args, **kwargs)
+            found.extend((path, asked, _identity(path)))
 
         what = f"download by rank 0: {asked}"
-        _, (path, of_root) = _by_root(trainer, what, on_root, found)
-        with _long_deadline(trainer):
-            if world.local_rank == 0 and not world.is_root:
+        _, (path, of_root, identity) = _by_root(trainer, what, on_root, found)
+        try:
+            if world.local_rank == 0 and _identity(path) != identity:
                 path = original(*args, **kwargs)
-            world.barrier(what)
+        finally:  # also if it fails: the others wait
+            with _long_deadline(trainer):
+                world.barrier(what)
         same = asked == of_root and os.path.exists(path)
         return path if same or world.is_root else original(*args, **kwargs)
 
     return get
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """What tells a file, or folder, of a shared disk from one of the same path."""
+    if not os.path.exists(path):
+        return ()
+    facts = os.stat(path)
+    return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def _cache_of_rank(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,9 +161,6 @@ def _cache_of_rank(world: World, original: Callable[..., Any]) -> Callable[..., 
     def cache(self: Any, filename: Any = "", name: Any = None) -> Any:
         if isinstance(filename, (str, os.PathLike)) and os.fspath(filename):
             filename = f"{os.fspath(filename)}-rank{world.stable_rank}-of-{world.size}"
-            if not os.path.exists(f"{filename}.index"):
-                for lock in glob.glob(f"{glob.escape(filename)}_*.lockfile"):
-                    os.remove(lock)  # of a run that was ended as it wrote
         return original(self, filename, name)
 
     return cache

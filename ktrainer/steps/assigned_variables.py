@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 import numpy as np
@@ -26,7 +26,9 @@ from tensorflow.python.ops.resource_variable_ops import (
 
 from ktrainer.runtime.monkeypatching import Replacement, replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
-from ktrainer.steps.step_context import StepContext
+
+if TYPE_CHECKING:
+    from ktrainer.steps.step_context import StepContext
 
 _UNCLEAR = (
     "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
+from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.metric_logs import LoggedResults
 
 
@@ -98,10 +99,14 @@ class Before:
     """
 
     def __init__(self, model: keras.Model) -> None:
-        floats = [v for v in model.non_trainable_variables if tf.as_dtype(v.dtype).is_floating]
+        statistics = [
+            v
+            for v in model.non_trainable_variables
+            if tf.as_dtype(v.dtype).is_floating or aggregation_of(v) == "sum"
+        ]
         metrics = model.metrics_variables
         own = {id(v) for v in metrics}
-        kept = [*metrics, *(v for v in floats if id(v) not in own)]
+        kept = [*metrics, *(v for v in statistics if id(v) not in own)]
         self._kept = [(v, tf.identity(v.value)) for v in kept]
         self.loss = LossOfStep(model)
 

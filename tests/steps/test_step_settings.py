@@ -147,6 +147,34 @@ def test_scales_of_float8_are_not_clipped_and_need_whole_batches() -> None:
         fit(lambda: _in_float8(keras.optimizers.SGD(0.1)), trainer__accumulate=2)
 
 
+class Counting(layers.Layer):
+    """Counts the rows that it is trained on."""
+
+    def build(self, shape: Any) -> None:
+        settings = {"initializer": "zeros", "dtype": "int64", "trainable": False}
+        self.seen = self.add_weight(name="seen", shape=(), aggregation="sum", **settings)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], "int64"))
+        return x
+
+
+def test_a_skipped_update_is_counted_by_no_layer() -> None:
+    x, y = data()
+    x[BATCH + 1] = np.nan
+    counting = Counting()
+
+    def model() -> keras.Model:
+        made = keras.Sequential([keras.Input((6,)), counting, layers.Dense(3)])
+        made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    with pytest.warns(UserWarning, match="the update was skipped"):
+        fit(model, (x, y), trainer__epochs=1, health__nan="skip")
+    assert int(counting.seen) == ROWS - BATCH
+
+
 def test_hooks_see_gradients_before_they_are_clipped() -> None:
     class Twice(Callback):
         def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:

@@ -35,6 +35,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, path_name, unflatten_paths
 from ktrainer.steps import StepOptions
+from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.program_interface import LocalBatchLike, Logs
@@ -89,9 +90,16 @@ class RemoteReplicas(Replicas):
         """Assign statistics, keep metric counts; return the logs that are not metrics.
 
         Raises:
-            ModelError: the step resets a metric, whose counts arrive in any order.
+            ModelError: the step resets a metric, or adds to a statistic, whose counts arrive in any
+                order.
         """
         for variable, value in outcome.statistics:
+            if aggregation_of(variable) == "sum":
+                raise ModelError(
+                    f"a step of {type(self.model).__name__} changes {variable.path}, a statistic "
+                    'with aggregation="sum", but workers run several steps at once, and would '
+                    "overwrite one another's counts. Count in a metric, or choose another strategy."
+                )
             variable.assign(value)
         for variable, constant, parts in outcome.metrics:
             if constant is not None:

@@ -256,7 +256,8 @@ def adding_at_once() -> Iterator[None]:
 
 def _added_to(variable: Any, value: Any) -> tf.Tensor | None:
     """The x of a traced `variable + x`; None of any other value."""
-    if not tf.is_symbolic_tensor(value) or value.op.type != "AddV2":
+    is_sum = tf.is_symbolic_tensor(value) and value.op.type == "AddV2"
+    if not is_sum or getattr(variable, "handle", None) is None:  # a sharded variable has several
         return None
     handle = value.graph.capture(variable.handle)
     for read, more in (value.op.inputs, reversed(value.op.inputs)):

@@ -316,7 +316,14 @@ class Replicas:
 
     def _once(self, reset: Callable[[], None]) -> Callable[[], None]:
         """A metric's `reset_state`, once for all replicas."""
-        return lambda: self.contexts.call_once(lambda _: reset(), [])
+
+        def reset_once() -> None:
+            if tf.distribute.in_cross_replica_context():  # in the metric's own `update_state`
+                reset()
+            else:
+                self.contexts.call_once(lambda _: reset(), [])
+
+        return reset_once
 
     def _one_after_another(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A metric's `update_state` that takes the outputs of all replicas, one by one."""
