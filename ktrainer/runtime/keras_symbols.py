@@ -414,6 +414,10 @@ tensorflow.python.distribute.values
         tf_distribute: gets `__float__` and `__int__`, which other variables have
     DistributedVariable()._distribute_strategy
         steps, verify: read; the strategy of a variable
+    DistributedVariable()._distributed_container
+        tf_distribute: read; whether a replica's variable is of the strategy
+    SyncOnReadVariable
+        tf_distribute: read; integer states of metrics that replicas add up
 tensorflow.python.distribute.sharded_variable
     ShardedVariableMixin
         tf_distribute: read; variables in pieces on parameter servers
@@ -430,6 +434,15 @@ tensorflow.python.data.ops.iterator_ops
         data: called; an iterator that compares its batches between ranks
     OwnedIterator()._iterator_resource
         data: read; saves the position of a pipeline
+tensorflow.python.data.ops.dataset_ops
+    DatasetV2._as_serialized_graph
+        data: called; whether an interleave keeps an order
+tensorflow.python.data.ops.map_op
+    _ParallelMapDataset()._deterministic
+        data: read; whether a pipeline keeps an order
+tensorflow.python.data.ops.shuffle_op
+    _ShuffleDataset()._reshuffle_each_iteration
+        data: read; whether each iterator has an order of its own
 tensorflow.python.ops.script_ops
     _py_funcs
         pipeline: read; the Python functions of a graph
