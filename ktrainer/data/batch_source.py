@@ -135,7 +135,8 @@ def unlabelled(label: str, state: bytes, epoch: int, skip: int) -> bytes | None:
     then, _, rest = state.partition(b"\n")
     if then == label.encode():
         return rest
-    found = then.decode(errors="replace") if len(then) < _LONGEST else "other data, or of an older version"
+    known = len(then) < _LONGEST
+    found = then.decode(errors="replace") if known else "other data, or of an older version"
     problem = f"the checkpoint keeps the order of {found}, but the data is {label} now"
     if not skip:
         warnings.warn(f"{problem}: epoch {epoch + 1} has the order of a new run", stacklevel=2)
