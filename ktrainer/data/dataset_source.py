@@ -202,21 +202,21 @@ class DatasetSource(Source):
             self._freeing.pop().join()
 
     def replay_passes(self, passes: int, openings: int) -> None:
-        whole = self.reads_whole
-        if passes > self._next and self._warns and reads_in_part(self._dataset, whole):
+        whole, missed = self.reads_whole, passes > self._next
+        if missed and self._warns and reads_in_part(self._dataset, whole):
             warnings.warn(
                 "the order of this tf.data pipeline may differ from that of the run that is "
                 "resumed: it shuffles below a repeat or concatenate that is read in part, by "
                 "`take` or a number of steps. Shuffle after them",
                 stacklevel=2,
             )
-        if passes > self._next and whole and not self.endless and caches_a_shuffle(self._dataset):
+        if missed and whole and not self.endless and caches_a_shuffle(self._dataset):
             self._fill_cache()
         self._open_up_to(openings)
-        while self._seeds_drawn < passes:
-            self._seeds_drawn += 1
+        if (passes_left := passes - self._seeds_drawn) > 0:
+            self._seeds_drawn = passes
             for shuffled, times in seeds_of_reading(self._dataset, whole):
-                for _ in range(times):
+                for _ in range(times * passes_left):
                     iter(shuffled)
         self._next = max(self._next, passes)
 

@@ -76,10 +76,8 @@ _REMEDIES = {
     "@ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no change.",
     ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
     "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
-    (
-        "builtins.EOFError",
-        "EOF when reading a line",
-    ): "they have no terminal to read from. Give the script an argument instead.",
+    ("builtins.EOFError", "EOF when reading a line"): "there is no terminal to read from. Give the "
+    "script an argument.",
 }
 
 

@@ -199,9 +199,10 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
     ) -> tuple[Any, Tensors]:
         """The logs of a local batch, and its weighted gradients."""
         context = self._context(batch, weight, denominators=tf.unstack(denominators))
-        # The weight of their average is that of all parts, and so not 0.
-        kept = [*moved_by_padding(self.model), *statistics_of_own_rows(self.model)]
-        with unmoved(kept if padding else [], context.assigned):
+        kept: list[Any] = []
+        if padding:  # statistics too: the weight of their average is that of all parts, and not 0
+            kept = [*moved_by_padding(self.model), *statistics_of_own_rows(self.model)]
+        with unmoved(kept, context.assigned):
             with (
                 keras_patches(context, optimizers_of(self.model)),
                 self._logged.recording(),
