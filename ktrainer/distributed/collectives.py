@@ -263,9 +263,14 @@ def weighted(gradient: Gradient, weight: tf.Tensor) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         values = weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    wide = tf.float32 if gradient.dtype in _HALVES else gradient.dtype  # 1 / 3 is no 16-bit number
-    product = tf.math.multiply_no_nan(tf.cast(gradient, wide), tf.cast(weight, wide))
+    wide = widened(gradient)  # 1 / 3 is no 16-bit number
+    product = tf.math.multiply_no_nan(wide, tf.cast(weight, wide.dtype))
     return tf.cast(product, gradient.dtype)
+
+
+def widened(tensor: tf.Tensor) -> tf.Tensor:
+    """16-bit floats as float32, in which products and sums of them are better."""
+    return tf.cast(tensor, tf.float32) if tensor.dtype in _HALVES else tensor
 
 
 def densified(gradient: Gradient) -> tf.Tensor:

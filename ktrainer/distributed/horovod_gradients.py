@@ -29,6 +29,7 @@ from ktrainer.distributed.collectives import (
     GradientCollectives,
     InOrder,
     weighted,
+    widened,
     wire_type,
 )
 from ktrainer.distributed.deadlines import WaitWatchdog
@@ -196,7 +197,7 @@ class HorovodGradients(GradientCollectives):
         name = f"ktrainer.forward.{order.number()}"
         self._mark(self._watchdog.begin, [vector])
         total = self._hvd.allreduce(
-            _widened(vector),
+            widened(vector),  # Horovod has no bfloat16
             op=self._hvd.Sum,
             name=name,
             process_set=self._set,
@@ -216,11 +217,6 @@ class HorovodGradients(GradientCollectives):
             f"rank {self.world.rank} lost a peer, or waited over {self.world.deadline:g} s for "
             f"it, at step {self.world.step} in 'all-reduce of gradients' through Horovod"
         )
-
-
-def _widened(tensor: tf.Tensor) -> tf.Tensor:
-    """16-bit floats as float32: Horovod has no bfloat16, and their sums are better so."""
-    return tf.cast(tensor, tf.float32) if tensor.dtype.size == 2 else tensor
 
 
 def _as_bits(tensor: tf.Tensor, wire: tf.DType) -> tf.Tensor:

@@ -22,6 +22,7 @@ from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, wi
 from ktrainer.backends.pipeline.stage.stage_functions import Gradients, SavedTensors, StageFunctions
 from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, StageSettings, take
 from ktrainer.backends.pipeline.stage.subgraphs import TracedGraph
+from ktrainer.distributed.collectives import widened
 from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
@@ -309,5 +310,5 @@ def _weighted(gradient: Any, weight: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         values = _weighted(gradient.values, weight)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    wide = tf.float32 if gradient.dtype.size == 2 else gradient.dtype
-    return tf.cast(tf.cast(gradient, wide) * tf.cast(weight, wide), gradient.dtype)
+    wide = widened(gradient)
+    return tf.cast(wide * tf.cast(weight, wide.dtype), gradient.dtype)
