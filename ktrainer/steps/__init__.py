@@ -18,6 +18,7 @@ named_variables.py                                 the variables of a model's st
 variable_placement.py, remote_variable.py          variables that other processes hold
 local_layers.py                                    variables that are each rank's own
 loop_step.py, assigned_variables.py                a step of a loop of the user's own, on one rank
+variable_assignments.py                            how a traced step assigns to variables
 variable_broadcast.py                              equal variables on all ranks
 strategy_scope.py, move_out_of_strategy.py           leaving a tf.distribute strategy
 step_options.py, train_many.py, optimizers.py, assertions.py   small parts

@@ -13,69 +13,22 @@ are averaged if they are floats. All others are left as each rank has assigned t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import (
-    BaseResourceVariable,
-    ResourceVariable,
-)
 
-from ktrainer.runtime.monkeypatching import Replacement, replaced_in
+from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
-
-if TYPE_CHECKING:
-    from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.variable_assignments import aggregation_of, assignments, constant_of
 
 _UNCLEAR = (
     "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "
     "weigh the statistics of layers. Give the step constants otherwise: as variables, or let it "
     "use them from outside. Rows of the first argument:"
 )
-_ASSIGNS = ("assign", "assign_add", "assign_sub")
-_AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
-
-
-def assignments(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> list[Replacement]:
-    """A replacement of each method that assigns to a `tf.Variable`, made of the original."""
-    return [
-        (owner, name, make(getattr(owner, name)))
-        for owner in (BaseResourceVariable, ResourceVariable)
-        for name in _ASSIGNS
-        if name in vars(owner)
-    ]
-
-
-def left_alone(context: StepContext) -> AbstractContextManager[None]:
-    """Context in which a step, traced with `context`, assigns to no `tf.Variable`: it gets what it
-    would have assigned. Keras' variables have a `StatelessScope` for that."""
-
-    def without_assigning(original: Callable[..., Any]) -> Callable[..., Any]:
-        def assign(variable: Any, *values: Any, **named: Any) -> tf.Tensor:
-            given = values[0] if values else named.get("value", named.get("delta"))
-            value = tf.convert_to_tensor(given, variable.dtype)
-            if original.__name__ == "assign":
-                return value
-            return variable + value if original.__name__ == "assign_add" else variable - value
-
-        return assign
-
-    return replaced_in(context, assignments(without_assigning))
-
-
-def aggregation_of(variable: Any) -> str | None:
-    """`sum` or `mean`, as ranks' values of an assigned variable are combined; None: left alone."""
-    floating = tf.as_dtype(variable.dtype).is_floating
-    if not isinstance(variable, keras.Variable):
-        kind = _AGGREGATIONS.get(variable.aggregation.name)
-    elif variable.aggregation == "none":
-        kind = None if variable.trainable else "mean"
-    else:
-        kind = variable.aggregation if variable.aggregation in ("sum", "mean") else None
-    return kind if floating or kind == "sum" else None
 
 
 class _Assigned(NamedTuple):
@@ -155,14 +108,6 @@ class AssignedVariables:
 
 def _present_graph() -> Any:
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-
-
-def constant_of(value: Any) -> np.ndarray | None:
-    """The constant that a traced step assigns, as `reset_state` does; None for other values."""
-    if not tf.is_tensor(value) or not tf.is_symbolic_tensor(value):
-        return None
-    static: np.ndarray | None = tf.get_static_value(value)
-    return static
 
 
 def over_all_ranks(

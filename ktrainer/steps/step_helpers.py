@@ -12,9 +12,10 @@ import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
 from ktrainer.errors import ModelError
-from ktrainer.steps.assigned_variables import AssignedVariables, aggregation_of
+from ktrainer.steps.assigned_variables import AssignedVariables
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.variable_assignments import aggregation_of
 
 
 def is_uniform(batch: Any) -> bool:

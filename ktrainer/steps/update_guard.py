@@ -20,8 +20,8 @@ import tensorflow as tf
 
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
-from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.metric_logs import LoggedResults
+from ktrainer.steps.variable_assignments import aggregation_of
 
 
 class UpdateGuard:

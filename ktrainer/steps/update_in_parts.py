@@ -24,9 +24,9 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import Gradient, weighted
 from ktrainer.errors import ModelError
-from ktrainer.steps.assigned_variables import left_alone
 from ktrainer.steps.embedding_gradients import mark_common
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.variable_assignments import without_assignments
 
 Part = TypeVar("Part")
 Tensors = list[list[tf.Tensor]]  # for each variable nothing, a gradient, or values and indices
@@ -82,7 +82,7 @@ def count_denominators(context: StepContext, step: Callable[[], Any]) -> tf.Tens
         context: what the step is traced with; it records.
     """
     assert context.record
-    with left_alone(context):
+    with without_assignments(context):
         step()
     found = context.denominators or []
     return tf.stack(found) if found else tf.zeros([0], tf.float64)

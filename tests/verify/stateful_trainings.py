@@ -74,6 +74,14 @@ class Keeping(keras.Model):
         return [n, calls, self.box.count, *self.array, len(self.seen)]
 
 
+class Counting(Keeping):
+    """Counts in a weight: replicas may not assign to a plain `tf.Variable`."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.state["n"] = self.add_weight((), "zeros", trainable=False)
+
+
 class Meeting(keras.Model):
     """Waits for the other ranks in its step."""
 
@@ -91,6 +99,7 @@ CASES: dict[str, tuple[type, Callable[[], Any]]] = {
     "numpy": (keras.Model, from_numpy),
     "keras": (keras.Model, FromKeras),
     "keeping": (Keeping, arrays),
+    "counting": (Counting, arrays),
     "meeting": (Meeting, arrays),
 }
 

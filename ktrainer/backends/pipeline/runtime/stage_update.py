@@ -26,12 +26,12 @@ from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import StepOptions, optimizers_of
-from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import average_statistics
 from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import all_finite, scales_loss
+from ktrainer.steps.variable_assignments import aggregation_of
 
 _GROUP_BYTES = 4 * 2**20
 

@@ -35,10 +35,10 @@ from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, path_name, unflatten_paths
 from ktrainer.steps import StepOptions
-from ktrainer.steps.assigned_variables import aggregation_of
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.program_interface import LocalBatchLike, Logs
+from ktrainer.steps.variable_assignments import aggregation_of
 
 Places = tuple[int, ...]
 _AHEAD = 4  # scheduled updates a worker

@@ -12,8 +12,9 @@ import tensorflow as tf
 
 from ktrainer.data.local_batch import graph_bounds
 from ktrainer.state.nested_logs import LogPath, flatten_paths, unflatten_paths
-from ktrainer.steps.assigned_variables import aggregation_of, over_all_ranks
+from ktrainer.steps.assigned_variables import over_all_ranks
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.variable_assignments import aggregation_of
 
 
 @dataclass

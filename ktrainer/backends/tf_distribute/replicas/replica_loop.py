@@ -23,9 +23,10 @@ from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.distributed.world import World
-from ktrainer.steps.assigned_variables import aggregation_of, over_all_ranks
+from ktrainer.steps.assigned_variables import over_all_ranks
 from ktrainer.steps.loop_step import as_function, loop_context, loop_patches
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.variable_assignments import aggregation_of
 
 Guard = Callable[[], AbstractContextManager[None]]
 

@@ -17,8 +17,8 @@ from keras.src.random import seed_generator
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced, replaced_in
-from ktrainer.steps.assigned_variables import aggregation_of, assignments, constant_of
 from ktrainer.steps.step_context import StepContext, TracedContext
+from ktrainer.steps.variable_assignments import aggregation_of, assignments, constant_of
 
 # What Keras keeps by thread, and was set or made in the main one.
 _SETTINGS = ("dtype_policy", "flash_attention", seed_generator.GLOBAL_SEED_GENERATOR)
