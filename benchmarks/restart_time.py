@@ -3,12 +3,12 @@
     python benchmarks/restart_time.py [--rounds 5]
 
 The network of `examples/digits.py` on as many random images, one thread a process. Start: from the
-command to the end of the first update on both ranks, beside one process, with ktrainer and with
-`Model.fit` alone, which import TensorFlow and trace a step too, and beside `Model.fit` in two
-processes at once, which slow one another down: the bound. Restart: from the loss of rank 1 (by
-SIGKILL) to the end of the first update after `--max-restarts` has started both again from a
-checkpoint, with ranks that are forks of a warm process, and with ranks that import TensorFlow again
-(`--no-warm`). All take turns; shown are the medians and all values, in seconds.
+command to the end of the first update on both ranks, in turns with the bound: `Model.fit` alone in
+two processes at once, which import TensorFlow, trace a step and slow one another down, too.
+Restart: from the loss of a rank (by SIGKILL) to the end of the first update after `--max-restarts`
+has started both again from a checkpoint, without the pause of `--backoff`; as often as there are
+rounds in one run, whose ranks are forks of a warm process, and in one where they import TensorFlow
+again (`--no-warm`). Shown are the medians and all values, in seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from pathlib import Path
 from results import OURS, add_option, record
 
 RUN = [sys.executable, "-m", "ktrainer.cli.main", "run", "-n", "2", "--threads", "1"]
-OWN_ONE, ONE, TWO = "ktrainer, 1 process", "Model.fit, 1 process", "Model.fit in 2 at once"
-COLD = "ktrainer, --no-warm"
+TWO, COLD = "Model.fit in 2 at once", "ktrainer, --no-warm"
 START, RESTART = "launch of 2 ranks, to the first update", "restart of 2 ranks, to the next update"
 SIZES = "CNN of examples/digits.py, batch 64"
 QUIET_SECONDS = 1.0  # a warm process that has not computed for so long has imported TensorFlow
@@ -119,33 +118,35 @@ class Launch:
         self.folder.cleanup()
 
 
-def start(*commands: list[str], way: str, processes: int) -> float:
-    """Seconds from the start of programs to the end of the first update of all processes."""
-    backend = "data_parallel" if processes > 1 else "local"
-    words = (f"backend={backend}", "logging.progress=none") if way == "ours" else ()
+def start(*commands: list[str], way: str) -> float:
+    """Seconds from the start of programs to the end of the first update of both processes."""
+    words = ("backend=data_parallel", "logging.progress=none") if way == "ours" else ()
     launch = Launch(*commands, way=way, words=words)
     try:
-        return launch.first_update(processes) - launch.began
+        return launch.first_update(2) - launch.began
     finally:
         launch.close()
 
 
-def restart(*options: str) -> float:
-    """Seconds from the loss of a rank to the end of the first update of the ranks after it."""
+def restarts(losses: int, *options: str) -> list[float]:
+    """Seconds from each loss of a rank to the end of the first update of the ranks after it."""
     words = ("backend=data_parallel", "logging.progress=none", "trainer.epochs=100000")
-    command = [*RUN, "--max-restarts", "1", *options]
+    command = [*RUN, "--max-restarts", str(losses), "--backoff", "0.001", *options]
     launch = Launch(command, way="ours", words=(*words, "checkpoint.every=100ba"))
+    seconds = []
     try:
         launch.first_update(2)
         if not options:
             _wait_for_warm_process(launch.programs[0].pid)
-        time.sleep(1)  # there is a checkpoint
-        ranks = set(launch.updates())
-        os.kill(int(max(ranks, key=int)), signal.SIGKILL)
-        killed = time.time()
-        return launch.first_update(2, before=ranks) - killed
+        for _ in range(losses):
+            time.sleep(1)  # there is a new checkpoint
+            ranks = set(launch.updates())
+            os.kill(int(max(ranks, key=int)), signal.SIGKILL)
+            killed = time.time()
+            seconds.append(launch.first_update(2, before=ranks) - killed)
     finally:
         launch.close()
+    return seconds
 
 
 def _wait_for_warm_process(launcher: int) -> None:
@@ -178,12 +179,10 @@ def main() -> None:
     python = [sys.executable]
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(args.rounds):
-        seconds[START][OURS].append(start(RUN, way="ours", processes=2))
-        seconds[START][OWN_ONE].append(start(python, way="ours", processes=1))
-        seconds[START][ONE].append(start(python, way="keras", processes=1))
-        seconds[START][TWO].append(start(python, python, way="keras", processes=2))
-        seconds[RESTART][OURS].append(restart())
-        seconds[RESTART][COLD].append(restart("--no-warm"))
+        seconds[START][OURS].append(start(RUN, way="ours"))
+        seconds[START][TWO].append(start(python, python, way="keras"))
+    seconds[RESTART][OURS] = restarts(args.rounds)
+    seconds[RESTART][COLD] = restarts(args.rounds, "--no-warm")
     for what, values in seconds.items():
         print(what)
         for who, each in values.items():

@@ -135,7 +135,10 @@ def notes(machine: dict[str, Any], failed: dict[str, str]) -> str:
     and what is missing."""
     load, cpus = machine["load_before"], machine["cpus"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    lines = [f"Measured on {machine['date']}: {cpus} cores ({machine['cpu']}), {versions}."]
+    lines = [
+        f"Measured on {machine['date']}: {cpus} cores ({machine['cpu']}), {versions}. All programs "
+        f"took {machine['minutes']} minutes."
+    ]
     lines += [f"`{name}.py` failed: {said}" for name, said in failed.items()]
     if "horovod" not in machine["versions"]:
         lines.append("Horovod is not installed: what is compared with it is missing.")
@@ -156,7 +159,9 @@ def main() -> None:
     recorded = folder / "results.jsonl"
     recorded.write_text("")
     measured_on = machine()
+    began = time.monotonic()
     failed = run_all(folder, recorded)
+    measured_on["minutes"] = round((time.monotonic() - began) / 60)
     results = collect(recorded)
     text = table(results) + notes(measured_on, failed)
     write_json(folder / "results.json", results, {**measured_on, "failed": failed})

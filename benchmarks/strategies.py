@@ -3,10 +3,10 @@
     python benchmarks/strategies.py [--steps 60] [--epochs 5] [--rounds 2]
 
 An MLP (784-256-256-10) and a small CNN (28 x 28 x 1), SGD with momentum, 128 examples a global
-batch, two devices or processes of one thread each. Ours and Keras' take turns, each a run
-of its own; the median epoch of all rounds counts, without each run's first. Multi-worker steps take
-turns with data-parallel ones, too, and with their bound: steps without Keras' loop, metrics and
-data, whose gradients TensorFlow adds up in one collective. Keras' `fit` does not run on several
+batch, two devices or processes of one thread each. Ours and Keras' take turns in the processes of
+one run; the median epoch of all runs counts, without the first of each turn. Multi-worker steps
+take turns with data-parallel ones, too, and with their bound: steps without Keras' loop, metrics
+and data, whose gradients TensorFlow adds up in one collective. Keras' `fit` does not run on several
 workers as it is: here it has the two patches without which it fails. It does not run with parameter
 servers at all.
 """
@@ -28,11 +28,12 @@ BATCH = 128
 PEER = "Model.fit under the strategy"
 BOUND = "a bare step"
 MODELS = {"mlp": "MLP 784-256-256-10", "cnn": "CNN, 8 and 16 filters"}
+SEVERAL_WORKERS = "multi-worker mirrored, 2"
 RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a strategy)
     "one process": ([], ["backend=local"], True),
     "mirrored, 2 devices": ([], ["mirrored", "backend.devices=2"], True),
     "central storage, 2 devices": ([], ["central_storage", "backend.devices=2"], True),
-    "multi-worker mirrored, 2": (["-n", "2"], ["multi_worker_mirrored"], True),
+    SEVERAL_WORKERS: (["-n", "2"], ["multi_worker_mirrored"], True),
     "data_parallel, 2": (["-n", "2"], ["backend=data_parallel", "backend.engine=mpi"], False),
     "parameter server, 2 + 1, step": (
         ["--workers", "2", "--servers", "1"],
@@ -45,27 +46,21 @@ RUNS = {  # name -> (how to start, configuration, whether Keras' fit has such a 
         False,
     ),
 }
-# Beside others, too: (run, role) by who it is. All add up gradients of two processes.
-COMPARED = {
-    "multi-worker mirrored, 2": {
-        BOUND: ("multi-worker mirrored, 2", "bare"),
-        "ktrainer's data_parallel, 2": ("data_parallel, 2", "ours"),
-    },
-}
+WHO = {"ours": OURS, "bare": BOUND, "keras": PEER}  # by role, in the order of their turns
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--role", choices=["ours", "keras", "bare"])
+    parser.add_argument("--roles", nargs="+", choices=[*WHO])
     parser.add_argument("--model", choices=[*MODELS], default="mlp")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--only", nargs="+", choices=[*RUNS], default=[*RUNS])
     add_option(parser)
     args, words = parser.parse_known_args()
-    if args.role:
+    if args.roles:
         run_one(args, words)
         return
     print(f"{'steps a second':32}" + "".join(f"{m + ' ours':>10}{'fit':>8}" for m in args.models))
@@ -89,21 +84,22 @@ def main() -> None:
 
 def in_turns(name: str, model: str, args: Any) -> dict[str, list[float]]:
     """Milliseconds a step, by library, of those whose runs did not fail."""
-    turns = {OURS: (name, "ours")}
-    if RUNS[name][2]:
-        turns[PEER] = (name, "keras")
-    turns |= COMPARED.get(name, {})
-    times: dict[str, list[float]] = {who: [] for who in turns}
+    turns = {name: ["ours", *(["keras"] if RUNS[name][2] else [])]}
+    if name == SEVERAL_WORKERS:
+        turns = {name: ["ours", "bare", "keras"], "data_parallel, 2": ["ours"]}
+    times: dict[str, list[float]] = {}
     for _ in range(args.rounds):
-        for who, (run, role) in turns.items():
-            times[who] += measured(run, role, model, args)
+        for run, roles in turns.items():
+            for role, values in measured(run, roles, model, args).items():
+                who = WHO[role] if run == name else f"ktrainer's {run}"
+                times.setdefault(who, []).extend(values)
     return times
 
 
-def measured(run: str, role: str, model: str, args: Any) -> list[float]:
-    """Milliseconds a step, of each epoch of one run but the first; none if it fails."""
+def measured(run: str, roles: list[str], model: str, args: Any) -> dict[str, list[float]]:
+    """Milliseconds a step, by role, of each epoch but the first; none of a run that fails."""
     starter, words, _ = RUNS[run]
-    own = [__file__, "--role", role, "--model", model]
+    own = [__file__, "--roles", *roles, "--model", model]
     own += ["--steps", str(args.steps), "--epochs", str(args.epochs)]
     if not words[0].startswith("backend="):
         words = ["backend=tf_distribute", f"backend.strategy={words[0]}", *words[1:]]
@@ -122,8 +118,9 @@ def measured(run: str, role: str, model: str, args: Any) -> list[float]:
     lines = [x for x in done.stdout.splitlines() if x.startswith('{"seconds"')]
     if not lines:
         print(done.stderr[-2000:], file=sys.stderr)
-        return []
-    return [value / args.steps * 1e3 for value in json.loads(lines[0])["seconds"][1:]]
+        return {role: [] for role in roles}
+    seconds = json.loads(lines[0])["seconds"]
+    return {role: [each / args.steps * 1e3 for each in seconds[role][1:]] for role in roles}
 
 
 def run_one(args: Any, words: list[str]) -> None:
@@ -152,16 +149,17 @@ def run_one(args: Any, words: list[str]) -> None:
     shape = (784,) if args.model == "mlp" else (28, 28, 1)
     x = random.random((args.steps * BATCH, *shape), np.float32)
     y = random.integers(0, 10, len(x))
-    epochs = Epochs()
-    if args.role == "bare":
-        own = slice(trainer.world.rank, BATCH, trainer.world.size)
-        with_collective(trainer.strategy, args, x[own], y[own], epochs)
-    elif args.role == "ours":
-        trainer.fit(lambda: build(args.model), (x, y), callbacks=[epochs])
-    else:
-        with_keras(trainer, args, x, y, epochs)
+    epochs = {role: Epochs() for role in args.roles}
+    for role, each in epochs.items():
+        if role == "bare":
+            own = slice(trainer.world.rank, BATCH, trainer.world.size)
+            with_collective(trainer.strategy, args, x[own], y[own], each)
+        elif role == "ours":
+            trainer.fit(lambda: build(args.model), (x, y), callbacks=[each])
+        else:
+            with_keras(trainer, args, x, y, each)
     if trainer.world.is_root:
-        print(json.dumps({"seconds": epochs.seconds}), flush=True)
+        print(json.dumps({"seconds": {r: each.seconds for r, each in epochs.items()}}), flush=True)
 
 
 def build(name: str) -> Any:
