@@ -15,6 +15,7 @@ from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.main import parse_words
 from ktrainer.cli.script_trial import launch_options, run_script
 from ktrainer.config import parse_known_cli
+from ktrainer.errors import ConfigError
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.verify.compare_runs import Comparison, compare, load
 from ktrainer.verify.verify_mode import VerifyRun, refuse_own_batches
@@ -50,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
         _run(VerifyRun("unsplit", name, steps), words, "in one process")
         _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
         found = compare(load(folder, "unsplit"), load(folder, "split"))
+    if not (found.rows or found.missing):
+        raise ConfigError(
+            "fit has made no update, so there is nothing to compare: a callback stops it as it "
+            "begins, or trainer.max_time is over. Verify without that."
+        )
     print(_report(found))
     return 0 if found.equal else 1
 

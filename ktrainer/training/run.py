@@ -76,6 +76,7 @@ class Run:
         self.model: keras.Model = state.model
         self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
+        self._triggers = make_triggers(context.config, call.initial_epoch, call.validation_epochs)
         self.callbacks = CallbackList(state=state)
         self.check()
         # Before the feeds: which collectives follow depends on these.
@@ -110,13 +111,8 @@ class Run:
         if not (context.config.trainer.fast_dev_run or state.joining):
             # Made now: it says what runs, even if nothing else is written.
             self._lock = hold_run_folder(context.run_dir, context.world)
-        triggers = replace(
-            make_triggers(context.config),
-            initial_epoch=self.call.initial_epoch,
-            validation_epochs=self.call.validation_epochs,
-        )
         signals = SignalHandlers(context.config.trainer.interrupt)
-        loop = Loop(context, state, self.callbacks, triggers, signals, recovery)
+        loop = Loop(context, state, self.callbacks, self._triggers, signals, recovery)
         with ExitStack() as stack:
             if not state.inside:  # the outer `fit` handles signals, and ends as it can
                 stack.enter_context(signals.installed())
@@ -268,7 +264,7 @@ class Run:
             state=self.state,
             add_history=True,
             model=self.model,
-            epochs=make_triggers(config).epochs,
+            epochs=self._triggers.epochs,
             steps=self.state.steps_per_epoch,
             verbose=self.call.verbose,
         )

@@ -41,18 +41,26 @@ class Triggers:
         return self.validation_epochs is None or epoch + 1 in self.validation_epochs
 
 
-def make_triggers(config: Config) -> Triggers:
-    """Return the times from the configuration, durations parsed."""
+def make_triggers(
+    config: Config, initial_epoch: int = 0, validation_epochs: frozenset[int] | None = None
+) -> Triggers:
+    """Return the times from the configuration, durations parsed.
+
+    Args:
+        initial_epoch, validation_epochs: as of `Triggers`.
+    """
     trainer = config.trainer
     dev = bool(trainer.fast_dev_run)
     seconds = Duration.parse(trainer.max_time) if trainer.max_time else None
     return Triggers(
-        epochs=1 if dev else trainer.epochs,
+        epochs=initial_epoch + 1 if dev else trainer.epochs,
         max_steps=None if dev else trainer.max_steps,
         max_seconds=seconds.seconds if seconds else None,
         validate=_duration("1ep" if dev else trainer.validate_every),
         log=_duration(config.logging.every),
         accumulate=trainer.accumulate,
+        initial_epoch=initial_epoch,
+        validation_epochs=validation_epochs,
     )
 
 

@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        return not self.missing and not any(row.differs for row in self.rows)
+        return bool(self.rows) and not self.missing and not any(row.differs for row in self.rows)
 
     def __str__(self) -> str:
         if not self.rows:

@@ -36,6 +36,7 @@ class UpdateRecorder(Callback):
         self.verify_run = verify_run
         self.arrays: dict[str, np.ndarray] = {}
         self._applied: dict[str, int] = {}
+        self._before: int | None = None  # updates of the epochs before `initial_epoch`
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
@@ -52,6 +53,7 @@ class UpdateRecorder(Callback):
             self._begin_alike()
 
     def on_step_begin(self, step: int) -> None:
+        self._before = step if self._before is None else self._before
         self._applied.clear()
 
     def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -64,6 +66,7 @@ class UpdateRecorder(Callback):
         return gradients
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
+        step -= self._before or 0
         for name, value in logs.items():
             kind = "loss" if name == "loss" else "metric"
             self.arrays[f"{step:04}/{kind}/{name}"] = np.asarray(value, np.float64)
@@ -99,7 +102,7 @@ class UpdateRecorder(Callback):
     def _keep(self, name: str, value: np.ndarray) -> None:
         # A step may apply its optimizers several times.
         times = self._applied[name] = self._applied.get(name, 0) + 1
-        step = self.progress.step + 1
+        step = self.progress.step + 1 - (self._before or 0)
         more = f" ({times})" if times > 1 else ""
         self.arrays[f"{step:04}/gradient/{name}{more}"] = np.array(value)
 

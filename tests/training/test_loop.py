@@ -189,6 +189,13 @@ def test_limits(settings: dict[str, Any], steps: int, tested: int) -> None:
     assert ("val_loss" in history) == (tested > 0)
 
 
+def test_a_fast_dev_run_trains_whatever_its_first_epoch_is() -> None:
+    with trainer(trainer__fast_dev_run=2) as it:
+        history = it.fit(build, data(), initial_epoch=5, epochs=10, validation_data=data())
+        assert (history.epoch, history.params["epochs"]) == ([5], 6)
+        assert "val_loss" in history.history
+
+
 def test_overfit_batches_are_the_same_every_epoch() -> None:
     x, y = data()
     ours, history = fit(

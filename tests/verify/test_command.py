@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ktrainer.cli import main
+from ktrainer.cli import main, verify_command
 from ktrainer.cli.verify_command import _single_process_words, add_arguments
 from ktrainer.verify.verify_mode import VARIABLE
 from tests.processes import ktrainer
@@ -94,6 +94,14 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert VARIABLE not in os.environ
 
 
+def test_runs_without_an_update_are_refused(
+    script: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify_command, "_run", lambda *_: None)
+    assert main.main(["verify", script]) == 2
+    assert "fit has made no update, so there is nothing to compare" in capfd.readouterr().err
+
+
 def test_the_words_of_the_run_in_one_process(tmp_path: Path) -> None:
     config = tmp_path / "backend.yaml"
     config.write_text("backend: {name: pipeline, partitions: 2}\nseed: 3\n")
@@ -125,7 +133,7 @@ inputs = keras.Input((6,))
 hidden = layers.Dropout(0.4)(layers.Dense(7, activation="tanh", name="hidden")(inputs))
 model = keras.Model(inputs, layers.Dense(3, name="head")(hidden))
 model.compile("adam", "mse", metrics=["mae"])
-model.fit(x, y, batch_size=8, epochs=2, validation_split=0.25)
+model.fit(x, y, batch_size=8, epochs=7, initial_epoch=5, validation_split=0.25)
 print("not reached")
 """
 
@@ -139,4 +147,5 @@ def test_a_script_that_has_never_heard_of_ktrainer(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert re.search(r"^weight +head/kernel .* equal to rounding$", out, re.M), out
+    assert "equal: 2 updates" in out
     assert "reached" not in out

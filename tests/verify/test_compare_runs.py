@@ -27,6 +27,11 @@ def test_rounding_is_equal() -> None:
     assert str(found).splitlines()[1].startswith("loss")
 
 
+def test_runs_without_an_update_are_not_equal() -> None:
+    alone = {name: value for name, value in recorded().items() if "/" not in name}
+    assert not compare(alone, alone).equal
+
+
 def test_a_factor_as_large_as_the_number_of_parts_is_a_sum() -> None:
     found = compare(recorded(), recorded(scale=0.25))
     assert not found.equal
