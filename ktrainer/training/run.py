@@ -190,13 +190,13 @@ class Run:
             order = order_of(world, config)
         self.state.feed = self._open_training_data(order)
         self.state.validation = None
-        limit = config.trainer.fast_dev_run or config.trainer.limit_val_batches
-        if self.call.validation_data is not None and limit != 0:
+        limits = config.trainer
+        if self.call.validation_data is not None and limits.limit_val_batches != 0:
             self.state.validation = self._open_feed(
                 self.call.validation_data,
                 "validation_steps=... or trainer.limit_val_batches=...",
                 training=False,
-                limit=limit,
+                limit=limits.fast_dev_run or limits.limit_val_batches,
                 batch_size=self.call.validation_batch_size,
             )
 

@@ -180,6 +180,7 @@ def test_intervals_do_not_count_epochs_before_the_first(
         ({"trainer__limit_val_batches": 0}, 6, 0),
         ({"trainer__fast_dev_run": "true", "trainer__epochs": 9}, 1, 1),
         ({"trainer__fast_dev_run": 2, "trainer__validate_every": "null"}, 2, 2),
+        ({"trainer__fast_dev_run": 2, "trainer__limit_val_batches": 0}, 2, 0),
     ],
     ids=str,
 )
