@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+from ktrainer.config.config_loading import load_config
+from ktrainer.config.config_sources import read_source
+from ktrainer.config.launch_environment import as_launched
+from ktrainer.config.schema import Config
 from ktrainer.errors import ConfigError
 
 # The configuration words of `ktrainer run` (`key=value`, `--config FILE`), which come before those
 # of `sys.argv`. Set in the process that runs the script, before it begins: an environment variable
 # would be inherited by the script's child processes.
 launcher_words: list[str] = []
+taken_words: list[str] = []  # those that the script's first Trainer has, or was compared with
 
 
 def parse_cli(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -33,6 +40,46 @@ def parse_cli(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     if rest:
         raise _unexpected(rest[0])
     return path, overrides
+
+
+def no_effect(word: str) -> str:
+    """The message about a word that a script's Trainer does not have."""
+    return (
+        f"{word} has no effect: the script makes its Trainer without the command line's key=value. "
+        "Make it by Trainer.from_cli(), whose `defaults` are the script's own values."
+    )
+
+
+def require_taken_words(config: Config) -> None:
+    """Refuse a script whose first Trainer differs from what `ktrainer run` was given.
+
+    Args:
+        config: of a Trainer, as launched.
+
+    Raises:
+        ConfigError: a word, or the file, would change it.
+    """
+    if taken_words == launcher_words:
+        return
+    taken_words[:] = launcher_words
+    path, words = parse_cli(launcher_words)
+    wanted = as_launched(load_config(path, words, defaults=read_source(config)))
+    # Of which the launcher makes the environment.
+    wanted = wanted.with_changes(world=replace(wanted.world, threads=config.world.threads))
+    if wanted == config:
+        return
+    keys = [word.partition("=")[0].strip() for word in words]
+    lost = [key for key in keys if _value(wanted, key) != _value(config, key)]
+    word = lost[0] if lost else f"--config={path}"
+    raise ConfigError(f"{no_effect(word)} Or set it in the script, without the word.")
+
+
+def _value(config: Config, key: str) -> Any:
+    """The value of a dotted key; None inside of a group that is not set."""
+    value: Any = config.to_dict()
+    for part in ["backend", "name"] if key == "backend" else key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def parse_known_cli(argv: Sequence[str]) -> tuple[str | None, list[str], list[str]]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 from ktrainer.config import Config
+from ktrainer.config.command_line import no_effect
 
 VARIABLE = "KTRAINER_SWEEP"
 PRUNED = "the sweep has pruned the trial"  # why its fit has stopped, in its record
@@ -84,10 +85,7 @@ def configure_for_sweep(config: Config) -> Config:
     read = [key for key, origin in config._origins.items() if origin == "command line"]
     for key in trial.keys:
         if not any(each == key or each.startswith(f"{key}.") for each in read):
-            refuse(
-                f"{key} has no effect: the script makes its Trainer without the command line's "
-                "key=value. Make it by Trainer.from_cli()."
-            )
+            refuse(no_effect(key))
     _configured = True
     return config.with_changes(
         run=replace(config.run, dir=trial.folder),

@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from ktrainer.config import parse_cli, parse_known_cli
+from ktrainer.config import load_config, parse_cli, parse_known_cli
+from ktrainer.config.command_line import launcher_words, require_taken_words, taken_words
 from ktrainer.errors import ConfigError
 
 
@@ -63,3 +64,53 @@ def test_help_prints_the_keys(capsys):
         parse_cli(["--help"])
     assert caught.value.code == 0
     assert "trainer.epochs (a whole number" in capsys.readouterr().out
+
+
+@pytest.fixture
+def words_of_the_launch():
+    def given(*words):
+        launcher_words[:] = words
+        taken_words.clear()
+
+    yield given
+    given()
+
+
+HAS = {"backend": {"name": "data_parallel", "engine": "mpi"}, "user": {"lr": 1.0, "more": {}}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["backend=data_parallel", "trainer.epochs=1"],
+        ["backend={name: data_parallel}", "user.lr=1", "world.threads=3"],
+        ["--config=FILE", "run.dir=runs/${backend.engine}"],
+    ],
+)
+def test_a_trainer_that_has_the_words_of_the_launch(words, words_of_the_launch, tmp_path):
+    (tmp_path / "run.yaml").write_text("backend: {name: data_parallel}\nuser: {more: {a: 1}}\n")
+    words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
+    words_of_the_launch(*words)
+    path, overrides = parse_cli(words)
+    kept = [word for word in overrides if not word.startswith("world")]
+    require_taken_words(load_config(path, kept, defaults=HAS))
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["backend=data_parallel", "trainer.epochs=30"], r"trainer\.epochs has no effect"),
+        (["backend=data_parallel", "backend.compression=bf16"], r"backend\.compression has no"),
+        (["backend=local"], "backend has no effect"),
+        (["user.lr=2", "seed=1"], r"user\.lr has no effect"),
+        (["--config=FILE"], r"--config=\S+ has no effect"),
+        (["backend.partitions=2"], "but the backend is data_parallel"),
+    ],
+)
+def test_a_trainer_without_the_words_of_the_launch(words, says, words_of_the_launch, tmp_path):
+    (tmp_path / "run.yaml").write_text("backend: {name: data_parallel}\ntrainer: {epochs: 30}\n")
+    words_of_the_launch(*(word.replace("FILE", str(tmp_path / "run.yaml")) for word in words))
+    with pytest.raises(ConfigError, match=says):
+        require_taken_words(load_config(HAS))
+    require_taken_words(load_config(HAS))  # the script's second Trainer may be another one

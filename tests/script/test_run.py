@@ -121,6 +121,10 @@ def test_a_trainer_of_another_module_ends_the_routing(tmp_path: Path) -> None:
     )
     done = run(tmp_path, "-n", 2, "script.py", *TWO, "logging.progress=none", "seed=4")
     assert done.stdout == "2 False 2\n", done.stderr
+    text = (tmp_path / "beside.py").read_text()
+    (tmp_path / "beside.py").write_text(text.replace(".from_cli(defaults=", "("))
+    refused = run(tmp_path, "script.py", "trainer.epochs=5")
+    assert "trainer.epochs has no effect: the script makes its Trainer" in refused.stderr
 
 
 @pytest.mark.exhaustive
