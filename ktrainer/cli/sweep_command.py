@@ -15,7 +15,7 @@ from ktrainer.checkpoint.best_metric import is_loss
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.run_command import recorded_signals
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome, output_end, run_trial, trial_folder
-from ktrainer.cli.sweep_words import SweepWords, file_digest
+from ktrainer.cli.sweep_words import DIGEST, SweepWords, file_digest
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.tuning.search_space import grid_size
@@ -174,6 +174,7 @@ def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode:
     settings = {
         "script": str(Path(args.script).resolve()),
         "words": words.redacted(),
+        DIGEST: words.digest(),
         "metric": args.metric,
         "mode": mode,
         "sampler": args.sampler,

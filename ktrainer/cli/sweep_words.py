@@ -12,10 +12,12 @@ from pathlib import Path
 from ktrainer.cli.launch_config import checked_config, naming_the_separator
 from ktrainer.cli.script_trial import launch_options
 from ktrainer.config import parse_known_cli
-from ktrainer.config.redact import REDACTED, is_secret_name, redact_text
+from ktrainer.config.config_sources import read_overrides
+from ktrainer.config.redact import REDACTED, is_secret_name, redact, redact_text
 from ktrainer.errors import ConfigError
 from ktrainer.tuning.search_space import Space, Value, grid_size, split_spaces, word
 
+DIGEST = "digest of all words"  # among a sweep's settings
 _OWN = ("run", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
 
@@ -130,16 +132,38 @@ class SweepWords:
     def redacted(self) -> list[str]:
         """All that follows the script, in one order, without secrets."""
         config = [] if self.config is None else [f"--config={self.config}"]
+        spaces = [f"{space.key}={_shown(space)}" for space in self.spaces]
+        return [*map(_redacted, sorted(self.fixed)), *spaces, *map(_redacted, [*config, *self.own])]
+
+    def digest(self) -> str:
+        """A digest of all words but the name of the file, by which other secrets are noticed."""
         spaces = [f"{space.key}={space}" for space in self.spaces]
-        return list(map(_redacted, [*sorted(self.fixed), *spaces, *config, *self.own]))
+        return _digest("\0".join([*sorted(self.fixed), *spaces, *self.own]).encode())
 
 
 def file_digest(path: str) -> str:
     """A digest of a file's content, by which a change is noticed."""
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=6).hexdigest()
+    return _digest(Path(path).read_bytes())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=6).hexdigest()
+
+
+def _shown(space: Space) -> str:
+    """The values of a space, secrets redacted."""
+    words = [_redacted(word(space.key, choice)) for choice in space.choices]
+    return ",".join(each.partition("=")[2] for each in words) or str(space)
 
 
 def _redacted(each: str) -> str:
-    key, equals, _ = each.partition("=")
-    secret = bool(equals) and any(is_secret_name(part) for part in key.split("."))
-    return f"{key}={REDACTED}" if secret else redact_text(each)
+    """A word, its value redacted where `redact` does that to what YAML reads."""
+    key, equals, text = each.partition("=")
+    name = next((part for part in key.split(".") if is_secret_name(part)), None)
+    if not equals or name is None:
+        return redact_text(each)
+    try:
+        [(_, value, _)] = read_overrides([f"value={text}"])
+    except ConfigError:  # of a word of the script's own
+        value = text
+    return each if redact(value, (), name) == value else f"{key}={REDACTED}"

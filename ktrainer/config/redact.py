@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 REDACTED = "***"
@@ -49,8 +50,9 @@ def secrets_in(value: Any, name: str = "") -> list[str]:
 def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
     """A copy of a nested structure in which secrets are replaced by `***`.
 
-    A value is a secret when its key's name says so, when it came from an environment variable
-    whose name says so (`secrets`), or when it is the login part of a URL.
+    Text is a secret when its key's name says so, or that of a group around it; any value when it
+    came from an environment variable whose name says so (`secrets`), or as the login part of a URL.
+    Numbers are none by their name: `key_dim` and `token_dropout` are settings of a model.
 
     Args:
         value: nested dicts, lists and plain values.
@@ -59,15 +61,16 @@ def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
     """
     secrets = tuple(secrets)
     if isinstance(value, dict):
-        if is_secret_name(name):
-            return {redact_text(str(k), secrets): REDACTED for k in value}
+        inside = is_secret_name(name)
         return {
-            redact_text(k, secrets) if isinstance(k, str) else k: redact(v, secrets, str(k))
+            redact_text(k, secrets) if isinstance(k, str) else k: redact(
+                v, secrets, name if inside else str(k)
+            )
             for k, v in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [redact(item, secrets, name) for item in value]
-    if is_secret_name(name) and value is not None and not isinstance(value, bool):
+    if is_secret_name(name) and not isinstance(value, (int, float, NoneType)):
         return REDACTED
     if isinstance(value, str):
         return redact_text(value, secrets)

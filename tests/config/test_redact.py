@@ -57,6 +57,13 @@ def test_nested_values():
     assert redact({"pin": 1234}, ["1234"]) == {"pin": "***"}
 
 
+def test_numbers_are_settings_whatever_their_names():
+    value = {"key_dim": 64, "token_dropout": 0.1, "attention_key": {"dims": [16, 32], "of": "x"}}
+    assert redact(value) == {**value, "attention_key": {"dims": [16, 32], "of": "***"}}
+    key = load_config(None, ["user.key_dim=16"], defaults={"user": {"key_dim": 64}})
+    assert key.to_dict(redacted=True)["user"] == {"key_dim": 16}
+
+
 @pytest.fixture
 def planted(monkeypatch):
     monkeypatch.setenv("SERVICE_TOKEN", PLANTED)

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from ktrainer.cli import main
-from ktrainer.cli.sweep_command import add_arguments, read_later_options
+from ktrainer.cli.sweep_command import _open_study, add_arguments, read_later_options
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome
 from ktrainer.cli.sweep_words import SweepWords
+from ktrainer.errors import ConfigError
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
@@ -202,6 +203,37 @@ def test_what_so_many_trials_mean(words: list[str], sampler: str, trials: int, s
     hint = SweepWords.read(parser.parse_args(["train.py", *words])).hint(sampler, trials)
     assert hint.startswith(said)
     assert bool(hint) == bool(said)
+
+
+def test_words_that_are_shown() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def read(*given: str) -> SweepWords:
+        return SweepWords.read(parser.parse_args(["train.py", *given]))
+
+    words = ["user.key_dim=16,32", "user.token_rate=log(1e-3,1)", "user.max_token=[8,9]"]
+    one, other = (read(*words, f"user.api_key={key}", "--auth=x") for key in ("abc", "def"))
+    shown = ["user.api_key=***", "user.max_token=[8,9]", "user.key_dim=16,32"]
+    shown += ["user.token_rate=log(0.001,1.0)", "--auth=***"]
+    assert one.redacted() == other.redacted() == shown
+    assert one.digest() == read(*words, "user.api_key=abc", "--auth=x").digest() != other.digest()
+    assert "user.key_dim=32 " in one.command({"user.key_dim": "32", "user.token_rate": 0.1})
+    assert read("user.key=a,5").redacted() == ["user.key=***,5"]
+
+
+def test_a_sweep_with_another_secret_is_another_one(script: Path, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def begin(key: str) -> None:
+        args = parser.parse_args([str(script), "user.lr=1,2", f"user.api_key={key}"])
+        _open_study(args, SweepWords.read(args), tmp_path, "min")
+
+    begin("abc")
+    begin("abc")
+    with pytest.raises(ConfigError, match="begun with another digest of all words"):
+        begin("def")
 
 
 def record(
