@@ -34,6 +34,7 @@ class ConfigError(KtrainerError):
         path: dotted path of the key, for example `"backend.engine"`.
         value: the offending value; shown when given.
         known: the valid names; the nearest one is suggested.
+        needs: keys whose defaults the value contradicts: it can work if a script sets them.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class ConfigError(KtrainerError):
         path: str | None = None,
         value: Any = None,
         known: Iterable[str] = (),
+        needs: Iterable[str] = (),
     ) -> None:
         self.path = path
         self.value = value
+        self.needs = tuple(needs)
         where = f"{path}: " if path else ""
         near = nearest(str(value if value is not None else (path or "").split(".")[-1]), known)
         hint = f" Did you mean {near!r}?" if near else ""

@@ -121,7 +121,7 @@ def test_what_an_example_says_to_launch_passes_the_launcher_s_check(monkeypatch)
             assert args.check, line
             with monkeypatch.context() as patch:
                 patch.chdir(ROOT)
-                launch_config.checked_config(args.args, args.ranks, args.workers, {})
+                launch_config.checked_config(args.script, args.args, args.ranks, args.workers, {})
 
 
 def test_data_that_cannot_be_downloaded_names_the_option(monkeypatch):

@@ -121,7 +121,7 @@ def prepare_launch(args: argparse.Namespace, hosts: Sequence[Host]) -> Launch:
 def _checked(args: argparse.Namespace, requested: Mapping[str, str]) -> Config | None:
     """The configuration on the command line; None: there is none."""
     with naming_the_separator(args.args):
-        config = checked_config(args.args, args.ranks, args.workers, requested)
+        config = checked_config(args.script, args.args, args.ranks, args.workers, requested)
     if config is not None:
         require_trackers(config)
     return config

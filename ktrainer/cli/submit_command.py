@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     """
     _check_options(args)
     with naming_the_separator(args.args):
-        config = checked_config(args.args, args.nodes * args.ranks, None, {}) or Config()
+        ranks = args.nodes * args.ranks
+        config = checked_config(args.script, args.args, ranks, None, {}) or Config()
     job, scheduler = _job(args, config), SCHEDULERS[args.to]
     path = args.output or Path(f"{job.name}.{scheduler.ending}")
     _write(path, scheduler.write(job))

@@ -92,7 +92,7 @@ class SweepWords:
         if self.config is not None:
             words.append(f"--config={self.config}")
         with naming_the_separator(words):
-            config = checked_config(words, self.ranks, self.workers, {})
+            config = checked_config(self.script, words, self.ranks, self.workers, {})
         if config is not None and config.trainer.fast_dev_run:
             raise ConfigError(
                 "keeps no record of a run, so trials could not be compared: leave it out, or try "

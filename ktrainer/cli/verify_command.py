@@ -69,7 +69,7 @@ def _check(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="ktrainer verify", allow_abbrev=False)
     run_command.add_arguments(parser)
     args = parse_words(parser, words)
-    config = checked_config(args.args, args.ranks or 1, args.workers, {})
+    config = checked_config(args.script, args.args, args.ranks or 1, args.workers, {})
     if config is not None:
         refuse_own_batches(config)
 

@@ -23,7 +23,7 @@ from ktrainer.config.config_sources import read_overrides, read_source
 from ktrainer.config.key_errors import check_keys, lookup, translate
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import SCRIPT, Config
-from ktrainer.config.schema_fields import alternatives, choices
+from ktrainer.config.schema_fields import alternatives, choices, hints
 from ktrainer.config.script_parameters import as_parameters, checked_parameters
 from ktrainer.config.strategy_checks import with_sharding
 from ktrainer.config.value_checks import check_values
@@ -38,6 +38,7 @@ def load_config(
     *,
     defaults: Mapping[str, Any] | None = None,
     on_unknown_callback: Callable[[ConfigError], None] | None = None,
+    before_script: bool = False,
 ) -> Config:
     """Merge the schema's defaults, `defaults`, `source` and `overrides`; the later ones win.
 
@@ -51,6 +52,9 @@ def load_config(
             script's parameters; without `defaults` that in `source` does.
         on_unknown_callback: called with the error for each callback whose name is not registered,
             instead of raising it; for tools that run without the user's script.
+        before_script: leave to a script, which has defaults of its own, what these may settle:
+            contradictions with keys that are not set, keys of a backend that is not named, and
+            callbacks' names.
 
     Returns:
         The frozen configuration, checked and with all `${...}` resolved.
@@ -62,6 +66,10 @@ def load_config(
     if isinstance(source, Config) and not overrides:
         return source
     layers = [read_source(defaults), read_source(source), _tree(read_overrides(overrides))]
+    layers = [_with_named_backend(layer) for layer in layers]
+    if before_script:
+        layers = _without_unnamed_backend(layers)
+        on_unknown_callback = on_unknown_callback or (lambda _error: None)
     secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
     try:
         config = with_sharding(_make(layers))
@@ -72,7 +80,7 @@ def load_config(
         config = replace(config, user=as_parameters(user))
         object.__setattr__(config, "_secrets", tuple(dict.fromkeys(secrets)))
         object.__setattr__(config, "_origins", _origins(source, *layers))
-        check_values(config, on_unknown_callback)
+        check_values(config, on_unknown_callback, before_script)
     except ConfigError as error:
         raise _without_secrets(error, secrets) from None
     return config
@@ -164,6 +172,26 @@ def _merge_plain(*trees: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _with_named_backend(layer: dict[str, Any]) -> dict[str, Any]:
+    """`layer` with `backend: NAME` as `backend: {name: NAME}`."""
+    given = layer.get("backend")
+    return {**layer, "backend": {"name": given}} if isinstance(given, str) else layer
+
+
+def _without_unnamed_backend(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`layers` without keys of backends, if none is named: the script may name it. Unknown keys
+    are kept."""
+    given = {i: layer["backend"] for i, layer in enumerate(layers) if "backend" in layer}
+    if any(not isinstance(keys, dict) or "name" in keys for keys in given.values()):
+        return layers
+    known = {key for backend in BACKENDS.values() for key in hints(backend)}
+    unknown = {i: {k: keys[k] for k in keys.keys() - known} for i, keys in given.items()}
+    return [
+        {**layer, "backend": unknown[i]} if i in unknown else layer
+        for i, layer in enumerate(layers)
+    ]
+
+
 def _choose_backend(layers: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
     """The backend's name and its keys: a layer that names another backend drops the keys before."""
     name, keys = "local", dict[str, Any]()
@@ -171,8 +199,6 @@ def _choose_backend(layers: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
         if "backend" not in layer:
             continue
         given = layer["backend"]
-        if isinstance(given, str):
-            given = {"name": given}
         if not isinstance(given, dict):
             known = ", ".join(BACKENDS)
             message = f"name a backend ({known}), or give its keys with its name, not {given!r}."

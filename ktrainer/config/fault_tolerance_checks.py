@@ -34,6 +34,7 @@ def check_healing(config: Config) -> None:
             path="world.heal",
             value=True,
         )
+    _check_no_rollback(config)
     _check_backend(config)
     if isinstance(config.backend, PipelineConfig):
         _check_pipeline(config)
@@ -46,7 +47,6 @@ def check_healing(config: Config) -> None:
             path=f"data.{key}",
             value=getattr(config.data, key),
         )
-    _check_no_rollback(config)
 
 
 def _check_no_growth(world: WorldConfig) -> None:
@@ -80,6 +80,7 @@ def _check_backend(config: Config) -> None:
             f"with replicas saves their state: {remedy}",
             path="world.heal",
             value=True,
+            needs=["backend.name"],
         )
     if backend.engine == "horovod":
         raise ConfigError(
@@ -145,6 +146,7 @@ def check_health(config: Config) -> None:
             "loss that counts as a spike: set it, to 3 for example.",
             path="health.on_spike",
             value=health.on_spike,
+            needs=["health.spike"],
         )
     for key in ("nan", "on_spike"):
         action, path = getattr(health, key), f"health.{key}"
@@ -155,6 +157,7 @@ def check_health(config: Config) -> None:
                 "checkpoint.every=500ba.",
                 path=path,
                 value=action,
+                needs=["checkpoint.every", "checkpoint.best"],
             )
         if isinstance(config.backend, TfDistributeConfig):
             _check_loss_actions(config, config.backend, action, path)

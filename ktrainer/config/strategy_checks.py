@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def _check_used(backend: TfDistributeConfig) -> None:
                 f"{' and '.join(users)}. Remove it, or choose another strategy.",
                 path=f"backend.{key}",
                 value=value,
+                needs=["backend.strategy"],
             )
 
 
@@ -115,11 +117,12 @@ def _check_sharding(config: Config, backend: TfDistributeConfig) -> None:
             "gives each process all of its pipeline, but with data.batch=global the processes "
             "split each batch. Set data.batch=per_worker, and each trains on its own batches; or "
             "remove auto_shard.",
+            needs=["data.batch"],
         )
 
 
-def _refuse_sharding(value: str, why: str) -> None:
-    raise ConfigError(why, path="backend.auto_shard", value=value)
+def _refuse_sharding(value: str, why: str, needs: Sequence[str] = ()) -> None:
+    raise ConfigError(why, path="backend.auto_shard", value=value, needs=needs)
 
 
 def asked_devices(value: Any) -> int | list[str] | None:

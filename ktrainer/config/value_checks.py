@@ -36,34 +36,39 @@ _UNITS = {"ep": "epochs ('1ep')", "ba": "updates ('500ba')", "s": "time ('10m')"
 
 
 def check_values(
-    config: Config, on_unknown_callback: Callable[[ConfigError], None] | None = None
+    config: Config,
+    on_unknown_callback: Callable[[ConfigError], None] | None = None,
+    before_script: bool = False,
 ) -> None:
     """Refuse values out of bounds and keys that contradict one another.
 
     Args:
         on_unknown_callback: called with the error for a callback that is not registered, instead
             of raising it.
+        before_script: raise no error that a script's defaults may settle.
 
     Raises:
         ConfigError: for the first one found.
     """
     _check_bounds(config, "")
-    _check_clip(config)
-    _check_trainer(config)
-    _check_profile(config)
-    _check_signals(config)
-    _check_schedule(config)
-    _check_checkpoint(config)
-    check_healing(config)
-    check_health(config)
-    check_watch(config)
-    check_tracker_arguments(config)
-    if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
-        _check_local_layers(config, config.backend)
-    if isinstance(config.backend, PipelineConfig):
-        check_pipeline(config, config.backend)
-    if isinstance(config.backend, TfDistributeConfig):
-        check_strategy(config, config.backend)
+    for check in (
+        _check_clip,
+        _check_trainer,
+        _check_profile,
+        _check_signals,
+        _check_schedule,
+        _check_checkpoint,
+        check_healing,
+        check_health,
+        check_watch,
+        check_tracker_arguments,
+        _check_backend_keys,
+    ):
+        try:
+            check(config)
+        except ConfigError as error:
+            if not (before_script and script_may_settle(error, config)):
+                raise
     for name, spec in config.callbacks.items():
         try:
             callback_registry.check(spec, allow=config.allow, path=f"callbacks.{name}")
@@ -71,6 +76,20 @@ def check_values(
             if on_unknown_callback is None:
                 raise
             on_unknown_callback(error)
+
+
+def script_may_settle(error: ConfigError, config: Config) -> bool:
+    """Whether the value can work with a key that neither a file nor the command line sets."""
+    return any(config.origin(key) is None for key in error.needs)
+
+
+def _check_backend_keys(config: Config) -> None:
+    if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
+        _check_local_layers(config, config.backend)
+    if isinstance(config.backend, PipelineConfig):
+        check_pipeline(config, config.backend)
+    if isinstance(config.backend, TfDistributeConfig):
+        check_strategy(config, config.backend)
 
 
 def _check_profile(config: Config) -> None:
@@ -213,7 +232,8 @@ def _check_checkpoint(config: Config) -> None:
     if checkpoint.mode != "auto" and checkpoint.best is None:
         message = f"{checkpoint.mode!r} says how to compare checkpoint.best, which is not set: "
         message += "set checkpoint.best=val_loss, for example."
-        raise ConfigError(message, path="checkpoint.mode", value=checkpoint.mode)
+        needs, mode = ["checkpoint.best"], checkpoint.mode
+        raise ConfigError(message, path="checkpoint.mode", value=mode, needs=needs)
     if not checkpoint.resume.strip():
         message = "give auto, never, or the path of a checkpoint."
         raise ConfigError(message, path="checkpoint.resume", value=checkpoint.resume)

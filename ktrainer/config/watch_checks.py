@@ -21,26 +21,28 @@ def check_watch(config: Config) -> None:
     Raises:
         ConfigError: for the first key found.
     """
-    watch, logging = config.watch, config.logging
-    found: list[tuple[str, object, str | None]] = []
+    watch, logging, none = config.watch, config.logging, list[str]()
+    found: list[tuple[str, object, str | None, list[str]]] = []
     if watch.norms is not None:
-        found.append(("watch.norms", watch.norms, _not_measured(config)))
+        found.append(("watch.norms", watch.norms, _not_measured(config), none))
+    if logging.histograms is not None:
+        found.append(("logging.histograms", logging.histograms, _no_histograms(config), none))
     if watch.layers and watch.norms is None:
-        found.append(("watch.layers", True, "has no effect without watch.norms: set that too."))
+        other = "has no effect without watch.norms: set that too."
+        found.append(("watch.layers", True, other, ["watch.norms"]))
     if watch.communication and not isinstance(config.backend, DataParallelConfig):
         other = "counts the gradients of backend=data_parallel: choose that, or set it to false."
-        found.append(("watch.communication", True, other))
-    if logging.histograms is not None:
-        found.append(("logging.histograms", logging.histograms, _no_histograms(config)))
-    for path, value, why in found:
+        found.append(("watch.communication", True, other, ["backend.name"]))
+    if logging.histograms is not None and not logging.tensorboard:
+        other = "has no effect without logging.tensorboard=true."
+        found.append(("logging.histograms", logging.histograms, other, ["logging.tensorboard"]))
+    for path, value, why, needs in found:
         if why is not None:
-            raise ConfigError(why, path=path, value=value)
+            raise ConfigError(why, path=path, value=value, needs=needs)
 
 
 def _no_histograms(config: Config) -> str | None:
-    """Why there are no histograms; None: there are."""
-    if not config.logging.tensorboard:
-        return "has no effect without logging.tensorboard=true."
+    """Why there can be no histograms; None: there can."""
     if config.trainer.xla:
         return "XLA cannot compile them. Set it to null, or trainer.xla=false."
     return _not_measured(config)

@@ -136,4 +136,5 @@ def _devices(backend: TfDistributeConfig, gpus: int) -> tuple[tuple[str, ...], i
 
 
 def _refuse(key: str, value: object, why: str) -> None:
-    raise ConfigError(why, path=f"backend.{key}", value=value)
+    path = f"backend.{key}"
+    raise ConfigError(why, path=path, value=value, needs=[path])

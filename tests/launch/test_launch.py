@@ -211,7 +211,8 @@ def test_config_mistake_is_found_before_a_process_starts(
         assert said in done.stderr
     assert not mark.exists()
     assert launch("-n", 1, "--no-check", path, "trainer.epoch=3").returncode == 0
-    # The script may choose the backend in its code, and then checks this itself.
+    # A script with a Trainer may choose the backend in its code, and then checks this itself.
+    path = script("from ktrainer import Trainer")
     words = ("backend.microbatches=4", "backend.stages.0=embed")
     assert launch("-n", 2, path, *words).returncode == 0
 

@@ -214,8 +214,9 @@ def test_a_launch_leaves_it_to_the_ranks_whether_horovod_has_nccl(monkeypatch):
     words = [*PARALLEL, "backend.engine=horovod", "backend.hierarchical=true"]
     monkeypatch.setattr(launch_config, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Horovod is not installed"):
-        launch_config.checked_config(words, 2, None, {})
+        launch_config.checked_config("train.py", words, 2, None, {})
     monkeypatch.setattr(launch_config, "find_spec", lambda name: object())
-    assert launch_config.checked_config(words, 2, None, {}).backend.hierarchical
+    assert launch_config.checked_config("train.py", words, 2, None, {}).backend.hierarchical
+    words += ["backend.compression=bf16"]
     with pytest.raises(ConfigError, match="exchanged flat"):
-        launch_config.checked_config([*words, "backend.compression=bf16"], 2, None, {})
+        launch_config.checked_config("train.py", words, 2, None, {})

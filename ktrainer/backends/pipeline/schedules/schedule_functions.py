@@ -209,6 +209,7 @@ def _one_chunk(shape: Shape, name: str) -> None:
             "backend.schedule=interleaved.",
             path="backend.chunks",
             value=shape.chunks,
+            needs=["backend.schedule"],
         )
 
 
