@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ktrainer.cli import run_command
+from ktrainer.cli.launch_config import load_launch_config
 from ktrainer.config import parse_known_cli
-from ktrainer.config.config_loading import load_config
 from ktrainer.distributed.world import SingleWorld
 from ktrainer.errors import ConfigError
 from ktrainer.launch import hosts as host_list
@@ -87,7 +87,7 @@ def run(path: Path, words: Sequence[str], given: Mapping[str, str | None]) -> in
     worlds = parse_worlds(given["world"] or "")
     hosts, here = _hosts(given), Hardware.detect(SingleWorld())
     with private_folder() as name:
-        request = _request(worlds, words, given, hosts, here, str(Path(name) / "report"))
+        request = _request(worlds, path, words, given, hosts, here, str(Path(name) / "report"))
         command = _command(path, words, given, hosts, here, request)
         parser = argparse.ArgumentParser(prog="ktrainer plan", allow_abbrev=False)
         run_command.add_arguments(parser)
@@ -172,6 +172,7 @@ def _hosts(given: Mapping[str, str | None]) -> list[host_list.Host]:
 
 def _request(
     worlds: tuple[int, ...],
+    script: Path,
     words: Sequence[str],
     given: Mapping[str, str | None],
     hosts: Sequence[host_list.Host],
@@ -179,7 +180,7 @@ def _request(
     report: str,
 ) -> ScalingRequest:
     path, overrides, _ = parse_known_cli(list(words))
-    config = load_config(path, overrides, on_unknown_callback=lambda error: None)
+    config = load_launch_config(str(script), path, overrides)
     cores = _positive(given, "cores") or here.cores
     threads = _positive(given, "threads") or config.world.threads
     fitting = here.gpus or max(1, cores // (threads or 1))

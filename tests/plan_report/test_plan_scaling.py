@@ -93,6 +93,8 @@ def test_steps_of_a_replicated_pipeline(tmp_path):
         (["--world", "1,,2"], "is no number of processes"),
         (["--world", "4", "--per-host", "0"], "--per-host: '0' is no whole number from 1"),
         (["--world", "64", "--per-host", "2"], "32 hosts, and the network .* is not known"),
+        # The script may name the pipeline
+        (["--world", "64", "--per-host=2", "backend.microbatches=8"], "32 hosts, and the network"),
         (["--world", "64", "--latency", "50us"], "describe the network together: give both"),
         (["--world", "2", "--latency", "50"], "'50' is no time: .* such as 50us"),
         (["--world", "2", "--bandwidth", "10Gbt"], "'10Gbt' is no rate: .* such as 10Gbit"),
