@@ -16,6 +16,7 @@ from ktrainer.plan.run_plan import make_plan
 from ktrainer.plan_report.planning_mode import pretend
 from ktrainer.runtime.hardware import Hardware, available_cpus
 from ktrainer.script.plain_script import is_plain
+from ktrainer.verify.verify_mode import configure_for_verify
 
 
 def checked_config(
@@ -31,7 +32,7 @@ def checked_config(
     path, overrides, _ = parse_known_cli(words)
     if path is None and not overrides:
         return None
-    config = load_launch_config(script, path, overrides)
+    config = configure_for_verify(load_launch_config(script, path, overrides))
     if config.origin("backend.name") is None:
         return config
     try:

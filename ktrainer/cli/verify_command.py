@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from ktrainer.cli import run_command
 from ktrainer.cli.launch_config import checked_config
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.main import parse_words
 from ktrainer.cli.script_trial import launch_options, run_script
-from ktrainer.config import parse_known_cli
 from ktrainer.errors import ConfigError
 from ktrainer.launch.launch_folders import private_folder
 from ktrainer.verify.compare_runs import Comparison, compare, load
@@ -47,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     with private_folder() as name:
         folder, steps = Path(name), args.steps or 2
         alone = launch_options({**given, "ranks": 1, "workers": None, "servers": None})
-        words = [*alone, args.script, *_single_process_words(args.args, folder)]
-        _run(VerifyRun("unsplit", name, steps), words, "in one process")
+        _run(VerifyRun("unsplit", name, steps), [*alone, *script], "in one process")
         _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
         found = compare(load(folder, "unsplit"), load(folder, "split"))
     if not (found.rows or found.missing):
@@ -84,23 +79,6 @@ def _report(found: Comparison) -> str:
         wrong = sum(row.differs for row in found.rows)
         last = f"different: {wrong} of {len(found.rows)} items. {found.cause}"
     return f"{found}\n\n{last}"
-
-
-def _single_process_words(words: Sequence[str], folder: Path) -> list[str]:
-    """The words without settings of the backend, for the run in one process."""
-    end = words.index("--") if "--" in words else len(words)
-    words, arguments = words[:end], words[end:]  # the latter are the script's
-    path, _, _ = parse_known_cli(words)
-    kept = [word for word in words if not re.match(r"backend(\.[^=]*)?=", word)]
-    if path is None:
-        return [*kept, *arguments]
-    config = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    other = folder / "unsplit.yaml"
-    kept_keys = {key: value for key, value in config.items() if key not in ("backend", "world")}
-    other.write_text(yaml.safe_dump(kept_keys), encoding="utf-8")
-    found = [word.partition("=")[0] for word in kept].index("--config")
-    both = 1 if "=" in kept[found] else 2  # `--config=FILE`, or two words
-    return [*kept[:found], f"--config={other}", *kept[found + both :], *arguments]
 
 
 def _run(verify_run: VerifyRun, words: list[str], how: str) -> None:

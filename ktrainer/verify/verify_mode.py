@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ktrainer.config import Config, LocalConfig
+from ktrainer.config.schema import WatchConfig
 from ktrainer.errors import ConfigError
 
 VARIABLE = "KTRAINER_VERIFY"  # also in ktrainer.launch.rank_process
@@ -82,6 +83,7 @@ def configure_for_verify(config: Config) -> Config:
         seed=SEED if config.seed is None else config.seed,
         # Rates that depend on the number of processes are another training, on purpose.
         lr=replace(config.lr, scale="none", warmup=None),
+        watch=WatchConfig(),  # speed, memory and bytes sent differ between any two runs
         health=replace(config.health, verify="off", nan="ignore", spike=None, audit_every=None),
         checkpoint=replace(config.checkpoint, resume="never", every=None, best=None),
         logging=replace(config.logging, progress="none", csv=False, tensorboard=False, every="1ba"),

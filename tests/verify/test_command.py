@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from ktrainer.cli import main, verify_command
-from ktrainer.cli.verify_command import _single_process_words, add_arguments
-from ktrainer.verify.verify_mode import VARIABLE
+from ktrainer.cli.launch_config import checked_config
+from ktrainer.cli.verify_command import add_arguments
+from ktrainer.config import LocalConfig
+from ktrainer.verify.verify_mode import VARIABLE, VerifyRun
 from tests.processes import ktrainer
 
 SCRIPT = """
@@ -67,8 +68,10 @@ def test_a_sound_script_in_two_stages(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_wrong_script_on_two_ranks(script: str, tmp_path: Path) -> None:
-    words = ["verify", "-n", "2", "--steps", "1", script, "--wrong", "backend=data_parallel"]
-    done = ktrainer(*words, cwd=tmp_path)
+    # One process has no ranks that heal, nor the same speed and messages.
+    words = ["backend=data_parallel", "world.heal=true", "watch.communication=true"]
+    words += ["watch.speed=true", "watch.memory=true"]
+    done = ktrainer("verify", "-n", 2, "--steps", 1, script, "--wrong", *words, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     out = done.stdout
     assert re.search(r"^gradient +head/kernel +\S+ +1  differs$", out, re.M), out
@@ -102,16 +105,27 @@ def test_runs_without_an_update_are_refused(
     assert "fit has made no update, so there is nothing to compare" in capfd.readouterr().err
 
 
-def test_the_words_of_the_run_in_one_process(tmp_path: Path) -> None:
-    config = tmp_path / "backend.yaml"
-    config.write_text("backend: {name: pipeline, partitions: 2}\nseed: 3\n")
-    words = ["--config", str(config), "backend.microbatches=2", "data.batch_size=8", "--steps", "9"]
-    own = ["--", "backend=cairo", "--config", "own.yaml"]
-    other = tmp_path / "unsplit.yaml"
-    expected = [f"--config={other}", "data.batch_size=8", "--steps", "9"]
-    assert _single_process_words([*words, *own], tmp_path) == [*expected, *own]
-    assert yaml.safe_load(other.read_text()) == {"seed": 3}
-    assert _single_process_words(["backend=local", *own], tmp_path) == own
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["backend=pipeline", "backend.partitions=2", "backend.microbatches=2"],
+        ["backend=data_parallel", "world.heal=true", "world.replace=true", "world.max_size=4"],
+        ["backend=data_parallel", "world.heal=true", "world.min_size=2"],
+        ["backend=data_parallel", "watch.communication=true"],
+        ["backend=tf_distribute", "backend.strategy=parameter_server"],
+    ],
+    ids=" ".join,
+)
+def test_one_process_of_words_for_several(
+    script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsplit = VerifyRun("unsplit", "folder", 2)
+    monkeypatch.setenv(VARIABLE, unsplit.to_environment()[VARIABLE])
+    config = checked_config(script, [*words, "data.batch_size=9"], 1, None, {})
+    assert config is not None
+    assert config.backend == LocalConfig()
+    assert (config.world.heal, config.watch.communication) == (False, False)
+    assert config.data.batch_size == 9
 
 
 def test_options_after_the_script_are_its_own() -> None:
