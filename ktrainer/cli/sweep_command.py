@@ -175,6 +175,8 @@ def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode:
         "script": str(Path(args.script).resolve()),
         "words": words.redacted(),
         DIGEST: words.digest(),
+        "number of processes": words.ranks,
+        "number of workers": words.workers,
         "metric": args.metric,
         "mode": mode,
         "sampler": args.sampler,

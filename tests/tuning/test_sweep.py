@@ -134,6 +134,9 @@ def test_trials_of_a_script(script: Path, tmp_path: Path) -> None:
     other = sweep(tmp_path, *options, "user.lr=0.001,0.01")
     assert other.returncode == 2
     assert "begun with another words" in other.stderr
+    other = sweep(tmp_path, "-n", 2, *words)
+    assert other.returncode == 2
+    assert "begun with another number of processes: 1, not 2" in other.stderr
     assert facts(folder) == before
     with script.open("a") as file:
         file.write("pass\n")
