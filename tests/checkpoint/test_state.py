@@ -14,6 +14,7 @@ from ktrainer import distributed
 from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.format.value_encoding import decode_json, encode_json
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
 from ktrainer.state.progress import Progress
@@ -182,12 +183,51 @@ def test_a_state_goes_to_the_callback_of_the_same_metric() -> None:
     assert (other[0].best, other[0].best_weights) == (None, None)
 
 
+class CountingStop(Counts, keras.callbacks.EarlyStopping):
+    def __init__(self, **settings: Any) -> None:
+        keras.callbacks.EarlyStopping.__init__(self, **settings)
+        self.count = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        keras.callbacks.EarlyStopping.on_epoch_end(self, epoch, logs)
+        self.count += 1
+
+
+class CoolingDown(Callback, keras.callbacks.ReduceLROnPlateau):
+    """With the `state_dict` of the base class, which is empty."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        keras.callbacks.ReduceLROnPlateau.on_train_begin(self, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        keras.callbacks.ReduceLROnPlateau.on_epoch_end(self, epoch, logs)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+def test_a_class_derived_from_keras_keeps_both_states() -> None:
+    def make() -> list[Any]:
+        settings = {"monitor": "loss", "mode": "max", "patience": 9, "restore_best_weights": True}
+        return [CountingStop(**settings), CoolingDown("loss", mode="max", patience=1, cooldown=9)]
+
+    first, second = make(), make()
+    fit(small_model(), first, epochs=3)  # the loss falls, which is taken for getting worse
+    states, arrays = callback_states(first)
+    load_callback_states(second, decode_json(encode_json(states)), arrays)
+    stop, plateau = second
+    assert (stop.count, stop.wait, stop.best_epoch) == (3, 2, 0)
+    assert stop.best == float(first[0].best)
+    assert plateau.best == float(first[1].best)
+    assert plateau.cooldown_counter == first[1].cooldown_counter > 0
+
+
 def test_a_checkpoint_sets_no_other_attributes() -> None:
     stop = keras.callbacks.EarlyStopping()
     name = "keras.src.callbacks.early_stopping.EarlyStopping#1"
-    state = {"callback": name, "state": {"monitor": "x", "wait": 2}, "weights": {"model": 0}}
-    load_callback_states([stop], [state], {})
-    assert (stop.monitor, stop.wait) == ("val_loss", 2)
+    for attributes in ("attributes", "state"):  # of this version, and of earlier ones
+        saved = {"state": {}, attributes: {"monitor": "x", "wait": 2}, "weights": {"model": 0}}
+        stop.wait = 0
+        load_callback_states([stop], [{"callback": name, **saved}], {})
+        assert (stop.monitor, stop.wait) == ("val_loss", 2)
 
 
 def _half_an_epoch(rows: slice | None = None) -> Any:

@@ -1,4 +1,5 @@
-"""States of callbacks: ours and users' through `state_dict`, Keras' own through a table."""
+"""States of callbacks: what `state_dict` returns, and of Keras' classes, and those derived from
+them, the attributes in a table."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def callback_states(
     arrays: dict[str, np.ndarray] = {}
     saved = weights_here(model) if held else _saved_here(model)
     for name, callback in _named(callbacks):
-        state = _state(callback)
-        weights = {}
+        state = dict(callback.state_dict()) if hasattr(callback, "state_dict") else {}
+        attributes, weights = _attributes(callback), {}
         for attribute in _listed(callback, _WEIGHTS):
             value = getattr(callback, attribute, None)
             if value is not None:
@@ -49,8 +50,9 @@ def callback_states(
                 for k, array in enumerate(value):
                     if saved is None or saved[k]:
                         arrays[_array_name(len(states), attribute, k)] = np.asarray(array)
-        if state or weights:
-            states.append({"callback": name, "state": state, "weights": weights})
+        if state or attributes or weights:
+            kept = {"state": state, "attributes": attributes, "weights": weights}
+            states.append({"callback": name, **kept})
     return states, arrays
 
 
@@ -89,7 +91,7 @@ def load_callback_states(
         callback = present.get(saved["callback"])
         if callback is None:
             continue
-        _load(callback, saved["state"])
+        _load(callback, saved)
         for attribute, count in saved["weights"].items():
             if attribute in _listed(callback, _WEIGHTS):
                 names = [_array_name(i, attribute, k) for k in range(count)]
@@ -154,9 +156,7 @@ def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
     return [name for cls, names in table.items() if isinstance(callback, cls) for name in names]
 
 
-def _state(callback: Any) -> dict[str, Any]:
-    if hasattr(callback, "state_dict"):
-        return dict(callback.state_dict())
+def _attributes(callback: Any) -> dict[str, Any]:
     return {
         name: _number(getattr(callback, name))
         for name in _listed(callback, _ATTRIBUTES)
@@ -169,11 +169,11 @@ def _number(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else float(value)
 
 
-def _load(callback: Any, state: Mapping[str, Any]) -> None:
-    if hasattr(callback, "load_state_dict"):
-        callback.load_state_dict(dict(state))
-        return
+def _load(callback: Any, saved: Mapping[str, Any]) -> None:
     known = _listed(callback, _ATTRIBUTES)
-    for name, value in state.items():
+    # Checkpoints of earlier versions have the attributes as the state.
+    for name, value in saved.get("attributes", saved["state"]).items():
         if name in known:  # a checkpoint is untrusted: only known attributes may be set
             setattr(callback, name, value)
+    if saved["state"] and hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(dict(saved["state"]))

@@ -143,6 +143,7 @@ def _callbacks(value: Any) -> bool:
         isinstance(each, dict)
         and isinstance(each.get("callback"), str)
         and isinstance(each.get("state"), dict)
+        and isinstance(each.get("attributes", {}), dict)
         and isinstance(each.get("weights"), dict)
         and all(map(is_count, each["weights"].values()))
         for each in value
