@@ -76,7 +76,7 @@ class LastState:
         step: updates done.
         arrays: those that this rank writes.
         names: of the arrays of all ranks, in the order of the manifest.
-        state: whatever else, JSON-able.
+        state: the rest, as JSON.
         facts: more for the manifest.
         texts: more files, by name.
     """
@@ -84,7 +84,7 @@ class LastState:
     step: int
     arrays: Mapping[str, np.ndarray]
     names: Sequence[str]
-    state: Mapping[str, Any]
+    state: bytes
     facts: Mapping[str, Any]
     texts: Mapping[str, bytes]
 

@@ -14,6 +14,7 @@ from ktrainer import distributed
 from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.run_snapshot import take_snapshot
 from ktrainer.checkpoint.format.value_encoding import decode_json, encode_json
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
@@ -218,6 +219,13 @@ def test_a_class_derived_from_keras_keeps_both_states() -> None:
     assert stop.best == float(first[0].best)
     assert plateau.best == float(first[1].best)
     assert plateau.cooldown_counter == first[1].cooldown_counter > 0
+
+
+def test_keys_that_would_come_back_as_strings_are_refused() -> None:
+    model, counts = small_model(), Counts()
+    counts.count = {"of labels": [{3: 1}]}  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"the key 3 is no string.* whose keys are strings"):
+        take_snapshot(model, Progress(), ALONE, [counts])
 
 
 def test_a_checkpoint_sets_no_other_attributes() -> None:

@@ -72,15 +72,24 @@ def take_snapshot(
         place=place,
         counted=counted,
     )
+    text = encode_state(state)
+    names = names_to_save(model, arrays, state) if world.is_root else list(arrays)
+    return Snapshot(progress.step, arrays, text, names, _facts(model, progress, world))
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """The text of `state.json`.
+
+    Raises:
+        CheckpointError: the state of a callback is not JSON.
+    """
     try:
-        text = encode_json(state)
+        return encode_json(state)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"the state of the run cannot be saved in a checkpoint: {error}. The `state_dict` of a "
-            "callback must hold numbers, strings, lists, dicts or arrays."
+            "callback must hold numbers, strings, lists, arrays, or dicts whose keys are strings."
         ) from error
-    names = names_to_save(model, arrays, state) if world.is_root else list(arrays)
-    return Snapshot(progress.step, arrays, text, names, _facts(model, progress, world))
 
 
 def _facts(model: Any, progress: Progress, world: World) -> dict[str, Any]:

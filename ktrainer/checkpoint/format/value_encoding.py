@@ -76,8 +76,14 @@ def is_count(value: Any) -> bool:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists."""
-    return json.dumps(value, default=_plain).encode()
+    """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists.
+
+    Raises:
+        TypeError, ValueError: JSON cannot hold it.
+    """
+    text = json.dumps(value, default=_plain).encode()
+    _check_keys(value)
+    return text
 
 
 def decode_json(data: bytes) -> Any:
@@ -87,6 +93,18 @@ def decode_json(data: bytes) -> Any:
         ValueError, RecursionError: it is not such a text.
     """
     return json.loads(data.decode(), object_hook=_array)
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would silently turn into strings."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {key!r} is no string, but would come back as one")
+            _check_keys(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_keys(each)
 
 
 def _plain(value: Any) -> Any:
