@@ -35,7 +35,7 @@ from ktrainer.steps.variable_placement import finalize_normalization, placement_
 
 Pairs = list[tuple[Any, str]]  # (variable, name of its array)
 
-_COUNTER = re.compile(r"_\d+")
+COUNTER = re.compile(r"_\d+")
 
 
 def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> Pairs:
@@ -149,9 +149,9 @@ def match_arrays(
     named = dict(variables)
     order, problems = {name: name for name in named if name in saved}, []
     if set(saved) != set(named):
-        if _reordered(saved, named):
+        if reordered(saved, named):
             problems.append("the layers are in another order than then: list them as they were")
-        elif [_COUNTER.sub("", n) for n in saved] == [_COUNTER.sub("", n) for n in named]:
+        elif [COUNTER.sub("", n) for n in saved] == [COUNTER.sub("", n) for n in named]:
             order = dict(zip(named, saved, strict=True))
     problems += [f"{name} is not in the checkpoint" for name in named if name not in order]
     taken = set(order.values())
@@ -165,7 +165,7 @@ def match_arrays(
     return pairs, problems
 
 
-def _reordered(saved: Iterable[str], named: Iterable[str]) -> bool:
+def reordered(saved: Iterable[str], named: Iterable[str]) -> bool:
     """Whether the weights of both have the same names, in another order."""
     then, now = ([n for n in names if n.startswith("model/")] for names in (saved, named))
     return then != now and sorted(then) == sorted(now)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank
-from ktrainer.checkpoint.contents.restore_state import pair_variables
+from ktrainer.checkpoint.contents.restore_state import COUNTER, pair_variables, reordered
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
@@ -67,7 +67,7 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
         model = _rebuilt(checkpoint, arrays, state, whole)
     else:
         model = model_of_function(function)
-        _fill(model, arrays, state)
+        _fill(model, arrays, state, of_function=True)
         if not whole and model.compiled:
             model.optimizer = None  # it would be among the weights
     problem = write_file(model, output)
@@ -147,33 +147,44 @@ def model_of_function(function: str) -> Any:
     return model
 
 
-def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any]) -> Any:
-    """Assign the values of the checkpoint to `model`, and to its optimizer if it is compiled."""
+def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: bool = False) -> Any:
+    """Assign the values of the checkpoint to `model`, and to its optimizer if it is compiled.
+
+    Args:
+        of_function: a function has built it, which may list its layers in another order.
+    """
     if not model.compiled:
         arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
         state = {**state, "optimizers": []}
-    arrays = _renamed(arrays, [name for name, _ in named_variables(model)])
+    arrays = _renamed(arrays, [name for name, _ in named_variables(model)], of_function)
     for variable, name in pair_variables(model, arrays, state, SingleWorld()):
         variable.assign(arrays[name])
     return model
 
 
-def _renamed(arrays: Arrays, names: list[str]) -> Arrays:
+def _renamed(arrays: Arrays, names: list[str], may_reorder: bool) -> Arrays:
     """`arrays` by the names of the variables of a model that is built like the saved one.
 
     Paths depend on the scope in which a layer was built, which differs in a model from a file: only
-    the order, and the last word of each, are the same.
+    the order, and the names of each variable and its layer but for Keras' numbers, are the same.
+
+    Args:
+        may_reorder: names in another order are of layers in another order.
     """
     saved = [name for name in arrays if name.startswith(("model/", "optimizer/", "seed/"))]
-    alike = len(saved) == len(names) and all(map(_alike, saved, names))
+    then, now = list(map(_in_layer, saved)), list(map(_in_layer, names))
+    if may_reorder and (reordered(saved, names) or reordered(then, now)):
+        return arrays
+    alike = [COUNTER.sub("", n) for n in then] == [COUNTER.sub("", n) for n in now]
     return {new: arrays[old] for old, new in zip(saved, names, strict=True)} if alike else arrays
 
 
-def _alike(old: str, new: str) -> bool:
-    if old.startswith("optimizer/"):
-        return old.split(":")[0] == new.split(":")[0]
-    words = old.rsplit("/", 1)[-1].split("#")[0], new.rsplit("/", 1)[-1].split("#")[0]
-    return words[0] == words[1] and old.split("/")[0] == new.split("/")[0]
+def _in_layer(name: str) -> str:
+    """A variable's name with that of its layer alone; an optimizer's, as its index."""
+    if name.startswith("optimizer/"):
+        return name.split(":")[0]
+    kind, *path = name.split("#")[0].split("/")
+    return "/".join([kind, *path[-2:]])
 
 
 def untrusted_objects(config: Any) -> list[str]:
