@@ -131,6 +131,9 @@ keras.src.layers.normalization.batch_normalization
         steps: read; synchronized statistics under a mask
     BatchNormalization.call(self, inputs, training, mask)
         verify: replaced; frozen statistics
+keras.src.layers.preprocessing.index_lookup
+    IndexLookup().input_vocabulary, input_idf_weights, idf_weights_const
+        checkpoint: set, read; the description of a model has the vocabulary of `adapt`
 keras.src.models.sequential
     Sequential()._functional
         pipeline: read; the functional graph inside

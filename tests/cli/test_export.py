@@ -1,4 +1,4 @@
-"""`ktrainer checkpoint export`: layers in another order."""
+"""`ktrainer checkpoint export`: layers in another order, and vocabularies."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+from ktrainer import Trainer
 from ktrainer.cli import main
 from tests.cli.test_checkpoint_command import train
 
@@ -68,3 +71,51 @@ def test_other_layers_in_their_places_are_refused(
 ) -> None:
     assert exported(tmp_path, optimizer, function) == 2
     assert "does not fit this model" in capsys.readouterr().err
+
+
+def with_words(mode: str) -> Any:
+    """A model whose vocabularies are found in data, at any depth."""
+    words = keras.layers.TextVectorization(max_tokens=9, pad_to_max_tokens=True, output_mode=mode)
+    words.adapt(["red green", "green blue", "red red green"])
+    numbers = keras.layers.IntegerLookup(vocabulary=[1, 2], output_mode="one_hot")
+    numbers.set_vocabulary([7, 8])
+    text, count = keras.Input((), dtype="string"), keras.Input((1,), dtype="int64")
+    inner = keras.Model(count, numbers(count))
+    outputs = keras.layers.Concatenate()([words(text), inner(count)])
+    model = keras.Model([text, count], keras.layers.Dense(3)(outputs))
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["tf_idf", "multi_hot"])
+def test_export_has_the_vocabularies(tmp_path: Path, mode: str) -> None:
+    x = [np.array(["red blue", "pink", "green"], object), np.array([[7], [1], [8]])]
+    with Trainer(
+        overrides=["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "data.batch_size=3"]
+    ) as trainer:
+        trainer.fit(lambda: with_words(mode), (x, np.zeros((3, 3))))
+        expected = trainer.model([tf.constant(each) for each in x])
+    assert main.main(["checkpoint", "export", "run", "m.keras"]) == 0
+    found = keras.models.load_model("m.keras")([tf.constant(each) for each in x])
+    np.testing.assert_array_equal(found, expected)
+
+
+def with_lookup(layer: Any) -> Any:
+    layers = [keras.Input((1,), dtype="int64"), layer, keras.layers.Embedding(3, 2)]
+    model = keras.Sequential([*layers, keras.layers.Flatten()])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+def not_adapted() -> Any:
+    return with_lookup(keras.layers.IntegerLookup())
+
+
+def test_a_function_that_adapts_nothing_is_refused(tmp_path: Path, capsys) -> None:
+    words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=words) as trainer:
+        model = with_lookup(keras.layers.IntegerLookup(vocabulary=[1, 2]))
+        trainer.fit(model, (np.ones((4, 1), int), np.zeros((4, 2))))
+    export = ["checkpoint", "export", "run", "m.keras", "--model", f"{__name__}:not_adapted"]
+    assert main.main(export) == 2
+    assert "has no vocabulary, so every word" in capsys.readouterr().err

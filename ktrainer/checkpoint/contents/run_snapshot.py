@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 
 from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
@@ -15,6 +17,7 @@ from ktrainer.checkpoint.format.checkpoint_folder import MODEL, MOST_BYTES
 from ktrainer.checkpoint.format.value_encoding import encode_json
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError
+from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.variable_placement import placement_of
@@ -106,9 +109,31 @@ def _facts(model: Any, progress: Progress, world: World) -> dict[str, Any]:
 def model_text(model: Any) -> dict[str, bytes]:
     """`{"model.json": text}`, from which Keras can build the model; empty if it cannot."""
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _vocabularies_described(model):
             warnings.simplefilter("ignore")
             text = model.to_json().encode()
     except Exception:  # a user's class whose `get_config` fails, or is missing
         return {}
     return {MODEL: text} if len(text) <= MOST_BYTES[MODEL] else {}
+
+
+def lookup_layers(model: Any) -> list[Any]:
+    """The layers of `model` that have a vocabulary, at any depth."""
+    kinds = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+    return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+
+
+@contextmanager
+def _vocabularies_described(model: Any) -> Iterator[None]:
+    """Have lookup layers describe the vocabulary of now inside the block. Keras describes the one
+    that the layer was made with, and writes others, of `adapt` for example, to files."""
+    with Replacements() as replacing:
+        for layer in lookup_layers(model):
+            if not layer.get_vocabulary(include_special_tokens=False):
+                continue
+            words = layer.get_vocabulary()
+            replacing.set(layer, "input_vocabulary", words)
+            if layer.output_mode == "tf_idf":  # padded, which Keras does again
+                weights = layer.idf_weights_const.numpy()[: len(words)]
+                replacing.set(layer, "input_idf_weights", weights)
+        yield

@@ -18,6 +18,7 @@ from typing import Any
 from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank
 from ktrainer.checkpoint.contents.restore_state import COUNTER, pair_variables, reordered
+from ktrainer.checkpoint.contents.run_snapshot import lookup_layers
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
@@ -153,6 +154,7 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     Args:
         of_function: a function has built it, which may list its layers in another order.
     """
+    _check_vocabularies(model)
     if not model.compiled:
         arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
         state = {**state, "optimizers": []}
@@ -160,6 +162,15 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     for variable, name in pair_variables(model, arrays, state, SingleWorld()):
         variable.assign(arrays[name])
     return model
+
+
+def _check_vocabularies(model: Any) -> None:
+    for layer in lookup_layers(model):
+        if not layer.get_vocabulary(include_special_tokens=False):
+            raise CheckpointError(
+                f"the layer {layer.name} has no vocabulary, so every word would be an unknown one. "
+                f"Adapt it in the function that builds the model. {_REMEDY}"
+            )
 
 
 def _renamed(arrays: Arrays, names: list[str], may_reorder: bool) -> Arrays:
