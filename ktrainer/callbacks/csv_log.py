@@ -1,4 +1,4 @@
-"""Write logs to a CSV file.
+"""Write logs to a CSV file, and keep what Keras' CSVLogger wrote before a resume.
 
 Events used: `on_train_begin`, `on_log` (a row every `logging.every`), `on_validation_end`,
 `on_epoch_end` (a row per epoch), `on_restore` (drop rows of steps that will be repeated, and of
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import keras
+from keras.src.utils.file_utils import File
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
@@ -19,6 +23,7 @@ from ktrainer.distributed import World
 from ktrainer.errors import ConfigError
 from ktrainer.state.durations import Duration
 from ktrainer.state.progress import Progress
+from ktrainer.state.train_state import TrainState
 
 _FIXED = ["event", "epoch", "step"]
 
@@ -118,3 +123,47 @@ def _number(row: Mapping[str, str], name: str) -> int:
         return int(row.get(name) or 0)
     except ValueError:
         return 0
+
+
+@contextmanager
+def logs_of_keras_kept(callbacks: Iterable[Any], state: TrainState) -> Iterator[None]:
+    """Keep the rows of Keras' CSVLogger from before a resume, which happens inside the block after
+    `on_train_begin`: there it would begin a new file. Rows of epochs that will be repeated go."""
+    loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
+    new = [each for each in loggers if not each.append]
+    start = state.progress
+    for logger in new:
+        logger.append = True
+    try:
+        yield
+    finally:
+        for logger in new:
+            logger.append = False
+    for logger in loggers:
+        if state.progress is not start:
+            _rewrite_log(logger, state.progress.epoch)
+        elif logger in new:
+            _rewrite_log(logger, None)
+
+
+def _rewrite_log(logger: keras.callbacks.CSVLogger, epoch: int | None) -> None:
+    """Drop the last rows of a log, of `epoch` and later ones; None: all of it."""
+    if logger.csv_file is None:  # of a class that opens it later
+        return
+    with File(logger.filename, "r") as file:
+        lines = file.read().splitlines(keepends=True)
+    kept = 0 if epoch is None else len(lines)
+    while epoch is not None and kept and _epoch_of(lines[kept - 1], logger.sep) >= epoch:
+        kept -= 1
+    if kept == len(lines):
+        return
+    logger.csv_file.close()
+    logger.csv_file = File(logger.filename, "w")
+    logger.csv_file.write("".join(lines[:kept]))
+    logger.csv_file.flush()
+    logger.append_header = kept == 0
+
+
+def _epoch_of(line: str, separator: str) -> int:
+    first = line.split(separator)[0].strip()
+    return int(first) if first.isdigit() else -1  # the header

@@ -55,6 +55,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.csv_log import logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.data.data_digests import batch_facts
@@ -157,9 +158,10 @@ class Loop:
         state, first = self.state, self.triggers.initial_epoch
         self.model.stop_training = False
         skip_to_epoch(state, first)
-        self.callbacks.on_train_begin()
-        with state.times.of("checkpoint"):
-            resume_run(self.context, state, self.callbacks)
+        with logs_of_keras_kept(self.callbacks.callbacks, state):
+            self.callbacks.on_train_begin()
+            with state.times.of("checkpoint"):
+                resume_run(self.context, state, self.callbacks)
         said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
         skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()

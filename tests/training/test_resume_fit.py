@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from keras import layers
 from ktrainer import Callback, Trainer
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.errors import CheckpointError
+from tests import small
 
 ROWS, BATCH = 40, 4  # ten batches an epoch, or five updates of two
 
@@ -85,6 +87,35 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
     for whole, parts in ranks(2).run(in_parts, str(tmp_path), "data_parallel", 8, deadline=120):
         assert parts == whole
         assert whole[2] == 15
+
+
+class FailsInFourth(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 3:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool) -> None:
+    """An older file is kept or not, as under Keras; rows after the checkpoint are not doubled."""
+    more = {"trainer__epochs": 5, "checkpoint__every": "2ep"}
+
+    def run(name: str, *others: Any) -> str:
+        log = keras.callbacks.CSVLogger(tmp_path / name, append=append)
+        with pytest.raises(InterruptedError) if others else nullcontext():
+            train(
+                settings(tmp_path / f"run of {name}", **more), lambda: [log, *others], small.build
+            )
+        log.csv_file.close()  # which Keras leaves open where the run fails
+        assert log.append is append
+        return (tmp_path / name).read_text()
+
+    for name in ("whole", "parts"):
+        (tmp_path / name).write_text("epoch,of another run\n0,1\n1,2\n2,3\n3,4\n")
+    whole = run("whole")
+    assert run("parts", FailsInFourth()).splitlines()[-1].startswith("2,")
+    assert run("parts") == whole
+    assert len(whole.splitlines()) == (10 if append else 6)
 
 
 class EndsSecond(keras.callbacks.Callback):
