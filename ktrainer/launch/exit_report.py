@@ -14,6 +14,7 @@ from pathlib import Path
 from ktrainer.config.redact import is_secret_name, redact_text
 from ktrainer.errors import RUN_AGAIN
 from ktrainer.launch.failure_report import (
+    LOST,
     SIGNAL_BASE,
     Failure,
     error_message,
@@ -130,7 +131,7 @@ def _failure(end: GroupEnd, heals: bool) -> Failure | None:
         return None
     if end.late and all(note.follows for note in end.failures.values()):
         return late_failure(end.late, end.absent, end.faults)
-    if end.lost and all(note.follows for note in end.failures.values()):
+    if end.lost and all(note.follows and note.kind != LOST for note in end.failures.values()):
         return host_failure(end.lost, end.code)
     if heals and end.missed is not None:
         return missed_failure(end.failures, end.missed, end.faults)

@@ -21,7 +21,7 @@ _DAEMON = re.compile(
     r"lost communication with a remote daemon.*?Remote daemon: .*? on node (\S+)", re.S
 )
 
-_LOST = "ktrainer.errors.RanksLost"
+LOST = "ktrainer.errors.RanksLost"  # all surviving ranks report it; it says what they saved
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended is this plus its number
 
 _DAEMON_LOST = (
@@ -70,7 +70,7 @@ def first_failure(
     reported = sorted(notes.items(), key=lambda item: (item[1].follows, item[1].time))
     if reported and not reported[0][1].follows:
         return _raised(*reported[0])
-    lost = [note for _, note in reported if note.kind == _LOST]
+    lost = [note for _, note in reported if note.kind == LOST]
     if lost:
         return _survivors_failure(lost[0])
     killed = _killed(mpirun_output, faults)

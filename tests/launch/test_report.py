@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import replace
 
+import pytest
+
 from ktrainer.launch.exit_report import conclude
 from ktrainer.launch.failure_report import first_failure, others
 from ktrainer.launch.group_state import GroupEnd
@@ -65,6 +67,20 @@ def test_what_all_that_are_left_say_is_said_once() -> None:
     assert first is not None
     assert (first.rank, first.code, first.headline, first.text) == (None, 75, "of 1", "")
     assert others(notes, first) == ["rank 3 then failed too: builtins.ValueError: at 0.5"]
+
+
+def test_ranks_that_end_with_a_checkpoint_after_the_loss_of_a_host_have_the_last_word(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kind = "ktrainer.errors.RanksLost"
+    text = f"Traceback\n{kind}: saved in step-3\n"
+    said = replace(failed(1.0, follows=True, kind=kind), code=75, text=text)
+    end = GroupEnd(code=1, started=True, failures={0: said, 1: said}, lost={2: "b", 3: "b"})
+    assert conclude(end, Namespace(ranks=4), heals=True) == 75
+    assert capsys.readouterr().err == "ktrainer run: saved in step-3\n"
+    end.failures = {0: failed(1.0, follows=True)}
+    assert conclude(end, Namespace(ranks=4), heals=True) == 1
+    assert "host b was lost" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_rank_that_left_with_a_code_is_named() -> None:
