@@ -18,8 +18,6 @@ COUNT = "KTRAINER_RESTART"  # how often the group has been restarted
 RECORDS = "KTRAINER_RECORDS"  # the folder
 _SAVES, _RUNS = "saves.jsonl", "runs.jsonl"
 
-_opened = 0  # run folders of this process so far
-
 
 def count(environ: dict[str, str] | os._Environ[str] = os.environ) -> int:
     """The number of restarts of this group by the launcher."""
@@ -53,17 +51,19 @@ def run_before(directory: Path) -> str | None:
 
 
 def run_folder(make: Callable[[], Path]) -> Path:
-    """The run folder that the start before this one made at this point; else `make()`."""
-    global _opened
+    """The run folder that an earlier start had at this point, the latest that came so far; else
+    `make()`. Rank 0 only."""
     records = os.environ.get(RECORDS)
     if not records:
         return make()
-    known = [Path(path) for (path,) in _lines(Path(records) / _RUNS)]
-    _opened += 1
-    if _opened <= len(known):
-        return known[_opened - 1]
-    path = make().absolute()
-    _note(Path(records) / _RUNS, [str(path)])
+    starts: dict[int, list[str]] = {}
+    for folder, start in _lines(Path(records) / _RUNS):
+        starts.setdefault(start, []).append(folder)
+    # Counted in the file: where ranks heal, this process may not have been rank 0 before.
+    point = len(starts.pop(count(), ()))
+    known = [folders[point] for folders in starts.values() if len(folders) > point]
+    path = Path(known[-1]) if known else make().absolute()
+    _note(Path(records) / _RUNS, [str(path), count()])
     return path
 
 

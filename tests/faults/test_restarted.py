@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import signal
 import subprocess
 from collections.abc import Callable
@@ -217,24 +218,32 @@ def test_progress_is_a_checkpoint_further_on(tmp_path: Path) -> None:
 
 def test_what_a_start_leaves_to_the_next(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(restart_records.RECORDS, str(tmp_path))
-    monkeypatch.setattr(restart_records, "_opened", 0)
     restart_records.note_save(tmp_path / "checkpoints", 3, "first")
     assert restart_records.run_before(tmp_path / "checkpoints") is None  # it was this start itself
-    assert restart_records.run_folder(lambda: tmp_path / "one") == tmp_path / "one"
-    assert restart_records.run_folder(lambda: tmp_path / "two") == tmp_path / "two"
     monkeypatch.setenv(restart_records.COUNT, "1")
-    monkeypatch.setattr(restart_records, "_opened", 0)
     assert restart_records.run_before(tmp_path / "checkpoints") == "first"
     assert restart_records.run_before(tmp_path / "others") is None
-    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "one"
     with (tmp_path / "saves.jsonl").open("a") as file:
         file.write('["cut off", 1')
     assert list(restart_records.saves(tmp_path).values()) == [3]
     restart_records.note_save(tmp_path / "checkpoints", 5, "first")  # by the next start
     assert list(restart_records.saves(tmp_path).values()) == [5]
+
+
+def test_run_folders_of_starts_whose_rank_0_may_be_lost(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(restart_records.RECORDS, str(tmp_path))
+
+    def opened(name: str) -> str:
+        """The folder that a process gets which has opened none before."""
+        run_folder = runpy.run_path(restart_records.__file__)["run_folder"]
+        return str(run_folder(lambda: tmp_path / name).name)
+
+    assert [opened("one"), opened("two")] == ["one", "two"]
+    monkeypatch.setenv(restart_records.COUNT, "1")  # ends before it comes to the second
+    assert opened("new") == "one"
     with (tmp_path / "runs.jsonl").open("a") as file:
         file.write('["/cut o')
-    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "two"
-    assert restart_records.run_folder(lambda: tmp_path / "three") == tmp_path / "three"
-    monkeypatch.setattr(restart_records, "_opened", 2)
-    assert restart_records.run_folder(lambda: tmp_path / "four") == tmp_path / "three"
+    monkeypatch.setenv(restart_records.COUNT, "2")
+    assert [opened("new"), opened("new"), opened("three")] == ["one", "two", "three"]
+    monkeypatch.setenv(restart_records.COUNT, "3")
+    assert [opened("new") for _ in range(3)] == ["one", "two", "three"]
