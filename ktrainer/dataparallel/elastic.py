@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.config.launch_environment import launched_world
@@ -143,10 +144,12 @@ class _ElasticRun:
 
     def _look(self) -> None:
         """Let a rank join that is ready."""
-        ready = self._policy.look()
+        mine = np.array([self._policy.look(), self._policy.next_rank])
         call = call_of("commit, or check_host_updates", "run")
-        found = carry_out(group_of(None).others, call, lambda world: world.any(ready, str(call)))
-        if found:
+        ready, self._policy.next_rank = carry_out(
+            group_of(None).others, call, lambda world: world.oob_allreduce(mine, "max", str(call))
+        ).tolist()
+        if ready:
             raise HostsUpdatedInterrupt
 
     def _loss_in(self, error: Exception) -> BaseException | None:

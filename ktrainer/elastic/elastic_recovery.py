@@ -147,9 +147,11 @@ class ElasticRecovery:
             _Joined: on all ranks, when one has come in.
         """
         ready = self._point.phase == Phase.UPDATED and self._joining_policy.look()
-        row = np.concatenate([flags.astype(np.float64), [float(ready)], self._mine])
+        told = [float(ready), float(self._joining_policy.next_rank)]
+        row = np.concatenate([flags.astype(np.float64), told, self._mine])
         table = self.world.gather_rows(row, what)
-        self._keep_counts(table[:, flags.size + 1 :])
+        self._keep_counts(table[:, flags.size + 2 :])
+        self._joining_policy.next_rank = int(table[:, flags.size + 1].max())
         agreed = table[:, : flags.size].max(axis=0).astype(np.int32)
         if table[:, flags.size].any():
             self._joining_policy.admit()

@@ -25,6 +25,8 @@ class JoiningPolicy:
 
     Attributes:
         started: ranks at the start.
+        next_rank: the number of the next joining rank. All ranks keep the highest of any, as each
+            may be the first one day: the launcher has pipes for one process of a number.
     """
 
     def __init__(self, world: ElasticWorld, config: WorldConfig) -> None:
@@ -35,12 +37,12 @@ class JoiningPolicy:
         self._first, world.trained = not world.trained, True
         self.started = world.nominal_size
         self._recruit: SpawnedRank | None = None
-        self._next_rank = world.size
+        self.next_rank = world.size
         self._failures = 0
 
     def look(self) -> bool:
         """Between two updates: start a rank if one is wanted; return whether one is ready."""
-        self._next_rank = max(self._next_rank, *(p.stable_rank + 1 for p in self.world.members))
+        self.next_rank = max(self.next_rank, *(p.stable_rank + 1 for p in self.world.members))
         if not self.world.is_root:
             return False
         if self._recruit is not None and self._recruit.failed:
@@ -48,14 +50,14 @@ class JoiningPolicy:
             if self._failures == _FAILURES:
                 _say(f"{_FAILURES} processes that were to join have failed: no more are started")
         if self._recruit is None and self._is_wanted():
-            if self._next_rank == self.started + MAY_JOIN:
+            if self.next_rank == self.started + MAY_JOIN:
                 self._failures = _FAILURES
                 _say(f"{MAY_JOIN} processes have joined: no more are started")
                 return False
             local_rank, size = free_local_rank(self.world), self.world.size + 1
             sizes = self.world.bucket_sizes
-            self._recruit = SpawnedRank(self._next_rank, local_rank, size, bucket_sizes=sizes)
-            self._next_rank += 1
+            self._recruit = SpawnedRank(self.next_rank, local_rank, size, bucket_sizes=sizes)
+            self.next_rank += 1
         return self._recruit is not None and self._recruit.ready()
 
     def admit(self) -> None:

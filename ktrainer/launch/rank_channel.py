@@ -11,6 +11,7 @@ when mpirun ends the group.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -103,6 +104,25 @@ def host_folder(token: str) -> Path:
 def pipe_path(folder: Path, rank: int, pipe: str) -> Path:
     """Path of a rank's pipe."""
     return folder / f"{rank}.{pipe}"
+
+
+def open_pipe(path: Path) -> int:
+    """Open a rank's pipe for writing.
+
+    Raises:
+        SystemExit: the launcher does not read it any more; to wait for a reader would never end.
+    """
+    try:
+        opened = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise SystemExit(
+            f"ktrainer: the launcher does not read {path.name} of this process: it has ended, or "
+            "another process had this number before"
+        ) from None
+    os.set_blocking(opened, True)
+    return opened
 
 
 def fault_path(folder: Path, rank: int) -> Path:

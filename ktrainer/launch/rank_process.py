@@ -36,6 +36,7 @@ from ktrainer.launch.rank_channel import (
     encode,
     fault_path,
     host_folder,
+    open_pipe,
     pipe_path,
     read_options,
 )
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> None:
     if options.cpus:
         os.sched_setaffinity(0, options.cpus[local_rank % len(options.cpus)])
     _redirect(folder, rank, options)
-    notes = os.open(pipe_path(folder, rank, "notes"), os.O_WRONLY)
+    notes = open_pipe(pipe_path(folder, rank, "notes"))
     _send(notes, Note("started", pid=os.getpid()))
     launcher_events.listener = partial(_send_event, notes)
     _handle_faults(fault_path(folder, rank))
@@ -173,7 +174,7 @@ def _redirect(folder: Path, rank: int, options: Options) -> None:
             with contextlib.suppress(OSError):
                 opened = os.open(terminal, os.O_WRONLY | os.O_NOCTTY)
         if opened is None:
-            opened = os.open(pipe_path(folder, rank, pipe), os.O_WRONLY)
+            opened = open_pipe(pipe_path(folder, rank, pipe))
         os.dup2(opened, number)
         os.close(opened)
     # Lines appear when they are printed, although the interpreter sees a pipe.

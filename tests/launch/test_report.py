@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ktrainer.launch.exit_report import conclude
 from ktrainer.launch.failure_report import first_failure, others
 from ktrainer.launch.group_state import GroupEnd
-from ktrainer.launch.rank_channel import Note, decode, encode
+from ktrainer.launch.rank_channel import (
+    Note,
+    Options,
+    decode,
+    encode,
+    open_pipe,
+    pipe_path,
+    prepare,
+)
 
 SIGNALLED = """\
 --------------------------------------------------------------------------
@@ -37,6 +47,19 @@ def failed(time: float, *, follows: bool = False, kind: str = "builtins.ValueErr
 def test_notes_survive_the_pipe() -> None:
     note = failed(1.5)
     assert decode(encode(note)) == note
+
+
+def test_a_pipe_that_is_not_read_any_more_is_not_waited_for(tmp_path: Path) -> None:
+    prepare(tmp_path, 1, Options())
+    path = pipe_path(tmp_path, 0, "notes")
+    with pytest.raises(SystemExit, match=r"does not read 0\.notes of this process"):
+        open_pipe(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    opened = open_pipe(path)
+    assert os.get_blocking(opened)
+    assert os.write(opened, b"note") == len(os.read(reader, 9))
+    os.close(opened)
+    os.close(reader)
 
 
 def test_earliest_error_that_is_no_consequence_is_first() -> None:

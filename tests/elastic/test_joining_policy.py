@@ -1,0 +1,73 @@
+"""Numbers of joining ranks: no two processes of a launch have the same one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_healing import launch
+
+# Rank 2 is lost; then rank 0, once a replacement has started and ended before it could join.
+LOSES = """
+import os, signal, time
+from pathlib import Path
+
+started = Path(__file__).with_name("started")
+if number := os.environ.get("KTRAINER_STABLE_RANK"):
+    with started.open("a") as file:
+        file.write(number + "\\n")
+    os._exit(0)
+
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+from ktrainer import dataparallel as hvd
+
+def has_started(number):
+    return started.exists() and str(number) in started.read_text().split()
+
+def after(step, rank):
+    time.sleep(0.02)
+    if (rank == 2 and step == 2) or (rank == 0 and has_started(3)):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+FIT = """
+class Loses(Callback):
+    def on_step_end(self, step, logs=None):
+        after(step, self.world.stable_rank)
+        self.model.stop_training = has_started(4)
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+x = np.ones((12, 2), "float32")
+Trainer.from_cli(callbacks=[Loses()]).fit(build, (x, x[:, :1]))
+"""
+LOOP = """
+hvd.init(deadline=20)
+rank = hvd.rank()
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 800 and not has_started(4):
+        state.step += 1
+        after(state.step, rank)
+        state.commit()
+
+train(hvd.elastic.ObjectState(step=0))
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("text", [FIT, LOOP], ids=["fit", "loop"])
+def test_a_new_first_rank_gives_no_number_twice(tmp_path: Path, text: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOSES + text)
+    words = ["backend=data_parallel", "data.batch_size=12", "trainer.epochs=800"]
+    words += ["logging.progress=none", f"run.dir={tmp_path / 'run'}"]
+    named = ("--replace", "-n", "3", "--timeout", "60", str(script))
+    done = launch(tmp_path, *named, *(words if text == FIT else ()))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "started").read_text().split() == ["3", "4"]
