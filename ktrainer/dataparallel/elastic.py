@@ -108,17 +108,19 @@ class _ElasticRun:
         try:
             with survivable_section(self._world):
                 while True:
+                    loss: BaseException | None = None
                     try:
                         self._begin()
                         result = function()
                         self._world.agree("end of elastic.run")
                         return result
                     except HostsUpdatedInterrupt:
-                        self._change_ranks(None)
+                        pass
                     except Exception as error:
                         if (loss := self._loss_in(error)) is None:
                             raise
-                        self._change_ranks(loss)
+                    # Outside of the handlers: there the loss would be any new error's context.
+                    self._change_ranks(loss)
         finally:
             self._state._look_for_ranks = None
             self._policy.close()

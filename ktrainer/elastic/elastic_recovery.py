@@ -85,16 +85,19 @@ class ElasticRecovery:
             self._exchange_counts()
         with survivable_section(self.world):
             while True:
+                loss: Exception | None = None
                 try:
                     history = yield from loop.updates()
                     self.world.agree("end of training")
                     return history
                 except _Joined:
-                    self._recover(loop, None)
+                    pass
                 except Exception as error:
                     if not self.world.has_lost(error):
                         raise
-                    self._recover(loop, error)
+                    loss = error
+                # Outside of the handlers: there the loss would be any new error's context.
+                self._recover(loop, loss)
 
     # -- called by the loop
 

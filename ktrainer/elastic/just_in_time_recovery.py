@@ -95,7 +95,9 @@ class JustInTimeRecovery:
             except Exception as error:
                 if not self.world.has_lost(error):
                     raise
-                self._end(error)
+                loss = error
+            # Outside of the handler: there the loss would be any new error's context.
+            self._end(loss)
 
     # -- called by the loop
 

@@ -95,12 +95,13 @@ def drive(running: Running, update: Callable[[Updates], Any]) -> Any:
     try:
         updates = next(running)
         while True:
+            failed: BaseException | None = None
             try:
                 logs = update(updates)
             except BaseException as error:
-                updates = running.throw(error)
-            else:
-                updates = running.send(logs)
+                failed = error
+            # Outside of the handler, in which it would be the context of all errors that follow.
+            updates = running.send(logs) if failed is None else running.throw(failed)
     except StopIteration as end:
         return end.value
 

@@ -49,7 +49,7 @@ if world.rank == 1:
     setattr(world, case, stay_away)
 try:
     world.barrier("a meeting")
-except PeerLost as error:  # as a training does, in which all that follows has this context
+except PeerLost as error:  # all that follows has this context
     world.record_interruption(error)
     world.deadline = 2.0
     try:

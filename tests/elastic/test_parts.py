@@ -16,9 +16,10 @@ from ktrainer.distributed import SingleWorld
 from ktrainer.elastic import check_callbacks, check_data, check_functions
 from ktrainer.elastic.elastic_recovery import updates_in_parts
 from ktrainer.elastic.recovery_point import MetricCountsRow, VariableBackup
-from ktrainer.errors import ConfigError, DataError
+from ktrainer.errors import ConfigError, DataError, PeerLost
 from ktrainer.state.durations import Every
 from ktrainer.state.progress import Progress
+from ktrainer.training.loop import drive
 from ktrainer.training.loop_state import LoopModel
 
 
@@ -166,6 +167,22 @@ def test_functions_whose_data_is_another_when_called_again() -> None:
     check_functions(run({"training/x": "1"}), world)
     with pytest.raises(DataError, match=r"a second call .* gave another training/x"):
         check_functions(run({"training/x": "2"}), world)
+
+
+def test_what_follows_a_lost_update_has_errors_of_its_own() -> None:
+    """With the loss as their context, they would count as losses."""
+
+    def running() -> Any:
+        with pytest.raises(PeerLost):
+            yield []
+        raise ValueError("of a callback")
+
+    def update(updates: Any) -> None:
+        raise PeerLost("in the update")
+
+    with pytest.raises(ValueError, match="of a callback") as raised:
+        drive(running(), update)
+    assert raised.value.__context__ is None
 
 
 def test_a_callback_that_cannot_move(tmp_path: Any) -> None:

@@ -93,6 +93,39 @@ def same_logs(found: dict[str, Any], expected: dict[str, Any], but: tuple[str, .
             np.testing.assert_allclose(found[name], values, rtol=1e-9, err_msg=name)
 
 
+RAISES = """
+import os, signal
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+class Raises(Callback):
+    def on_step_end(self, step, logs=None):
+        if self.world.stable_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_heal(self, progress):
+        raise ValueError("of on_heal")
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+trainer = Trainer.from_cli(callbacks=[Raises()])
+trainer.fit(build, (np.ones((8, 2), "float32"), np.ones((8, 1), "float32")))
+"""
+
+
+def test_an_error_while_healing_ends_all_ranks(tmp_path: Path) -> None:
+    """It is not another loss, which they would heal again and again."""
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES)
+    words = ("backend=data_parallel", "data.batch_size=4", "run.dir=null")
+    ended = launch(tmp_path, "--heal", "--timeout", "60", "-n", "2", str(script), *words)
+    assert ended.returncode == 1, ended.stderr
+    assert "ValueError: of on_heal" in ended.stderr
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from ktrainer.callbacks import Checkpoint
 from ktrainer.checkpoint import read_checkpoint, verify
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.config import load_config
+from ktrainer.distributed.elastic_members import is_loss
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.elastic.just_in_time_checkpoint import Grid
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
@@ -99,6 +101,21 @@ def test_who_writes_what(placement: Any) -> None:
     assert min(left) in grid.writers(left).values()
     assert grid.counting() == sorted([first[2], second[2]])
     assert grid.name(second[1]) == f"rank {second[1]} (partition 1 of replica 1)"
+
+
+def test_an_error_in_the_save_is_no_other_loss(monkeypatch: Any) -> None:
+    def lose() -> None:
+        raise MPI.Exception(MPI.ERR_PROC_FAILED)
+
+    def fail(self: JustInTimeRecovery) -> None:
+        monkeypatch.setattr(JustInTimeRecovery, "_save", lambda self: pytest.fail("saves again"))
+        raise ValueError("of a callback's state")
+
+    monkeypatch.setattr(JustInTimeRecovery, "_save", fail)
+    survivor: Any = object.__new__(JustInTimeRecovery)
+    survivor.world = SimpleNamespace(phases=0, stable_rank=0, has_lost=is_loss, heal=list)
+    with pytest.raises(ValueError, match="of a callback's state"):
+        next(survivor.updates(SimpleNamespace(begin=lose)))
 
 
 @pytest.mark.parametrize(
