@@ -67,7 +67,8 @@ class ElasticRecovery:
         self._backup = VariableBackup(self.model, updates_in_parts(run))
         self._counts = MetricCountsRow(self.model)
         self._adds_up = not unadded_metrics(self.model)
-        self._mine = np.zeros(0)  # this rank's counts at the point
+        # At the point: epoch (NaN: none yet), and this rank's examples and counts in it.
+        self._mine = np.array([np.nan, 0.0])
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
 
@@ -139,7 +140,8 @@ class ElasticRecovery:
                 shuffle_order=state.feed.shuffle_order,
                 lengths=self.run.lengths,
             )
-            self._mine = np.concatenate([[float(state.counted.examples)], self._counts.row()])
+            counted = [_counted_epoch(progress), float(state.counted.examples)]
+            self._mine = np.concatenate([counted, self._counts.row()])
             self._backup.keep()
 
     def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
@@ -226,7 +228,7 @@ class ElasticRecovery:
         self._backup.keep()  # a hand-over that fails is undone too
         if any(order < furthest for order in orders):
             broadcast_variables(named_variables(self.model), self.world, donor)
-        self._restore_counts(lost, new=mine[0] < 0)
+        self._restore_counts(lost, _counted_epoch(Progress.from_dict(point.progress)))
         self._restore_run(loop, point)
         self.commit(point.phase, point.logs, callbacks_up_to=point.callbacks_up_to)
         if self.world.is_root:  # it has their counts; if it is lost, too, the next one adds them
@@ -243,7 +245,7 @@ class ElasticRecovery:
             member.stable_rank: row for member, row in zip(self.world.members, table, strict=True)
         }
 
-    def _restore_counts(self, lost: list[int], new: bool) -> None:
+    def _restore_counts(self, lost: list[int], epoch: float) -> None:
         """This rank's own counts; the first rank takes over those of the lost ranks.
 
         Not known are the counts of an update that a rank, or its message, did not complete; nor
@@ -251,18 +253,20 @@ class ElasticRecovery:
 
         Args:
             lost: stable ranks of those that were lost.
-            new: this rank has counted nothing yet.
+            epoch: the one whose counts are to be restored. A rank that missed its first update, or
+                was lost before all had exchanged their counts of that, has those of another.
         """
-        if new:
+        if self._mine[0] != epoch:
             self.model.reset_metrics()
-            self._mine = np.concatenate([[0.0], self._counts.row()])
+            self._mine = np.concatenate([[epoch, 0.0], self._counts.row()])
         mine = self._mine
         rows = [self._table[rank] for rank in lost if rank in self._table]
+        rows = [row for row in rows if row[0] == epoch]
         if self.world.is_root and rows and self._adds_up:
             mine = mine + np.sum(rows, axis=0)
-        self.state.counted.examples = int(mine[0])
+        self.state.counted.examples = int(mine[1])
         if self._counts.announced:
-            self._counts.assign(mine[1:])
+            self._counts.assign(mine[2:])
 
     def _restore_run(self, loop: ResumableLoop, point: RecoveryPoint) -> None:
         """Bring the callbacks, the data and the loop to `point`, for the present ranks."""
@@ -290,6 +294,11 @@ class ElasticRecovery:
             f"surviving ranks after step {self._point.order[0]}: {self.world.size}, fewer than "
             f"world.min_size={least}; {where}"
         ) from error
+
+
+def _counted_epoch(progress: Progress) -> float:
+    """The epoch of which metrics hold counts; -1 before its first update, which resets them."""
+    return float(progress.epoch) if progress.batch else -1.0
 
 
 def updates_in_parts(run: Run) -> bool:

@@ -126,6 +126,62 @@ def test_an_error_while_healing_ends_all_ranks(tmp_path: Path) -> None:
     assert "ValueError: of on_heal" in ended.stderr
 
 
+# Nothing is learned, so that a row's loss is its y squared, in every epoch.
+COUNTS = """
+import json, os, signal, sys, time
+import keras, numpy as np
+from ktrainer import Callback, PeerLost, Trainer
+from ktrainer.elastic import ElasticRecovery
+from ktrainer.state.progress import Phase
+
+commit = ElasticRecovery.commit
+
+def miss(self, phase, *args, **kwargs):
+    world = self.world
+    if (phase, self.state.progress.step, world.stable_rank) == (Phase.UPDATED, 5, 1):
+        ElasticRecovery.commit = commit
+        time.sleep(0.5)  # the others have done this update, and wait for the next message
+        world.revoke()
+        raise PeerLost("as if the last message of this update had not come")
+    commit(self, phase, *args, **kwargs)
+
+ElasticRecovery.commit = miss
+
+class Dies(Callback):
+    def on_step_end(self, step, logs=None):
+        if (step, self.world.stable_rank) in ((9, 2), (15, 1)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def build():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+    return model
+
+x, y = np.ones((24, 1), "float32"), np.arange(24, dtype="float32")[:, None]
+trainer = Trainer.from_cli(callbacks=[Dies()])
+history = trainer.fit(build, (x, y), validation_data=(x[:6], y[:6] + 100)).history
+if trainer.world.rank == 0:
+    print(json.dumps(history))
+"""
+
+
+def test_metrics_lack_one_update_of_a_lost_rank(tmp_path: Path) -> None:
+    """Whatever is counted before: the epoch before, and a validation, are no part of this one."""
+    script = tmp_path / "counts.py"
+    script.write_text(COUNTS)
+    words = ("--no-prefix", "--timeout", "60", "-n", "3", str(script))
+    settings = "backend=data_parallel data.batch_size=6 data.shuffle=false trainer.epochs=4"
+    quiet = "logging.progress=none run.dir=null"
+    ended = launch(tmp_path, "--heal", *words, *settings.split(), *quiet.split())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # Missed by rank 1; rank 2 is lost in an epoch's first update; rank 1 in one's third.
+    missing: list[list[int]] = [[], [2, 3], [4, 5], [15, 16, 17]]
+    expected = [np.mean(np.delete(np.arange(24.0), rows) ** 2) for rows in missing]
+    history = json.loads(ended.stdout)
+    np.testing.assert_allclose(history["loss"], expected, rtol=1e-6)
+    np.testing.assert_allclose(history["val_loss"], np.mean(np.arange(100, 106.0) ** 2), rtol=1e-6)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:
