@@ -35,7 +35,6 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
-from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.training.loop_state import LoopModel
 
@@ -65,8 +64,7 @@ class ElasticRecovery:
         self._config = run.context.config
         self._point = RecoveryPoint()
         self._backup = VariableBackup(self.model, updates_in_parts(run))
-        self._counts = MetricCountsRow(self.model)
-        self._adds_up = not unadded_metrics(self.model)
+        self._counts = MetricCountsRow(self.model, only_sums=True)
         # At the point: epoch (NaN: none yet), and this rank's examples and counts in it.
         self._mine = np.array([np.nan, 0.0])
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
@@ -201,7 +199,7 @@ class ElasticRecovery:
         seconds = time.perf_counter() - began
         self.state.healed.append(Healed(healed, ranks, self.world.size, seconds))
         if self.world.is_root:
-            _say(self.state.healed[-1])
+            _say(self.state.healed[-1], self._counts.omitted)
         least = self._config.world.min_size
         if cause is not None and self.world.size < least:
             self._save_and_end(least, cause)
@@ -249,24 +247,22 @@ class ElasticRecovery:
         """This rank's own counts; the first rank takes over those of the lost ranks.
 
         Not known are the counts of an update that a rank, or its message, did not complete; nor
-        are states that do not add up.
+        are those of the omitted metrics.
 
         Args:
             lost: stable ranks of those that were lost.
             epoch: the one whose counts are to be restored. A rank that missed its first update, or
                 was lost before all had exchanged their counts of that, has those of another.
         """
-        if self._mine[0] != epoch:
+        counts_it = self._mine[0] == epoch
+        if not counts_it:
             self.model.reset_metrics()
-            self._mine = np.concatenate([[epoch, 0.0], self._counts.row()])
-        mine = self._mine
+        # These weigh the metrics that do not add up, which lack what lost ranks had counted.
+        self.state.counted.examples = int(self._mine[1]) if counts_it else 0
         rows = [self._table[rank] for rank in lost if rank in self._table]
         rows = [row for row in rows if row[0] == epoch]
-        if self.world.is_root and rows and self._adds_up:
-            mine = mine + np.sum(rows, axis=0)
-        self.state.counted.examples = int(mine[1])
-        if self._counts.announced:
-            self._counts.assign(mine[2:])
+        if self.world.is_root and rows:
+            self._counts.add(np.sum(rows, axis=0)[2:])
 
     def _restore_run(self, loop: ResumableLoop, point: RecoveryPoint) -> None:
         """Bring the callbacks, the data and the loop to `point`, for the present ranks."""
@@ -324,8 +320,10 @@ def _rank_in(members: list[Member], member: Member) -> int:
     return members.index(member) if member in members else member.stable_rank
 
 
-def _say(healed: Healed) -> None:
+def _say(healed: Healed, omitted: list[str]) -> None:
     more = "; the training metrics of this epoch may lack their part of one update"
+    if omitted:
+        more += f", and {', '.join(omitted)} all of their part"
     ranks = "1 rank continues" if healed.size == 1 else f"{healed.size} ranks continue"
     print(
         f"ktrainer: {healed.what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s)"

@@ -178,7 +178,7 @@ class JustInTimeRecovery:
         if not why:
             try:
                 path = self._write(store)
-                return f"the state of that step is saved in {path}", path
+                return f"the state of that step is saved in {path}{self._without()}", path
             except CheckpointError as problem:
                 why = str(problem)
         if latest is None:
@@ -207,6 +207,15 @@ class JustInTimeRecovery:
         if self._point.update_invalid:
             return "that step had spoilt the model, so its state was not saved"
         return ""
+
+    def _without(self) -> str:
+        """What is not in the state that is saved."""
+        assert self._point is not None
+        lost = {*self.grid.counting()} - {member.stable_rank for member in self.world.members}
+        if not (lost and self._counts.omitted and self._point.progress["batch"]):
+            return ""
+        names = ", ".join(self._counts.omitted)
+        return f", without what lost ranks had counted in the metrics {names} in this epoch"
 
     def _write(self, store: Store) -> Path:
         """Write the state of the last commit; all surviving ranks call this together."""
@@ -244,14 +253,15 @@ class JustInTimeRecovery:
 
     def _states_of_all(self) -> dict[int, Sequence[np.ndarray]]:
         """The metrics' states of all ranks at the point, those of the lost ones included; zeros for
-        these where there are too many numbers to exchange after each update."""
-        if self._counts.announced:
-            rows = self._counted[:, 2:]
-            return {rank: self._counts.states(row) for rank, row in enumerate(rows)}
-        mine = self._counts.states()
-        counts = self.world.allgather((self.world.stable_rank, mine), "metric counts of each rank")
-        nothing = [np.zeros_like(state) for state in mine]
-        return {**dict.fromkeys(self.grid.places, nothing), **dict(counts)}
+        these in metrics that have too many numbers to exchange after each update."""
+        rows = self._counted[:, 2:]
+        every: dict[int, Sequence[np.ndarray]] = {
+            rank: self._counts.states(row) for rank, row in enumerate(rows)
+        }
+        if self._counts.omitted:
+            here = (self.world.stable_rank, self._counts.states())
+            every |= dict(self.world.allgather(here, "metric counts of each rank"))
+        return every
 
     def _counted_of_all(self) -> list[list[Any]]:
         """Arguments of `MetricCounts.take_over`; ranks of a replica have the same logs."""

@@ -24,9 +24,10 @@ from ktrainer.data import ShuffleOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.launcher_events import report_phase
 from ktrainer.state.progress import Phase
+from ktrainer.steps.metric_states import metric_leaves
 from ktrainer.steps.optimizers import optimizers_of
 
-_MOST = 1 << 16  # numbers of a rank that are announced after each update
+_MOST = 1 << 16  # numbers of a rank's metrics that are announced after each update
 
 
 @dataclass
@@ -134,41 +135,57 @@ class MetricCountsRow:
 
     Args:
         model: built, with its metrics.
+        only_sums: leave out metrics whose states do not add up: other ranks cannot take them over.
+
+    Attributes:
+        omitted: names of the metrics that are not in the row: these, and the largest ones, where
+            all have too many numbers to be sent after each update.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        self._variables = list(model.metrics_variables)
-        self._sizes = [int(np.prod(v.shape)) for v in self._variables]
-        self.announced = sum(self._sizes) <= _MOST
+    def __init__(self, model: keras.Model, only_sums: bool = False) -> None:
+        self._all = list(model.metrics_variables)
+        self._announced: list[Any] = []
+        self.omitted: list[str] = []
+        room = _MOST
+        leaves = [leaf for metric in model.metrics for leaf in metric_leaves(metric, 0)]
+        for leaf in sorted(leaves, key=lambda leaf: _size(leaf.metric)):
+            if _size(leaf.metric) > room or (only_sums and not leaf.additive):
+                self.omitted.append(leaf.metric.name)
+            else:
+                room -= _size(leaf.metric)
+                self._announced += leaf.metric.variables
 
     def row(self) -> np.ndarray:
-        """All states as one float64 vector; empty where they are too many to be exchanged."""
-        if not self.announced or not self._variables:
-            return np.zeros(0)
-        return np.concatenate([np.ravel(v.numpy()).astype(np.float64) for v in self._variables])
+        """The states as one float64 vector."""
+        states = [np.ravel(v.numpy()).astype(np.float64) for v in self._announced]
+        return np.concatenate([np.zeros(0), *states])
 
     def states(self, row: np.ndarray | None = None) -> list[np.ndarray]:
-        """The states in a `row`, in their shapes and types; None: those of now."""
+        """The states of all metrics in a `row`, in their shapes and types, with zeros for the
+        omitted ones; None: those of now."""
         if row is None:
-            return [np.array(v.numpy()) for v in self._variables]
-        parts = np.split(row, np.cumsum(self._sizes)[:-1])
-        pairs = zip(self._variables, parts, strict=True)
-        return [p.reshape(tuple(v.shape)).astype(dtype_named(v.dtype)) for v, p in pairs]
+            return [np.array(v.numpy()) for v in self._all]
+        known = {id(variable): part for variable, part in self._parts(row)}
+        parts = [known.get(id(v), np.zeros(tuple(v.shape))) for v in self._all]
+        return [p.astype(dtype_named(v.dtype)) for p, v in zip(parts, self._all, strict=True)]
 
     def add(self, row: np.ndarray) -> None:
-        """Add what another rank had counted."""
-        if not row.size:
-            return
-        ends = np.cumsum(self._sizes)
-        for variable, part in zip(self._variables, np.split(row, ends[:-1]), strict=True):
+        """Add what other ranks had counted."""
+        for variable, part in self._parts(row):
             mine = variable.numpy()
-            variable.assign((mine + part.reshape(mine.shape)).astype(mine.dtype))
+            variable.assign((mine + part).astype(mine.dtype))
 
-    def assign(self, row: np.ndarray) -> None:
-        """Replace all counts."""
-        for variable in self._variables:
-            variable.assign(np.zeros(variable.shape, variable.dtype))
-        self.add(row)
+    def _parts(self, row: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
+        """(variable, its state) of what is in a row."""
+        begin = 0
+        for variable in self._announced:
+            end = begin + int(np.prod(variable.shape))
+            yield variable, row[begin:end].reshape(tuple(variable.shape))
+            begin = end
+
+
+def _size(metric: Any) -> int:
+    return sum(int(np.prod(v.shape)) for v in metric.variables)
 
 
 @contextmanager

@@ -107,14 +107,40 @@ def test_outside_of_steps_everything_is_undone() -> None:
         np.testing.assert_array_equal(now, then)
 
 
+class Largest(keras.metrics.Metric):
+    """The largest target: not a sum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+    def result(self) -> Any:
+        return self.value
+
+
 def test_counts_of_another_rank_are_added() -> None:
-    model = network()
-    counts = MetricCountsRow(model)
-    mine = counts.row()
-    counts.add(mine)
-    np.testing.assert_array_equal(counts.row(), 2 * mine)
-    counts.assign(mine)
-    np.testing.assert_array_equal(counts.row(), mine)
+    """Those of each metric that adds up, while there is room: the smallest come first."""
+    curve = keras.metrics.AUC(multi_label=True, num_labels=100)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(100, "sigmoid")])
+    model.compile("sgd", "mse", metrics=[curve, Largest(), "mae"])
+    model.fit(np.ones((4, 4)), np.ones((4, 100)), verbose=0)
+    sums, every = MetricCountsRow(model, only_sums=True), MetricCountsRow(model)
+    before = every.states()
+    assert sums.omitted == ["largest", curve.name]
+    assert every.omitted == [curve.name]
+    assert sums.row().size == 4
+    known = every.states(every.row())
+    sums.add(sums.row())
+    found = {id(v): v.numpy() for v in model.metrics_variables}
+    of_curve, largest = [id(v) for v in curve.variables], id(model.metrics[1].metrics[1].value)
+    for variable, then, row in zip(model.metrics_variables, before, known, strict=True):
+        kept = id(variable) in (*of_curve, largest)
+        np.testing.assert_array_equal(found[id(variable)], then if kept else 2 * then)
+        np.testing.assert_array_equal(row, 0 * then if id(variable) in of_curve else then)
+        assert (row.dtype, row.shape) == (then.dtype, then.shape)
 
 
 def source(reopens: bool = True) -> Any:

@@ -20,6 +20,7 @@ from ktrainer.distributed.elastic_members import is_loss
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.elastic.just_in_time_checkpoint import Grid
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
+from ktrainer.elastic.recovery_point import RecoveryPoint
 from tests.faults import hybrid_script
 from tests.faults.test_healing import launch
 
@@ -116,6 +117,30 @@ def test_an_error_in_the_save_is_no_other_loss(monkeypatch: Any) -> None:
     survivor.world = SimpleNamespace(phases=0, stable_rank=0, has_lost=is_loss, heal=list)
     with pytest.raises(ValueError, match="of a callback's state"):
         next(survivor.updates(SimpleNamespace(begin=lose)))
+
+
+@pytest.mark.parametrize(("lost", "lacks"), [(3, True), (2, False)])
+def test_metrics_too_large_to_exchange_are_named(lost: int, lacks: bool) -> None:
+    """Lost ranks of the last partition had counts; surviving ones have theirs."""
+    places = {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 1)}
+    left = [rank for rank in places if rank != lost]
+    survivor: Any = object.__new__(JustInTimeRecovery)
+    survivor.grid = Grid(places)
+    survivor.world = SimpleNamespace(
+        stable_rank=1,
+        members=[SimpleNamespace(stable_rank=rank) for rank in left],
+        allgather=lambda here, what: [(rank, here[1]) for rank in left],
+    )
+    states = {"known": [np.zeros(2)], "now": [np.ones(2)]}
+    survivor._counts = SimpleNamespace(
+        omitted=["auc"], states=lambda row=None: states["now" if row is None else "known"]
+    )
+    survivor._counted = np.zeros((4, 3))
+    survivor._point = RecoveryPoint(progress={"batch": 2})
+    said = ", without what lost ranks had counted in the metrics auc in this epoch"
+    assert survivor._without() == (said if lacks else "")
+    sums = {rank: found[0].sum() for rank, found in survivor._states_of_all().items()}
+    assert sums == {rank: 0.0 if rank == lost else 2.0 for rank in places}
 
 
 @pytest.mark.parametrize(
