@@ -456,7 +456,11 @@ tensorflow.python.ops.script_ops
         pipeline: read; Python functions that are differentiated
 tensorflow.python.ops.clip_ops
     global_norm(t_list, name)
-        pipeline: replaced; over all stages
+        pipeline, steps: replaced; over all stages, and of gradients summed over ranks
+    clip_by_norm(t, clip_norm, axes, name)
+        steps: replaced; gradients are clipped by the norm of their sum over ranks
+    clip_by_value(t, clip_value_min, clip_value_max, name)
+        steps: replaced; refused for gradients that are not summed over ranks
 tensorflow.python.ops.random_ops
     random_normal(shape, mean, stddev, dtype, seed, name)
         verify: replaced; draws that do not depend on the batch

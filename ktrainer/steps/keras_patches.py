@@ -9,6 +9,7 @@ puts them back:
 | `losses.loss.reduce_weighted_values` | each loss is divided by its denominator over all parts |
 | `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all parts |
 | `tf.GradientTape.gradient` | so is a vector that is differentiated |
+| `tf.linalg.global_norm`, `tf.clip_by_norm`, `..._value` | gradients have the norm of their sums |
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
@@ -37,9 +38,16 @@ from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.ops import clip_ops
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
+from ktrainer.steps.clipped_gradients import (
+    clip_by_norm,
+    clip_by_value,
+    global_norm,
+    warn_of_changes,
+)
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.step_context import StepContext, tracing
@@ -48,6 +56,7 @@ from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
 _Update = Callable[[list[Any]], Any]  # of gradients
+
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 
@@ -66,6 +75,10 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (loss_module, "reduce_weighted_values", _reduce_weighted_values),
         (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
         (tf.GradientTape, "gradient", gradient_of_sums),
+        (clip_ops, "global_norm", global_norm),  # tf.clip_by_global_norm calls it
+        (tf.linalg, "global_norm", global_norm),
+        (tf, "clip_by_norm", clip_by_norm),
+        (tf, "clip_by_value", clip_by_value),
         (reduction_metrics.Mean, "update_state", update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
@@ -236,6 +249,7 @@ class _Applying:
             context.refuse_compiled("it applies an optimizer")
         if context.collectives is not None or context.capture:
             _refuse_overwritten(variables)
+        warn_of_changes(context, gradients)
         self.hooked = False
         context.applies += 1
         if context.capture:
@@ -255,7 +269,11 @@ class _Applying:
             context.remainder.keep(~skipped)
             context.remainder = None
         merge = context.merge_replicas
-        return update(gradients) if merge is None else merge(optimizer, update, gradients)
+        context.applying = True
+        try:
+            return update(gradients) if merge is None else merge(optimizer, update, gradients)
+        finally:
+            context.applying = False
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -99,6 +99,10 @@ class StepContext(TracedContext):
         on_assign: called with a Keras variable and its new value before it is assigned, but not
             where an optimizer assigns.
         updating: an optimizer assigns now.
+        applying: gradients are summed, and hooked, clipped and applied now.
+        part_gradients: this part's gradients of weights, by a key; see `steps.clipped_gradients`.
+        of_all_parts: what is computed of them there and is the same in all parts, likewise.
+        compares: gradients are compared, and not applied: clipping leaves them as they are.
         local: `id()` of the variables that are this rank's own; see `steps.local_layers`.
         powersgd: compresses gradients; None: they are sent as they are.
         remainder: what it leaves to be sent later, once gradients are reduced.
@@ -133,6 +137,10 @@ class StepContext(TracedContext):
     sums: bool = False
     on_assign: Callable[[Any, Any], None] | None = None
     updating: bool = False
+    applying: bool = False
+    part_gradients: dict[Any, Any] = field(default_factory=dict)
+    of_all_parts: dict[Any, Any] = field(default_factory=dict)
+    compares: bool = False
     local: Collection[int] = frozenset()
     powersgd: PowerSgd | None = None
     remainder: Remainder | None = None

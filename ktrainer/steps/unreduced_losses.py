@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from ktrainer.steps.clipped_gradients import note_gradients
 from ktrainer.steps.step_context import StepContext
 
 
@@ -39,9 +40,13 @@ def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
     ) -> Any:
         # An inner gradient, with respect to inputs, is no gradient of the update's loss; nor is
         # what TensorFlow differentiates itself, as a layer that is recomputed does.
-        if _is_of_weights(sources) and not _called_by_tensorflow():
+        of_loss = _is_of_weights(sources) and not _called_by_tensorflow()
+        if of_loss:
             output_gradients = _scaled(context, tf.nest.flatten(target), output_gradients)
-        return original(self, target, sources, output_gradients, unconnected_gradients)
+        found = original(self, target, sources, output_gradients, unconnected_gradients)
+        if of_loss:
+            note_gradients(context, sources, found)
+        return found
 
     return gradient
 

@@ -76,7 +76,7 @@ def cause(factor: float | None, parts: int) -> str:
     if factor is None:
         return (
             "The loss couples examples (pairs within the batch, statistics of the batch, gradients "
-            "clipped by hand), or a part of it is a sum over examples. Set "
+            "changed by hand), or a part of it is a sum over examples. Set "
             "trainer.loss_scope=global; in a train_step of your own use ktrainer.all_gather, means "
             "instead of sums, and BatchNormalization(synchronized=True)."
         )

@@ -80,7 +80,9 @@ class GradientPasses:
 
     def whole(self, batch: Any) -> GradientPass:
         """Loss and gradients of all examples at once."""
-        context = StepContext(_float(1.0), uniform=self.uniform, capture=True, rows=rows_of(batch))
+        context = StepContext(
+            _float(1.0), uniform=self.uniform, capture=True, compares=True, rows=rows_of(batch)
+        )
         return self._run(batch, context)
 
     def split(self, batches: Sequence[Any], weights: Sequence[float]) -> GradientPass:
@@ -118,6 +120,7 @@ class GradientPasses:
             denominators=[] if denominators is None else denominators,
             record=record,
             capture=True,
+            compares=True,
             rows=rows_of(batch),
         )
         done = self._run(batch, context)
@@ -203,7 +206,7 @@ def summed_tables(model: keras.Model, spec: Any) -> set[str]:
     found = set()
 
     def step(batch: Any) -> None:
-        context = StepContext(_float(1.0), capture=True, rows=rows_of(batch))
+        context = StepContext(_float(1.0), capture=True, compares=True, rows=rows_of(batch))
         with keras_patches(context, optimizers_of(model)):
             python_step(model.train_step)(batch)
         for _, gradients, variables in context.captured:

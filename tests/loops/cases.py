@@ -64,7 +64,7 @@ def row_counter() -> Any:
 
 
 def clipped(it: Any) -> Outcome:
-    """A sum divided by the global batch, clipping, and metrics inside of the step."""
+    """A sum divided by the global batch, clipping of both kinds, and metrics inside of the step."""
     import keras
     import tensorflow as tf
 
@@ -82,11 +82,12 @@ def clipped(it: Any) -> Outcome:
             losses = loss_of(y, logits)
             loss = tf.reduce_sum(losses) / BATCH
         weights = model.trainable_variables
-        optimizer.apply(tape.gradient(loss, weights), weights)
+        gradients, norm = tf.clip_by_global_norm(tape.gradient(loss, weights), 0.2)
+        optimizer.apply(gradients, weights)
         mean.update_state(loss)
         by_row.update_state(losses)
         right.update_state(y, logits)
-        return {"loss": loss, "rows": tf.shape(x)[0]}
+        return {"loss": loss, "rows": tf.shape(x)[0], "norm": norm}
 
     numbers = []
     dataset = batches(it)
@@ -94,8 +95,10 @@ def clipped(it: Any) -> Outcome:
         for metric in (mean, by_row, right):
             metric.reset_state()
         for batch in dataset:
-            found = it.reduce("sum", it.run(step, *batch))
+            of_replicas = it.run(step, *batch)
+            found = it.reduce("sum", of_replicas)
             numbers += [float(found["loss"]), float(found["rows"])]
+            numbers.append(float(it.reduce("mean", of_replicas["norm"])))
         numbers += [float(metric.result()) for metric in (mean, by_row, right)]
     return Outcome(numbers, values(model, optimizer, mean, by_row, right))
 
@@ -183,7 +186,9 @@ def looked_up(it: Any) -> Outcome:
             for _ in tf.range(2):
                 total += tf.reduce_sum(tf.square(table(y) - x[:, :3])) / BATCH
         optimizer.learning_rate.assign(0.05 / tf.cast(1 + optimizer.iterations, tf.float64))
-        optimizer.apply(tape.gradient(total, table.trainable_variables), table.trainable_variables)
+        weights = table.trainable_variables
+        gradients = [tf.clip_by_norm(g, 0.3) for g in tape.gradient(total, weights)]
+        optimizer.apply(gradients, weights)
         rows.update_state(y)
         return total
 
