@@ -397,6 +397,9 @@ tensorflow.python.framework.ops
         steps: read; values that a log is computed from
     get_gradient_function()._gradient_op_type
         pipeline: read; custom gradients in a graph
+tensorflow.python.framework.random_seed
+    get_seed(op_seed)
+        steps: replaced; ranks draw different numbers from equal seeds
 tensorflow.python.framework.func_graph
     FuncGraph
         pipeline: called; shapes of losses
@@ -484,6 +487,8 @@ tensorflow.python.ops.stateless_random_ops
 tensorflow.python.ops.stateful_random_ops
     Generator.normal(self, shape, mean, stddev, dtype, name)
         verify: replaced; draws that do not depend on the batch
+    Generator._prepare_key_counter(self, shape)
+        steps: replaced; ranks draw different numbers from equal states
     Generator.uniform(self, shape, minval, maxval, dtype, name)
         verify: replaced; draws that do not depend on the batch
 tensorflow.python.eager.polymorphic_function.polymorphic_function

@@ -13,6 +13,7 @@ puts them back:
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
+| `random_seed.get_seed`, `Generator._prepare_key_counter` | so do functions of `tf.random` |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
 | `Function.__call__` | a `tf.function` that a step calls may have been traced without all that |
@@ -38,6 +39,7 @@ from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import clip_ops
 
 from ktrainer.errors import ModelError
@@ -50,15 +52,13 @@ from ktrainer.steps.clipped_gradients import (
 )
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.mean_metrics import update_mean
+from ktrainer.steps.random_numbers import get_seed, next_seed, prepare_key_counter
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.step_options import is_overwritten, through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
 _Update = Callable[[list[Any]], Any]  # of gradients
-
-
-_RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 
 
 @contextmanager
@@ -82,7 +82,9 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (reduction_metrics.Mean, "update_state", update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
-        (SeedGenerator, "next", _next_seed),
+        (SeedGenerator, "next", next_seed),
+        (random_seed, "get_seed", get_seed),
+        (tf.random.Generator, "_prepare_key_counter", prepare_key_counter),
         (tf_core.Variable, "_direct_assign", _direct_assign),
         (polymorphic_function.Function, "__call__", traced_with_the_step),
     ]
@@ -208,18 +210,6 @@ def _masked_moments(context: StepContext, original: Callable[..., Any]) -> Any:
         return mean, variance
 
     return moments
-
-
-def _next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
-    def next_seed(self: Any, ordered: bool = True) -> Any:
-        seed = original(self, ordered)
-        if isinstance(context.rank, int) and context.rank == 0:
-            return seed
-        # int32 products are those modulo 2**32, for a rank that is a tensor too.
-        offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
-        return seed + tf.cast(tf.stack([offset, 0]), seed.dtype)
-
-    return next_seed
 
 
 def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
