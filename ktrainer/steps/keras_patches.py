@@ -51,6 +51,7 @@ from ktrainer.steps.clipped_gradients import (
     warn_of_changes,
 )
 from ktrainer.steps.inner_functions import traced_with_the_step
+from ktrainer.steps.loss_denominators import reduce_weighted_values
 from ktrainer.steps.mean_metrics import update_mean
 from ktrainer.steps.random_numbers import get_seed, next_seed, prepare_key_counter
 from ktrainer.steps.step_context import StepContext, tracing
@@ -72,7 +73,7 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
     """
     BatchNormalization = keras.layers.BatchNormalization
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (loss_module, "reduce_weighted_values", _reduce_weighted_values),
+        (loss_module, "reduce_weighted_values", reduce_weighted_values),
         (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
         (tf.GradientTape, "gradient", gradient_of_sums),
         (clip_ops, "global_norm", global_norm),  # tf.clip_by_global_norm calls it
@@ -114,57 +115,6 @@ def _with_subclasses(cls: type) -> Iterator[type]:
     subclasses: list[type] = cls.__subclasses__()
     for subclass in subclasses:
         yield from _with_subclasses(subclass)
-
-
-def _reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
-    def reduce_weighted_values(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
-        reduction: str | None = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        values = ops.convert_to_tensor(values, dtype=dtype)
-        if context.in_global_loss or reduction in (None, "none") or values.shape.rank == 0:
-            return original(values, sample_weight, mask, reduction, dtype)
-        if sample_weight is not None:
-            sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
-        elements = tf.cast(tf.size(values), values.dtype)
-        values, sample_weight, valid = _weighted_values(values, sample_weight, mask, elements)
-        total = ops.sum(values)
-        part: Any = 1
-        if context.gathered:
-            part = tf.cast(context.part(values), values.dtype)
-        if reduction == "sum":
-            return context.as_mean(total * part)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            denominator = ops.sum(sample_weight)
-        elif valid is not None and reduction != "mean_with_sample_weight":
-            denominator = valid
-        elif context.uniform:
-            return ops.divide_no_nan(total, elements)
-        else:
-            denominator = elements
-        counted = context.denominator(denominator * part)
-        return context.as_mean(ops.divide_no_nan(total * part, counted))
-
-    return reduce_weighted_values
-
-
-def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) -> Any:
-    """Values times their weights and mask, these as one, and how many elements the mask leaves."""
-    valid = None
-    if mask is not None:
-        mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
-        valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
-        # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
-        weights = loss_module.apply_mask(weights, mask, values.dtype, "sum")
-    if weights is not None:
-        values, weights = loss_module.squeeze_or_expand_to_same_rank(
-            values, ops.cast(weights, values.dtype)
-        )
-        values = values * weights
-    return values, weights, valid
 
 
 def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) -> Any:

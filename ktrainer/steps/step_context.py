@@ -103,6 +103,8 @@ class StepContext(TracedContext):
         part_gradients: this part's gradients of weights, by a key; see `steps.clipped_gradients`.
         of_all_parts: what is computed of them there and is the same in all parts, likewise.
         compares: gradients are compared, and not applied: clipping leaves them as they are.
+        uneven: a loss has not as many values as the part's examples ask for, where gradients are
+            compared.
         local: `id()` of the variables that are this rank's own; see `steps.local_layers`.
         powersgd: compresses gradients; None: they are sent as they are.
         remainder: what it leaves to be sent later, once gradients are reduced.
@@ -141,6 +143,7 @@ class StepContext(TracedContext):
     part_gradients: dict[Any, Any] = field(default_factory=dict)
     of_all_parts: dict[Any, Any] = field(default_factory=dict)
     compares: bool = False
+    uneven: bool = False
     local: Collection[int] = frozenset()
     powersgd: PowerSgd | None = None
     remainder: Remainder | None = None

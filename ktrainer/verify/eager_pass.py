@@ -51,6 +51,7 @@ class GradientPass:
         scaled: paths of variables whose optimizer scales small gradients up, as all but SGD do.
         squared_slices: how many rows of each variable were looked up, by path, where the optimizer
             squares the gradient of each lookup by itself, as all but SGD do.
+        uneven: whether a loss had another number of values than the examples ask for.
     """
 
     gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
@@ -60,6 +61,7 @@ class GradientPass:
     changed: list[str] = field(default_factory=list)
     scaled: set[str] = field(default_factory=set)
     squared_slices: Counter[str] = field(default_factory=Counter)
+    uneven: bool = False
 
 
 class GradientPasses:
@@ -88,6 +90,9 @@ class GradientPasses:
     def split(self, batches: Sequence[Any], weights: Sequence[float]) -> GradientPass:
         """The same from several parts, combined as ranks, replicas and microbatches are."""
         counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
+        if self.uniform and any(part.uneven for part in counted):
+            self.uniform = False  # so that each denominator is counted
+            counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
         if not any(part.denominators for part in counted):
             return combined(counted, weights)
         # As the very step does: what losses are divided by is counted over all parts first.
@@ -100,7 +105,9 @@ class GradientPasses:
         """The model's outputs for a batch, flat and as float64, as in inference."""
         self._draws.restart()
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        context = StepContext(_float(1.0), cast(Any, _NoRanks()), uniform=self.uniform)
+        context = StepContext(
+            _float(1.0), cast(Any, _NoRanks()), uniform=self.uniform, compares=True
+        )
         with (
             Untouched(self.model),
             keras_patches(context, optimizers_of(self.model)),
@@ -147,7 +154,7 @@ class GradientPasses:
             done.squared_slices += _squared_slices(optimizer, gradients, variables)
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
-        done.changed = untouched.changed
+        done.changed, done.uneven = untouched.changed, context.uneven
         return done
 
 

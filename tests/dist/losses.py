@@ -69,6 +69,26 @@ def added(**settings: Any) -> Case:
     return case(build, {**SMALL, **settings})
 
 
+class OfSome(keras.Model):
+    """A loss of those rows that the data choose, of which ranks have different numbers."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        chosen = y[:, 0] > 0.5
+        of_some = keras.losses.MeanSquaredError()(y[chosen], y_pred[chosen])
+        return of_some + 0.1 * keras.losses.MeanAbsoluteError()(y, y_pred)
+
+
+def of_some(**settings: Any) -> Case:
+    def build() -> Any:
+        model = network(OfSome)
+        model.compile(sgd())
+        return model
+
+    return case(build, {**SMALL, **settings})
+
+
 class Returns(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
@@ -291,6 +311,8 @@ HALVES = {"data.batch_size": 8, "trainer.accumulate": 2}
 LOSSES = {
     "added": lambda: added(),
     "added_accumulated": lambda: added(**HALVES),
+    "of_some": lambda: of_some(),
+    "of_some_accumulated": lambda: of_some(**HALVES),
     "returned_whole": lambda: returned(**WHOLE),
     "returned_accumulated": lambda: returned(**HALVES),
     "differentiated": lambda: differentiated(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ def compare(names: list[str], every: list[list[Outcome]]) -> None:
 
 # Losses that are sums over examples, and those that couple them.
 SUMS = ["added", "added_accumulated", "returned_whole", "returned_accumulated"]
-SUMS += ["differentiated", "differentiated_eagerly", "differentiated_by_xla"]
+SUMS += ["of_some_accumulated", "differentiated", "differentiated_eagerly", "differentiated_by_xla"]
 COUPLED = ["simclr", "clip", "ranking", "gathering_clip", "own_against_all"]
 COUPLED += ["sums_of_gathered_accumulated"]
 FEW_ROWS = ["differentiated_in_few_rows", "simclr_in_few_rows", "own_against_all_in_few_rows"]
@@ -49,7 +50,11 @@ WORKERS = {**MIRRORED, "backend__strategy": "multi_worker_mirrored", "backend__d
         pytest.param(
             (2, "horovod"), HOROVOD, ["added", "own_against_all"], marks=pytest.mark.horovod
         ),
-        ((1, ONE_PROCESS), MIRRORED, ["added", "returned_accumulated", "differentiated_eagerly"]),
+        (
+            (1, ONE_PROCESS),
+            MIRRORED,
+            ["added", "of_some", "returned_accumulated", "differentiated_eagerly"],
+        ),
         ((1, ONE_PROCESS), MIRRORED, ["simclr", "sums_of_gathered_accumulated"]),
         ((1, ONE_PROCESS), CENTRAL, ["differentiated", "simclr"]),
         ((2, f"{CLUSTER} 1"), WORKERS, ["differentiated", "own_against_all"]),
@@ -60,6 +65,16 @@ def test_the_losses_of_one_process(
     ranks: Callable[..., Any], group: tuple[Any, ...], settings: dict[str, Any], names: list[str]
 ) -> None:
     compare(names, ranks(*group).run(losses.outcomes, names, **settings, deadline=280))
+
+
+def test_losses_of_rows_that_data_choose(ranks: Callable[..., Any]) -> None:
+    compare(["of_some"], ranks(2).run(_outcomes_without_warnings, ["of_some"], deadline=200))
+
+
+def _outcomes_without_warnings(names: list[str]) -> list[Outcome]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*one process")  # by the check before the first update
+        return losses.outcomes(names, backend="data_parallel")
 
 
 def test_without_it_ranks_have_another_loss(ranks: Callable[..., Any]) -> None:

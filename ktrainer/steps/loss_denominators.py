@@ -1,0 +1,92 @@
+"""Denominators of Keras' losses, counted over all parts of an update.
+
+Replacement for a function of Keras; see `steps.keras_patches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras import ops
+from keras.src.losses import loss as loss_module
+
+from ktrainer.steps.step_context import StepContext
+
+# Operations with as many results as their inputs' values ask for, as tf.boolean_mask has.
+_SELECTIONS = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression")
+
+
+def reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
+    """Divide a loss by its denominator over all parts of the update."""
+
+    def reduced(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        values = ops.convert_to_tensor(values, dtype=dtype)
+        if context.in_global_loss or reduction in (None, "none") or values.shape.rank == 0:
+            return original(values, sample_weight, mask, reduction, dtype)
+        if sample_weight is not None:
+            sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
+        elements = tf.cast(tf.size(values), values.dtype)
+        values, sample_weight, valid = _weighted_values(values, sample_weight, mask, elements)
+        total = ops.sum(values)
+        part: Any = 1
+        if context.gathered:
+            part = tf.cast(context.part(values), values.dtype)
+        if reduction == "sum":
+            return context.as_mean(total * part)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            denominator = ops.sum(sample_weight)
+        elif valid is not None and reduction != "mean_with_sample_weight":
+            denominator = valid
+        elif context.uniform and not _has_other_rows(context, values):
+            return ops.divide_no_nan(total, elements)
+        else:
+            denominator = elements
+        counted = context.denominator(denominator * part)
+        return context.as_mean(ops.divide_no_nan(total * part, counted))
+
+    return reduced
+
+
+def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) -> Any:
+    """Values times their weights and mask, these as one, and how many elements the mask leaves."""
+    valid = None
+    if mask is not None:
+        mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
+        valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
+        # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
+        weights = loss_module.apply_mask(weights, mask, values.dtype, "sum")
+    if weights is not None:
+        values, weights = loss_module.squeeze_or_expand_to_same_rank(
+            values, ops.cast(weights, values.dtype)
+        )
+        values = values * weights
+    return values, weights, valid
+
+
+def _has_other_rows(context: StepContext, values: Any) -> bool:
+    """Whether a loss may have more or fewer values than the examples of its part ask for."""
+    if not tf.is_symbolic_tensor(values):
+        if not context.compares:
+            return True  # an eager step does not tell; all ranks must count alike
+        rows = context.rows
+        context.uneven |= isinstance(rows, int) and values.shape[0] % max(rows, 1) != 0
+        return False
+    if context.denominators is not None and not context.capture:
+        return False  # a pipeline counts apart from the stage that computes the values
+    waiting, seen = [values.op], {values.op.name}
+    while waiting:
+        op = waiting.pop()
+        if op.type.startswith(_SELECTIONS):
+            return True
+        new = [x.op for x in op.inputs if x.op.name not in seen]
+        seen.update(each.name for each in new)
+        waiting += new
+    return False
