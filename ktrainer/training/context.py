@@ -82,8 +82,10 @@ class RunContext:
         from ktrainer.steps.local_layers import set_local_layers
         from ktrainer.steps.powersgd import set_powersgd
         from ktrainer.steps.program_cache import cached_program, forget_programs
-        from ktrainer.training.fit_settings import step_options
+        from ktrainer.training.fit_settings import refuse_stateful_layers, step_options
+        from ktrainer.verify.update_split import split_of
 
+        refuse_stateful_layers(model, split_of(self.config, self.plan))
         set_local_layers(model, getattr(self.config.backend, "local_layers", ()))
         low_rank = getattr(self.config.backend, "low_rank", None) if self.world.size > 1 else None
         if options is not None and set_powersgd(model, low_rank):

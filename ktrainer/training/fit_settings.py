@@ -17,6 +17,7 @@ from ktrainer.steps.update_guard import UpdateGuard, has_keras_step, loss_metric
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
+    from ktrainer.verify.update_split import Split
 
 
 def guard_of(callbacks: list[Any], model: keras.Model) -> UpdateGuard | None:
@@ -102,6 +103,23 @@ def check_model(model: keras.Model, config: Config) -> None:
         )
     if accelerator() is not None:
         _warn_of_masks_for_cudnn(model)
+
+
+def refuse_stateful_layers(model: keras.Model, split: Split) -> None:
+    """Refuse layers that keep a state for each row of a batch, where batches are cut.
+
+    Raises:
+        ModelError: naming one.
+    """
+    if split.replicas * split.microbatches == 1:
+        return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise ModelError(
+                f"layer {layer.name!r} has stateful=True: it keeps a state for each row of a whole "
+                f"batch, and batches are cut here for {split}. Train the model with backend=local; "
+                "or make the layer without stateful=True, and let sequences be longer."
+            )
 
 
 def _warn_of_masks_for_cudnn(model: keras.Model) -> None:
