@@ -111,12 +111,13 @@ def _compares(context: StepContext) -> bool:
 
 
 def _is_part(context: StepContext, values: Sequence[Any]) -> bool:
-    """Whether some of `values` are computed from this part's gradients, which have not been summed
-    with those of others."""
+    """Whether some of `values` are this part's gradients, at most scaled or added, which have not
+    been summed with those of others. Outputs of weights that a gradient has moved are not."""
     several = context.collectives is not None or context.capture
     if not several or context.applying or not context.part_gradients:
         return False
-    return any(_Dependence(context, values).of_part)
+    found = _Dependence(context, values)
+    return any(found.of_part) and not found.nonlinear
 
 
 def _summed(context: StepContext, values: list[Any]) -> list[Any]:

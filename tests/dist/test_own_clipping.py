@@ -25,6 +25,9 @@ def changed(way: str, gradients: list[Any], more: list[Any]) -> list[Any]:
         return [tf.clip_by_norm(gradient, 0.05) for gradient in gradients]
     if way == "clip_by_value":
         return [tf.clip_by_value(gradient, -0.01, 0.01) for gradient in gradients]
+    if way == "of_sigmoids":  # no gradients
+        dense = [tf.sigmoid(tf.convert_to_tensor(gradient)) for gradient in gradients]
+        return [tf.clip_by_value(each, 0.1, 0.9) for each in dense]
     if way == "global_norm":
         norm = tf.linalg.global_norm(gradients)
         return tf.clip_by_global_norm(gradients, tf.minimum(norm, 0.1))[0]
@@ -103,15 +106,15 @@ def said(way: str, **settings: Any) -> str:
     return " ".join(str(w.message) for w in caught if "gradients" in str(w.message))
 
 
-def messages() -> tuple[str, str, str]:
-    parallel = {"backend": "data_parallel"}
-    accumulated = said("global_norm", **parallel, trainer__accumulate=2)
-    return said("clip_by_value", **parallel), said("own", **parallel), accumulated
+def messages() -> list[str]:
+    found = [said(way, backend="data_parallel") for way in ("clip_by_value", "own", "of_sigmoids")]
+    return [*found, said("global_norm", backend="data_parallel", trainer__accumulate=2)]
 
 
 def test_what_cannot_be_told_from_a_part_is_said(ranks: Callable[..., Any]) -> None:
-    for by_value, own, accumulated in ranks(2).run(messages):
+    for by_value, own, of_sigmoids, accumulated in ranks(2).run(messages):
         assert "clips a gradient by value" in by_value
         assert "changes gradients" in own
         assert "Sqrt" in own
+        assert "changes gradients (Maximum, Minimum, Sigmoid)" in of_sigmoids
         assert "trainer.accumulate is above 1" in accumulated
