@@ -6,6 +6,7 @@ As in Keras, what was compiled stays until `compile` is called again: several mo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,27 @@ def cached_program(
 def forget_programs(model: keras.Model) -> None:
     """Let the next call make a new program: the variables of `model` are placed otherwise."""
     vars(model).pop(_ATTRIBUTE, None)
+
+
+def warn_of_frozen_layers(program: Program) -> None:
+    """Warn where layers were frozen or unfrozen since the last `fit`, without `compile`.
+
+    As in Keras, steps that are compiled keep what they train. A run that is restarted has none, so
+    it would train other weights.
+    """
+    model, before = program.model, program.trainable
+    trained = {id(v) for v in model.trainable_variables}
+    program.trainable = now = {id(v): id(v) in trained for v in model.weights}
+    changed = [v for v in model.weights if before.get(id(v), now[id(v)]) != now[id(v)]]
+    if changed and not model.run_eagerly:
+        names = dict.fromkeys(v.path.rpartition("/")[0] for v in changed)
+        warnings.warn(
+            f"{', '.join(names)} of the model {model.name!r} changed `trainable` since its last "
+            "fit, and it was not compiled again. As in Keras, this fit trains the weights that "
+            "the one before has trained; but a restart inside of it would not. Call model.compile "
+            "after freezing or unfreezing layers",
+            stacklevel=4,
+        )
 
 
 def _compile_state(model: keras.Model) -> list[Any]:

@@ -32,10 +32,12 @@ class Program(ABC):
         model: a compiled Keras model.
         counts_metrics: whether metrics are counted, and outputs computed, in this process. Those
             of all such processes together are the model's.
+        trainable: whether each weight, by its `id()`, was trainable at the start of the last `fit`.
     """
 
     model: keras.Model
     counts_metrics: bool = True
+    trainable: Mapping[int, bool] = {}
 
     @abstractmethod
     def build(self, spec: Any, training: bool = True) -> None:

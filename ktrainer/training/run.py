@@ -19,6 +19,7 @@ from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.runtime.run_folder import hold_run_folder
+from ktrainer.steps.program_cache import warn_of_frozen_layers
 from ktrainer.training.call_arguments import CallArguments
 from ktrainer.training.context import RunContext
 from ktrainer.training.default_callbacks import make_callbacks
@@ -307,6 +308,8 @@ class Run:
         if cut:  # look at it while each process has all of the model
             self._look_for_differences(split)
         program.build(self.state.feed.spec)
+        if context.world.is_root:
+            warn_of_frozen_layers(program)
         self.state.data_facts = self.data_facts() if config.health.check_data else {}
         if context.world.size > 1:
             check_consistency(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import keras
@@ -70,13 +71,23 @@ def test_compile_and_other_options_are_heard_of(data) -> None:
 
 
 def test_as_in_keras_weights_are_frozen_by_the_next_compile(data) -> None:
+    """A restart inside the second fit would freeze them before, so a warning names them."""
     for train in (keras.Model.fit, Trainer(QUIET).fit):
         model, _ = build()
         train(model, *data, verbose=0)
         before = model.layers[-1].get_weights()[0]
         model.layers[-1].trainable = False
-        train(model, *data, verbose=0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", UserWarning)
+            train(model, *data, verbose=0)
         assert not np.array_equal(before, model.layers[-1].get_weights()[0])
+    name = model.layers[-1].name
+    (text,) = [str(each.message) for each in said if "changed `trainable`" in str(each.message)]
+    assert f"{name} of the model" in text
+    train(model, *data, verbose=0)  # said once; and not where `compile` follows
+    model.layers[-1].trainable = True
+    model.compile("sgd", "mse")
+    train(model, *data, verbose=0)
 
 
 def test_a_model_and_its_programs_go_together(data) -> None:
