@@ -300,7 +300,8 @@ class Trainer(CustomLoop):
 
         if self.model is None:
             raise ModelError("there is no model to save yet; call fit first")
-        save_model(self.model, Path(path), self.world)
+        with self.backend.watching():
+            save_model(self.model, Path(path), self.world)
 
     # -- for callbacks, and for scripts between calls
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from ktrainer import Callback, ConfigError, DataError, ModelError, Trainer
+from ktrainer import Callback, ConfigError, DataError, ModelError, PeerLost, Trainer
 from tests.small import BATCH, Watch, build, data, fit, trainer
 
 # The other calls
@@ -32,6 +34,24 @@ def test_evaluate_predict_and_save(tmp_path: Path) -> None:
     assert evaluated == model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     np.testing.assert_array_equal(predicted, model.predict(x, batch_size=BATCH, verbose=0))
     assert os.listdir(tmp_path / "saved") == ["model.keras"]
+
+
+def test_save_watches_the_servers_that_it_reads_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `fit` does: a server that stopped is named, and TensorFlow does not wait for it."""
+
+    @contextmanager
+    def watching() -> Iterator[None]:
+        yield
+        assert (tmp_path / "model.keras").exists()
+        raise PeerLost("the coordinator lost ps 0")
+
+    with trainer() as it:
+        it.fit(build, data())
+        monkeypatch.setattr(it.backend, "watching", watching)
+        with pytest.raises(PeerLost, match="ps 0"):
+            it.save(tmp_path / "model.keras")
 
 
 # Keras makes NumPy arrays of its variables as it saves and loads them.
