@@ -79,6 +79,18 @@ def test_other_optimizers_continue_as_in_keras_2(name: str) -> None:
     np.testing.assert_allclose(model(X), numbers["continued"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["amsgrad", "legacy_amsgrad"])
+def test_an_optimizer_that_adds_up_gradients_counts_each(name: str) -> None:
+    """Four updates of Keras 2 of two gradients each are eight steps; the next ones are its own."""
+    numbers = truth(f"optimizer_{name}")
+    assert imports(f"optimizer_{name}-1", f"accumulated_{name}") == 0
+    model = getattr(models, f"accumulated_{name}")()
+    assert restored(model).step == int(model.optimizer._iterations.numpy()) == 8
+    x, y = (np.repeat(a.reshape(4, 6, -1), 2, axis=0).reshape(48, -1) for a in (X, Y))
+    model.fit(x, y, batch_size=6, shuffle=False, verbose=0)  # each batch twice
+    np.testing.assert_allclose(model(X), numbers["continued"], rtol=0, atol=1e-10)
+
+
 def test_the_newest_of_a_folder(capsys: Any) -> None:
     assert imports("managed", "fast_adam") == 0
     model = models.fast_adam()

@@ -82,6 +82,8 @@ def import_checkpoint(
         raise CheckpointError(f"{path} exists already: remove it, or give another folder as --out")
     for variable, value in [(variable, graph.read(found)) for variable, found in plan.pairs]:
         variable.assign(value)
+    for optimizer in built_optimizers(model):
+        optimizer._iterations.assign(optimizer._iterations * _parts_of_updates(optimizer))
     snapshot = take_snapshot(model, Progress(step=plan.step), SingleWorld(), ())
     facts = {**snapshot.facts, "imported": str(prefix)}
     store.save(snapshot.arrays, snapshot.state, plan.step, facts=facts, texts=model_text(model))
@@ -152,8 +154,15 @@ def _plan_optimizers(
             _add_optimizer(plan, optimizer, places[key], match, names)
     left = [place for place in graph.optimizers() if place not in places.values()]
     plan.rows += [("", "", "optimizer", _name_of(place, graph)) for place in left]
-    count = next((o.iterations for o in present.values()), None)
-    plan.step = next((int(graph.read(found)) for v, found in plan.pairs if v is count), 0)
+    first = next(iter(present.values()), None)
+    made = (graph.read(found) for v, found in plan.pairs if first and v is first._iterations)
+    plan.step = next((int(count) * _parts_of_updates(first) for count in made), 0)
+
+
+def _parts_of_updates(optimizer: Any) -> int:
+    """How many gradients an update adds up, each of which Keras 3 counts. Keras 2 counts
+    updates."""
+    return optimizer.gradient_accumulation_steps or 1
 
 
 def _add_optimizer(

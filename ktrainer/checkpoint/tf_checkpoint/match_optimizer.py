@@ -108,7 +108,7 @@ class OptimizerMatch:
     def _match_counters(self, optimizer: Any) -> None:
         count = self._child("iter", "iterations")
         if count is not None:
-            self.matches[id(optimizer.iterations)] = count
+            self.matches[id(optimizer._iterations)] = count
             if int(self.graph.read(count)) == 0:  # slots are made by the first update
                 self.fresh |= {id(v) for v in optimizer.variables}
         if (now := self._child("current_learning_rate")) is not None:  # what a schedule gave last

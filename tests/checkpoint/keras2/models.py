@@ -231,6 +231,10 @@ legacy_adadelta = _of(optimizers.Adadelta, rho=0.875)
 legacy_adamax = _of(optimizers.Adamax, **_BETAS)
 legacy_ftrl = _of(optimizers.Ftrl)
 legacy_amsgrad = _of(optimizers.Adam, amsgrad=True, **_BETAS)
+accumulated_amsgrad = _of(optimizers.Adam, amsgrad=True, gradient_accumulation_steps=2)
+accumulated_legacy_amsgrad = _of(
+    optimizers.Adam, amsgrad=True, gradient_accumulation_steps=2, **_BETAS
+)
 legacy_rmsprop = _of(optimizers.RMSprop, rho=0.875, momentum=0.5, centered=True)
 exponential = _of(
     lambda _: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.0625, 3, 0.5, staircase=True))
