@@ -102,7 +102,7 @@ class Program(ABC):
         return None
 
     def abandon(self) -> None:  # noqa: B027 - most steps keep nothing between calls
-        """Forget what an interrupted update had added up."""
+        """Forget what an interrupted update had added up, and the logs of earlier ones."""
 
     def finish(self) -> Logs | None:
         """Wait for steps that still run: the model's variables and metrics are then up to date.

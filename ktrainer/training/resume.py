@@ -99,6 +99,9 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
     not trained on again. The epoch's metrics start over. Without a checkpoint of this run, training
     stops.
     """
+    # Updates of the old weights that still run would change the restored ones.
+    state.program.finish()
+    state.program.abandon()
     reason, state.rollback = state.rollback, None
     model, now = state.model, state.progress
     then = _restore_last(model, world, callbacks)

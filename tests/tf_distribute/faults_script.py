@@ -13,13 +13,14 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from ktrainer import PeerLost, Trainer
+from ktrainer import Callback, PeerLost, Trainer
 
 # isort: split
 import keras
@@ -36,12 +37,39 @@ def main() -> None:
     own = json.loads(os.environ["TF_CONFIG"])["task"]
     pid_file(own["type"], own["index"]).write_text(str(os.getpid()))
     found = {
+        "rolled back": rolled_back(),
         "killed": killed_after_its_update(),
         "stopped": stopped_before_the_copy(),
         "server": stopped_server(),
     }
     (FOLDER / "found.json").write_text(json.dumps(found))
     stopped_server_that_is_asked()
+
+
+def rolled_back() -> dict[str, Any]:
+    """Back to the checkpoint of step 8 while workers still compute later updates."""
+
+    class Back(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            if step == 13 and not seen:
+                self.trainer.request_rollback("of a test")
+
+        def on_restore(self, progress: Any) -> None:
+            seen.append(self.trainer.state.program.finish())
+
+    seen: list[Any] = []
+    words = ("checkpoint.every=8ba", f"checkpoint.dir={FOLDER / 'back'}")
+    with trainer(*words) as it, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        it.fit(slow, data(), callbacks=[Back()])
+        (loss,) = (m for m in it.model.metrics if m.name == "loss")
+        return {
+            "running": len([logs for logs in seen if logs is not None]),
+            "said": [str(each.message) for each in said if "of a test" in str(each.message)],
+            "steps": it.progress.step,
+            "applied": int(it.model.optimizer.iterations.numpy()),
+            "counted": float(loss.variables[-1].numpy()),
+        }
 
 
 def killed_after_its_update() -> dict[str, Any]:
@@ -162,6 +190,18 @@ def build() -> keras.Model:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(8), keras.layers.Dense(3)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+def slow() -> keras.Model:
+    """Its updates take a moment, so that some are under way when a callback acts."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((8,))
+    hidden = keras.layers.Dense(800)(inputs)
+    for _ in range(30):
+        hidden = keras.layers.Dense(800, trainable=False)(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
     return model
 
 

@@ -90,6 +90,11 @@ def test_workers_and_servers_that_fail_or_stop(start: Start, tmp_path: Path) -> 
     assert (launcher.returncode, (tmp_path / "found.json").exists()) == (1, True), errors
     found = json.loads((tmp_path / "found.json").read_text())
     assert "worker 1 was ended by signal 9 (SIGKILL); starting it again" in errors
+    # Of 60 batches, five went before the rollback, and were counted no more.
+    back = found["rolled back"]
+    (said,) = back.pop("said")
+    assert "back to the checkpoint of step 8" in said
+    assert back == {"running": 0, "steps": 55, "applied": 55, "counted": 47 * 16}
     # The update that was applied before the worker died is applied again, and counted once.
     assert found["killed"] == {"sent": 1, "steps": 60, "applied": 61, "counted": 960}
     for name, who in (("stopped", "worker 1"), ("server", "ps 0")):

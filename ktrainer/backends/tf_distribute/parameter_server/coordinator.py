@@ -195,6 +195,9 @@ class CoordinatedProgram(ReplicatedProgram):
         self._settle(0)
         return self._logs
 
+    def abandon(self) -> None:
+        self._logs = {}
+
     def finalize_weights(self) -> None:
         with sharded_variables():
             super().finalize_weights()
