@@ -58,7 +58,7 @@ def restore_metrics(
 ) -> None:
     """Restore the states of each rank that updates metrics from one that did; if their number has
     changed, the first rank gets the sum. The same for the metric counts in `counted`."""
-    here = counting_ranks(model, world)
+    here, placement = counting_ranks(model, world), placement_of(model)
     there = list(state.get("counting") or range(int(state.get("world_size", 1))))
     if counted is not None and (every := state.get("counted")):  # absent without a trainer
         same, place = len(there) == len(here), world.rank in here and here.index(world.rank)
@@ -66,6 +66,9 @@ def restore_metrics(
         counted.take_over(every, sources if world.rank in here else [], there)
     if world.rank in here:
         _restore_states(model, arrays, there, here.index(world.rank), len(here))
+    elif placement and _fit(arrays, _metric_variables(model), there):
+        # A step of the model's own counts in all stages, and its logs are compared.
+        _restore_states(model, arrays, there, placement.replica, len(here))
 
 
 def _restore_states(
