@@ -17,7 +17,12 @@ import numpy as np
 from ktrainer.checkpoint.contents.data_state import Data
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank, check_ranks, name_of_rank
 from ktrainer.checkpoint.contents.powersgd_state import deal_errors
-from ktrainer.checkpoint.contents.restore_state import assign_state, needed_arrays, pair_variables
+from ktrainer.checkpoint.contents.restore_state import (
+    assign_state,
+    needed_arrays,
+    pair_attributes,
+    pair_variables,
+)
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
 from ktrainer.checkpoint.format.checkpoint_store import Store
@@ -78,7 +83,7 @@ def resume(
     callbacks = list(callbacks)
     saved = _specs(arrays, world)
     mine = arrays_of_rank(saved, state, world.rank)
-    pairs = pair_variables(model, mine, state, world)
+    pairs = pair_variables(model, mine, state, world) + pair_attributes(model, mine, world)
     needed = needed_arrays(model, pairs, mine, state, world)
     keep = {name_of_rank(name, state, world.rank) for name in needed}
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")

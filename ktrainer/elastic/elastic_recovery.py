@@ -35,7 +35,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
-from ktrainer.steps.variable_broadcast import broadcast_variables
+from ktrainer.steps.variable_broadcast import broadcast_variables, differing_attributes
 from ktrainer.training.loop_state import LoopModel
 
 if TYPE_CHECKING:
@@ -225,7 +225,10 @@ class ElasticRecovery:
         self.state.program.abandon()
         self._backup.keep()  # a hand-over that fails is undone too
         if any(order < furthest for order in orders):
-            broadcast_variables(named_variables(self.model), self.world, donor)
+            there = [rank for rank, order in enumerate(orders) if order == furthest]
+            own = {name for name, _ in differing_attributes(self.model, self.world, there)}
+            named = [(n, v) for n, v in named_variables(self.model) if n not in own]
+            broadcast_variables(named, self.world, donor)
         self._restore_counts(lost, _counted_epoch(Progress.from_dict(point.progress)))
         self._restore_run(loop, point)
         self.commit(point.phase, point.logs, callbacks_up_to=point.callbacks_up_to)

@@ -250,7 +250,7 @@ keras.src.optimizers.base_optimizer
     BaseOptimizer()._learning_rate
         steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
     BaseOptimizer()._iterations
-        steps, pipeline, callbacks, tuning: read; updates made
+        steps, pipeline, callbacks, tuning, checkpoint: read, and changed by an import; updates made
     BaseOptimizer()._variables
         pipeline: read; the variables that are no slots
     BaseOptimizer()._model_variables_moving_average
@@ -515,6 +515,9 @@ tensorflow.python.autograph.core.ag_ctx
         steps: called; has the branches of what such a function calls turned into graphs too
     Status
         steps: read; has the branches of what such a function calls turned into graphs too
+tensorflow.python.trackable.base
+    Trackable()._self_unconditional_checkpoint_dependencies, _self_unconditional_dependency_names
+        steps: left out, where a layer's attributes are looked for variables
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone

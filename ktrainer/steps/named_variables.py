@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,47 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.variable_placement import placement_of
+
+ATTRIBUTE = "attribute/"
+# Where TensorFlow lists an object's attributes.
+_OF_TENSORFLOW = (
+    "_self_unconditional_checkpoint_dependencies",
+    "_self_unconditional_dependency_names",
+)
+
+
+class StateVariable:
+    """A variable of the user's own, Keras' or TensorFlow's, with a name that a checkpoint can hold.
+
+    Args:
+        path: its place in the `state` of a loop, or in a model.
+        variable: a `keras.Variable` or `tf.Variable`.
+        of_generator: whether it is the state of a random generator.
+    """
+
+    trainable = False  # by the models' optimizers
+
+    def __init__(self, path: str, variable: Any, of_generator: bool = False) -> None:
+        self.path = self.name = path
+        self.variable, self.of_generator = variable, of_generator
+
+    @property
+    def shape(self) -> Any:
+        shape = tf.TensorShape(self.variable.shape)
+        return shape if shape.is_fully_defined() else view_of(self.variable).shape
+
+    @property
+    def dtype(self) -> str:
+        return tf.as_dtype(self.variable.dtype).name
+
+    def numpy(self) -> np.ndarray:
+        return np.array(view_of(self.variable))
+
+    def assign(self, value: Any) -> None:
+        self.variable.assign(value)
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        return tf.convert_to_tensor(self.variable, dtype)
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
@@ -54,6 +95,44 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
         names += [f"optimizer/{i}/{k}:{v.name}" for k, v in enumerate(optimizer.variables)]
         variables += optimizer.variables
     return list(zip(unique_names(names), variables, strict=True))
+
+
+def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
+    """(unique name, variable) of each `tf.Variable`, and of the state of each
+    `tf.random.Generator`, that a layer of `model` has as an attribute, or in a list, dict or
+    `tf.Module` there. Keras does not know of them.
+
+    They are a process's own, of a model that is cut into stages too: a count or a random stream
+    may differ between ranks.
+    """
+    known = [*model.variables, *model.metrics_variables]
+    known += [v for optimizer in optimizers_of(model) for v in optimizer.variables]
+    seen = {id(getattr(v, "variable", getattr(v, "_value", v))) for v in known}
+    found = []
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        for each in _inside(vars(layer), f"{ATTRIBUTE}{layer.name}"):
+            dtype = tf.as_dtype(each.variable.dtype)
+            numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
+            if numeric and id(each.variable) not in seen:
+                seen.add(id(each.variable))
+                found.append(each)
+    return list(zip(unique_names([each.path for each in found]), found, strict=True))
+
+
+def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
+    if isinstance(value, tf.Variable):
+        yield StateVariable(path, value)
+    elif isinstance(value, tf.random.Generator):
+        yield StateVariable(path, value.state, of_generator=True)
+    elif isinstance(value, tf.Module):
+        yield from _inside(list(value.variables), path, depth)
+    elif depth < 3 and isinstance(value, (list, tuple)):
+        for k, each in enumerate(value):
+            yield from _inside(each, f"{path}/{k}", depth + 1)
+    elif depth < 3 and isinstance(value, dict):
+        for key in sorted(value, key=str):
+            if key not in _OF_TENSORFLOW:
+                yield from _inside(value[key], f"{path}/{key}", depth + 1)
 
 
 def model_variables(model: Any) -> list[tuple[str, Any]]:

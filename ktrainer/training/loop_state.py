@@ -18,41 +18,9 @@ import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.errors import DivergenceError, ModelError
-from ktrainer.steps.named_variables import view_of
+from ktrainer.steps.named_variables import StateVariable
 
 _PLAIN = (bool, int, float, str, type(None), np.ndarray, np.number, np.bool_)
-
-
-class StateVariable:
-    """A variable of the user's own, Keras' or TensorFlow's, with a name that a checkpoint can hold.
-
-    Args:
-        path: its place in `state`.
-        variable: a `keras.Variable` or `tf.Variable`.
-    """
-
-    trainable = False  # by the models' optimizers
-
-    def __init__(self, path: str, variable: Any) -> None:
-        self.path = self.name = path
-        self.variable = variable
-
-    @property
-    def shape(self) -> Any:
-        return self.variable.shape
-
-    @property
-    def dtype(self) -> str:
-        return tf.as_dtype(self.variable.dtype).name
-
-    def numpy(self) -> np.ndarray:
-        return np.array(view_of(self.variable))
-
-    def assign(self, value: Any) -> None:
-        self.variable.assign(value)
-
-    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
-        return tf.convert_to_tensor(self.variable, dtype)
 
 
 class LoopModel(keras.Model):

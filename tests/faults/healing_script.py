@@ -19,10 +19,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 from ktrainer import Callback, Trainer
 from ktrainer.distributed.listening_sockets import on_all_interfaces
+from ktrainer.steps.named_variables import attribute_variables
 
 SETTINGS = {
     "mixed": [
@@ -57,7 +59,7 @@ def build(name: str) -> keras.Model:
         "words": [keras.Input((5,)), layers.Embedding(30, 4), layers.Flatten()],
     }
     first = inner.get(name, [keras.Input((6,)), layers.Dense(8, "tanh")])
-    model = keras.Sequential([*first, layers.Dense(3)])
+    model = keras.Sequential([*first, Counts(), layers.Dense(3)])
     model.compile(
         keras.optimizers.Adam(0.01)
         if name in ("mixed", "longer")
@@ -66,6 +68,19 @@ def build(name: str) -> keras.Model:
         metrics=["accuracy"],
     )
     return model
+
+
+class Counts(layers.Layer):
+    """The identity; counts updates in a variable that Keras does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = tf.Variable(0)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.n.assign_add(1)
+        return x
 
 
 def lowering() -> list[keras.callbacks.Callback]:
@@ -163,7 +178,8 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         history = trainer.fit(model, **given, validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
         slots = [np.asarray(v.numpy()) for v in trainer.model.optimizer.variables]
-    return {"history": history, "weights": weights + slots}, trainer
+        counts = [np.asarray(v.numpy()) for _, v in attribute_variables(trainer.model)]
+    return {"history": history, "weights": weights + slots + counts}, trainer
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ Of a model that is cut into stages (`placement_of`) each process restores what i
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import built_optimizers
+from ktrainer.steps.named_variables import ATTRIBUTE, attribute_variables, built_optimizers
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
@@ -48,7 +49,7 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
     """
     problems = _build_optimizers(model, state.get("optimizers", []))
-    named = named_variables(model)
+    named = [(n, v) for n, v in named_variables(model) if not n.startswith(ATTRIBUTE)]
     pairs, mismatches = match_arrays(_part(saved, "model/", "optimizer/", "seed/"), named)
     problems += [*mismatches, *powersgd_problems(model, saved, state)]
     local = local_variables(model)
@@ -64,6 +65,24 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
         )
     placement = placement_of(model)
     return [(v, key) for v, key in pairs if key == SEED or placement is None or placement.holds(v)]
+
+
+def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
+    """Pair `attribute_variables` with saved arrays. Those that do not fit are left as they are,
+    with a warning: checkpoints of earlier versions have none, and a step may make some.
+
+    Args:
+        saved: as for `pair_variables`.
+    """
+    saved = _part(saved, ATTRIBUTE)
+    pairs, problems = match_arrays(saved, attribute_variables(model))
+    if problems and world.is_root:
+        warnings.warn(
+            "a tf.Variable or tf.random.Generator that is an attribute of a layer is not restored, "
+            f"and begins as the script makes it: {'; '.join(problems)}",
+            stacklevel=4,
+        )
+    return [(v, key) for v, key in pairs if _differs(v, saved[key]) is None]
 
 
 def needed_arrays(
