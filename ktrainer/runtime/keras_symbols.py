@@ -524,5 +524,5 @@ tensorflow.python.ops.resource_variable_ops
     ResourceVariable
         steps, verify: its methods that assign are replaced; one operation reads this kind
     BaseResourceVariable._strided_slice_assign
-        verify: replaced; a pass leaves variables as they were
+        steps, verify: replaced; assignments are noted, or undone
 """

@@ -19,15 +19,26 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.variable_assignments import aggregation_of, assignments, constant_of
+from ktrainer.steps.variable_assignments import ADDING, aggregation_of, assignments, constant_of
 
 _UNCLEAR = (
     "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "
     "weigh the statistics of layers. Give the step constants otherwise: as variables, or let it "
     "use them from outside. Rows of the first argument:"
+)
+_IN_BRANCH = (
+    "a branch or a loop on tensors sets {variable}, which ranks add to, as reset_state does: what "
+    "they have added then depends on whether it runs. Reset it outside of branches and loops, or "
+    "between two steps."
+)
+_IN_PARTS = (
+    "{name} sets a part of {variable}, whose values on all ranks are added up or averaged: ranks "
+    "may set the same part differently. Add to it (scatter_add, scatter_nd_add, assign_add), "
+    "assign the whole variable, or make it without an aggregation."
 )
 
 
@@ -73,15 +84,24 @@ class AssignedVariables:
             each.variable.assign(tf.cast(value, each.variable.dtype))
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def assign(variable: Any, value: Any, *args: Any, **named: Any) -> Any:
+        name = original.__name__
+
+        def assign(variable: Any, *args: Any, **named: Any) -> Any:
             if not self._context.updating and id(variable) not in self._others:
-                self._note(variable, value if original.__name__ == "assign" else None)
-            return original(variable, value, *args, **named)
+                value = (args[0] if args else named.get("value")) if name == "assign" else None
+                self._note(variable, value)
+                if name not in ("assign", *ADDING) and id(variable) in self._found:
+                    raise ModelError(_IN_PARTS.format(name=name, variable=variable.name))
+            return original(variable, *args, **named)
 
         return assign
 
     def _note(self, variable: Any, value: Any) -> None:
-        """Keep the value of a variable before its first assignment in the step."""
+        """Keep the value of a variable before its first assignment in the step.
+
+        Raises:
+            ModelError: a branch or a loop sets a sum: it is unclear whether it does.
+        """
         if self._among is not None and id(variable) not in self._among:
             return
         inner = variable._value if isinstance(variable, keras.Variable) else variable
@@ -91,8 +111,12 @@ class AssignedVariables:
                 self._others.add(id(inner))
                 return
             self._found[id(inner)] = _Assigned(inner, kind, self._value_of(inner))
-        if (constant := self._constant(value)) is not None:  # as `reset_state` assigns
-            self._found[id(inner)] = self._found[id(inner)]._replace(before=constant)
+        found = self._found[id(inner)]
+        if found.kind != "sum" or (constant := constant_of(value)) is None:
+            return
+        if _present_graph() is not self._graph:
+            raise ModelError(_IN_BRANCH.format(variable=inner.name))
+        self._found[id(inner)] = found._replace(before=constant.astype(inner.dtype.as_numpy_dtype))
 
     def _value_of(self, variable: tf.Variable) -> tf.Tensor:
         if self._graph is None:
@@ -100,10 +124,6 @@ class AssignedVariables:
         # The assignment may be in a branch or a loop of the step; the value is read ahead of it.
         with self._graph.as_default(), tf.control_dependencies(None):
             return tf.identity(variable)
-
-    def _constant(self, value: Any) -> tf.Tensor | None:
-        # In a branch it is not known whether it is assigned.
-        return constant_of(value) if _present_graph() is self._graph else None
 
 
 def _present_graph() -> Any:

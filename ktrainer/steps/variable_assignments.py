@@ -14,9 +14,12 @@ from tensorflow.python.ops.resource_variable_ops import (
     ResourceVariable,
 )
 
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacement, replaced_in
 
-_METHODS = ("assign", "assign_add", "assign_sub")
+_WHOLE = ("assign", "assign_add", "assign_sub")
+ADDING = (*_WHOLE[1:], "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
+_METHODS = ("assign", "scatter", "batch_scatter", "_strided_slice_assign")  # how they begin
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
 
@@ -25,17 +28,27 @@ def assignments(make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> lis
     return [
         (owner, name, make(getattr(owner, name)))
         for owner in (BaseResourceVariable, ResourceVariable)
-        for name in _METHODS
-        if name in vars(owner)
+        for name in list(vars(owner))
+        if name.startswith(_METHODS)
     ]
 
 
 def without_assignments(scope: object) -> AbstractContextManager[None]:
     """Context in which a step, traced in `scope`, assigns to no `tf.Variable`: it gets what it
-    would have assigned. Keras' variables have a `StatelessScope` for that."""
+    would have assigned. Keras' variables have a `StatelessScope` for that.
+
+    Raises:
+        ModelError: it assigns to a part of one.
+    """
 
     def computing(original: Callable[..., Any]) -> Callable[..., Any]:
         def assign(variable: Any, *values: Any, **named: Any) -> tf.Tensor:
+            if original.__name__ not in _WHOLE:
+                raise ModelError(
+                    f"{original.__name__} assigns to a part of {variable.name}, and a step whose "
+                    "batches are accumulated is computed twice. Assign the whole variable "
+                    "(assign, assign_add, assign_sub), or set trainer.accumulate=1."
+                )
             given = values[0] if values else named.get("value", named.get("delta"))
             value = tf.convert_to_tensor(given, variable.dtype)
             if original.__name__ == "assign":
@@ -61,7 +74,8 @@ def aggregation_of(variable: Any) -> str | None:
 
 def constant_of(value: Any) -> np.ndarray | None:
     """The constant that a traced step assigns, as `reset_state` does; None for other values."""
-    if not tf.is_tensor(value) or not tf.is_symbolic_tensor(value):
+    if value is None or isinstance(value, (tf.Variable, keras.Variable)):
         return None
-    static: np.ndarray | None = tf.get_static_value(value)
+    tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(value)
+    static: np.ndarray | None = tf.get_static_value(tensor)
     return static

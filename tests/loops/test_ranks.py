@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.dist.harness import RankError
-from tests.loops.cases import BATCH, classifier, data
+from tests.loops.cases import BATCH, ROWS, batches, classifier, data, row_counter
 from tests.tf_distribute.running import ONE_PROCESS
 from tests.tf_distribute.test_features import trainer
 
@@ -194,6 +194,99 @@ def test_a_rank_that_does_not_come_is_named(ranks: Callable[..., Any]) -> None:
     assert "step 2" in said
     assert "all-reduce" in said
     assert "rank 1" in said
+
+
+def sums_that_are_set(backend: str) -> dict[str, list[float]]:
+    """Sums that each step sets before it adds to them, and tables that it adds to by rows."""
+    import keras
+    import tensorflow as tf
+
+    words = {"aggregation": tf.VariableAggregation.SUM, "dtype": tf.float64}
+    zeros = {"python": 0.0, "numpy": np.zeros(()), "eager": tf.constant(0.0, tf.float64)}
+    with trainer(backend) as it:
+        sums = {name: tf.Variable(5.0, **words) for name in [*zeros, "added"]}
+        table, rows = tf.Variable(tf.zeros([3, 2], tf.float64), **words), row_counter()
+        slices = tf.Variable(tf.zeros([3], tf.float64), **words)
+
+        def step(x: Any, y: Any) -> None:
+            for name, zero in zeros.items():
+                sums[name].assign(zero)
+                sums[name].assign_add(tf.reduce_sum(x))
+            sums["added"].assign_add(delta=tf.reduce_sum(x))
+            rows.reset_state()
+            rows.update_state(x)
+            places = tf.stack([y, y % 2], 1)
+            table.scatter_nd_add(places, tf.ones([tf.shape(y)[0]], tf.float64))
+            slices.scatter_sub(tf.IndexedSlices(tf.reduce_sum(x, 1), y))
+
+        found: dict[str, list[float]] = {name: [] for name in [*sums, "rows"]}
+        for batch in batches(it):
+            it.run(step, *batch)
+            for name, value in [*sums.items(), ("rows", rows.result())]:
+                found[name].append(float(keras.ops.convert_to_numpy(value)))
+        return found | {"table": table.numpy().ravel(), "slices": slices.numpy()}
+
+
+def test_sums_that_a_step_sets_are_those_of_one_process(ranks: Callable[..., Any]) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(sums_that_are_set, "local")
+    assert truth["table"].sum() == ROWS
+    for found in ranks(2).run(sums_that_are_set, "data_parallel"):
+        for name, value in truth.items():
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
+def means(backend: str) -> list[tuple[str, float]]:
+    import tensorflow as tf
+
+    given = [(200, "uint8"), (-100, "int8"), (2**40 + 1, "int64"), (60000, "float16"), (2, "int32")]
+    with trainer(backend) as it:
+        values = [tf.constant(value, dtype) for value, dtype in given]
+        found = it.reduce("mean", it.run(lambda: values))
+        return [(each.dtype.name, float(each)) for each in found]
+
+
+def test_means_do_not_overflow(ranks: Callable[..., Any]) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(means, "local")
+    assert truth[0] == ("float64", 200)
+    assert ranks(2).run(means, "data_parallel") == [truth, truth]
+    assert ranks(1, ONE_PROCESS).run(means, "mirrored") == [truth]
+
+
+def sums_that_are_unclear() -> list[str]:
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import ModelError
+
+    with trainer("data_parallel") as it:
+        rows, every = row_counter(), tf.Variable(0, trainable=False)
+        mean = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.MEAN)
+
+        def resets(x: Any) -> None:
+            if every % 100 == 0:
+                rows.reset_state()
+            rows.update_state(x)
+
+        def slices(x: Any) -> None:
+            mean[0].assign(keras.ops.sum(x))
+
+        def scatters(x: Any) -> None:
+            mean.scatter_update(tf.IndexedSlices(keras.ops.sum(x, keepdims=True), [0]))
+
+        said = []
+        for step in (resets, slices, scatters):
+            try:
+                it.run(step, tf.ones([4]))
+            except ModelError as error:
+                said.append(str(error))
+        return said
+
+
+def test_sums_that_are_unclear_are_refused(ranks: Callable[..., Any]) -> None:
+    for branch, *parts in ranks(2).run(sums_that_are_unclear):
+        assert "Reset it outside of branches" in branch
+        assert len(parts) == 2
+        assert all("sets a part of Variable" in part for part in parts)
 
 
 def refused(name: str) -> str:

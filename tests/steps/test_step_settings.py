@@ -70,6 +70,17 @@ def test_accumulation_assigns_to_variables_of_tensorflow_once_a_batch(eager: boo
     assert (float(model.seen), int(model.left), float(model.last)) == (6, 94, 12)
 
 
+class MarksBatches(CountsBatches):
+    def train_step(self, data: Any) -> Any:
+        self.last.scatter_nd_add(tf.zeros([1, 0], tf.int32), [1.0])
+        return super().train_step(data)
+
+
+def test_accumulation_refuses_to_assign_to_a_part_of_a_variable() -> None:
+    with pytest.raises(ModelError, match="assigns to a part of"):
+        fit(lambda: MarksBatches(False), data(24), trainer__accumulate=2)
+
+
 def test_accumulation_with_tables_that_are_joined() -> None:
     """TensorFlow does not know how many rows of each table have a gradient."""
     keras.config.set_floatx("float64")
