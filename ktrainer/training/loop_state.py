@@ -157,17 +157,23 @@ def _check_plain(value: Any, path: str, has_tracked: bool) -> None:
         for key, each in value.items():
             if not has_tracked and not isinstance(key, str):
                 raise ModelError(f"{path} has the key {key!r}: a checkpoint keeps strings alone")
+            _refuse_tuple(each, f"{path}/{key}", has_tracked)
             _check_plain(each, f"{path}/{key}", has_tracked)
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
-            if isinstance(each, tuple) and not has_tracked:
-                raise ModelError(f"{path}/{number} is a tuple: a checkpoint keeps lists. Use one")
+            _refuse_tuple(each, f"{path}/{number}", has_tracked)
             _check_plain(each, f"{path}/{number}", has_tracked)
     elif has_tracked and isinstance(value, _PLAIN) and value is not None:
         raise ModelError(
             f"{path} is a plain value beside variables, or objects that have some. Give it a place "
             "of its own in state={...}, as checkpoints keep the two in different ways"
         )
+
+
+def _refuse_tuple(value: Any, path: str, has_tracked: bool) -> None:
+    """Refuse a tuple inside of a plain value, which would come back as a list."""
+    if isinstance(value, tuple) and not has_tracked:
+        raise ModelError(f"{path} is a tuple: a checkpoint keeps lists. Use one")
 
 
 def _bytes_of(value: Any) -> bytes:
@@ -247,6 +253,13 @@ _KINDS = (
 
 def _variables(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, keras.Metric):
+        # F1Score and its like make their variables in their first update, R2Score some of them.
+        if not value.variables or not getattr(value, "_built", True):
+            raise ModelError(
+                f"{path}, {type(value).__name__}, makes its variables in its first update, so "
+                "there is nothing to save or restore. Update it once (a batch of zeros will do), "
+                "and call its reset_state(), before trainer.steps"
+            )
         return [(f"{path}/{k}:{v.name}", v) for k, v in enumerate(value.variables)]
     if isinstance(value, (keras.random.SeedGenerator, tf.random.Generator)):
         return [(path, value.state)]

@@ -245,9 +245,16 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
             ({"gan": {"mean": keras.metrics.Mean(), "count": 0}}, "state/gan/count is a plain"),
             ({"seen": {0: 1}}, "state/seen has the key 0"),
             ({"pairs": [(1, 2)]}, "state/pairs/0 is a tuple"),
+            ({"best": {"range": (0, 1)}}, "state/best/range is a tuple"),
+            ({"f1": keras.metrics.F1Score()}, "state/f1, F1Score, makes its variables in"),
+            ({"fit": [keras.metrics.R2Score()]}, "state/fit/0, R2Score, makes its variables"),
         ]:
             with pytest.raises(ModelError, match=said):
                 trainer.steps(*arrays(), state=state)
+        f1 = keras.metrics.F1Score()
+        f1.update_state(np.zeros((1, 3)), np.zeros((1, 3)))
+        f1.reset_state()
+        assert next(trainer.steps(*arrays(), state={"f1": f1}))[0].shape == (32, 8)
         with pytest.raises(ModelError, match="has no variables yet"):
             trainer.steps(*arrays(), model=keras.Sequential([keras.layers.Dense(3)]))
         with pytest.raises(DataError, match="there is no data"):
