@@ -22,7 +22,7 @@ from ktrainer.dataparallel.options import (
 )
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.rank_group import RankGroup
-from ktrainer.dataparallel.reductions import reduce_list, reduce_one
+from ktrainer.dataparallel.reductions import reduce_group, reduce_list, reduce_one
 from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import ConfigError
 
@@ -130,7 +130,7 @@ def grouped_allreduce(
     values = [_scaled(value, prescale_factor) for value in values]
     if not group.single:
         operation = _named("grouped_allreduce", name)
-        values = reduce_list(group.gradients, values, op, operation, compression)
+        values = reduce_group(group.gradients, values, op, operation, compression)
     return [_scaled(value, postscale_factor) for value in values]
 
 
@@ -192,9 +192,7 @@ def sum_of_gradients(channel: Channel, upstream: tf.Tensor, operation: str) -> t
 def _reduced(
     channel: Channel, value: Any, op: ReduceOp, operation: str, compression: Compression
 ) -> Any:
-    if isinstance(value, tf.IndexedSlices):
-        return reduce_list(channel, [value], op, operation, compression)[0]
-    return reduce_one(channel, value, op, operation, compression)
+    return reduce_group(channel, [value], op, operation, compression)[0]
 
 
 def _scaled(value: Any, factor: float) -> Any:

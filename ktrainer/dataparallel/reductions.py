@@ -70,25 +70,44 @@ def reduce_list(
 def reduce_one(
     channel: Channel, tensor: tf.Tensor, op: ReduceOp, operation: str, compression: Compression
 ) -> tf.Tensor:
-    """A tensor reduced over ranks; differentiable if it is a sum or an average.
+    """A tensor reduced over ranks; differentiable as `reduce_group` is."""
+    return reduce_group(channel, [tensor], op, operation, compression)[0]
+
+
+def reduce_group(
+    channel: Channel,
+    tensors: Sequence[Gradient],
+    op: ReduceOp,
+    operation: str,
+    compression: Compression,
+) -> list[Any]:
+    """Tensors reduced over ranks; differentiable if they are sums or averages, but for lists with
+    IndexedSlices.
 
     The gradient of a sum over ranks is the sum of the ranks' gradients; likewise an average's.
     """
+    if not tensors or any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        return reduce_list(channel, tensors, op, operation, compression)
 
     @tf.custom_gradient
-    def reduced(value: tf.Tensor) -> Any:
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+    def reduced(*values: tf.Tensor) -> Any:
+        def gradient(*upstream: Any) -> list[Any]:
             if op not in _ADDS:
                 raise ModelError(
                     f"{operation} ({op.value}) has no gradient. Differentiate a sum or an average, "
                     "or stop the gradient with tf.stop_gradient."
                 )
-            name = f"gradient of {operation}"
-            return reduce_list(channel, [upstream], op, name, compression)[0]
+            floats = [k for k, value in enumerate(values) if value.dtype.is_floating]
+            given = [tf.convert_to_tensor(upstream[k]) for k in floats]
+            name, found = f"gradient of {operation}", [None] * len(values)
+            totals = reduce_list(channel, given, op, name, compression)
+            for k, total in zip(floats, totals, strict=True):
+                found[k] = total
+            return found
 
-        return reduce_list(channel, [value], op, operation, compression)[0], gradient
+        return reduce_list(channel, values, op, operation, compression), gradient
 
-    return reduced(tensor)
+    return list(reduced(*tensors))
 
 
 def _has_static_shape(tensor: Gradient) -> bool:

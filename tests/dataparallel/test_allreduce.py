@@ -159,6 +159,7 @@ def _differentiated() -> dict[str, Any]:
 
         calls = {
             "sum": partial(hvd.allreduce, op=hvd.Sum),
+            "group": lambda x: hvd.grouped_allreduce([tf.constant(1), x[:2], x[2:]], op=hvd.Sum)[1],
             "average": hvd.oob_allreduce,
             "broadcast": partial(hvd.broadcast, root_rank=1),
             "gather": lambda x: hvd.allgather(x)[:3],
@@ -173,6 +174,9 @@ def _differentiated() -> dict[str, Any]:
             gradient(partial(hvd.allreduce, op=hvd.Min))
         except Exception as error:
             found["min"] = str(error)
+        found["min of a group"] = caught(
+            lambda: gradient(lambda x: hvd.grouped_allreduce([x], op=hvd.Min)[0])
+        )
         return found
 
 
@@ -186,6 +190,7 @@ def test_collectives_are_differentiable(ranks: Callable[..., Any]) -> None:
     for rank, found in enumerate(every):
         for mode in ("eager", "traced"):
             close(found["sum", mode], total)
+            close(found["group", mode], [*total[:2], [0, 0]])
             close(found["average", mode], total / 2)
             close(found["broadcast", mode], total if rank == 1 else 0 * total)
             close(found["gather", mode], total if rank == 0 else 0 * total)
@@ -193,6 +198,7 @@ def test_collectives_are_differentiable(ranks: Callable[..., Any]) -> None:
             ours = [factors[0][0], factors[1][0], factors[1][1]]
             close(found["exchange", mode], ours if rank == 0 else [factors[1][2], [0, 0], [0, 0]])
         assert "has no gradient" in found["min"]
+        assert "has no gradient" in found["min of a group"]
 
 
 def _unused() -> list[float]:
