@@ -132,12 +132,15 @@ class RankLoop(UserLoop):
         present = [i for i, leaf in enumerate(leaves) if leaf is not None]
         if not present:
             return value
-        tensors = [tf.convert_to_tensor(leaves[i]) for i in present]
+        given = [tf.convert_to_tensor(leaves[i]) for i in present]
+        # A total may be too large for the type of the mean.
+        tensors = [tf.cast(each, wide_type(each)) if op == "mean" else each for each in given]
         sums = self._unless_lost(lambda: self._sum_now(tensors))
         if self._error is not None:
             sums = [_unknown(tensor) for tensor in tensors]
-        for i, total in zip(present, sums, strict=True):
-            leaves[i] = total if op == "sum" else total / self._collectives.size
+        for i, each, total in zip(present, given, sums, strict=True):
+            mean = each.dtype if each.dtype.is_floating else tf.float64
+            leaves[i] = total if op == "sum" else tf.cast(total / self._collectives.size, mean)
         return tf.nest.pack_sequence_as(value, leaves)
 
     def _compile(self, step: Callable[..., Any]) -> LoopStep:
