@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ktrainer.checkpoint.format.checkpoint_folder import (
     make_temporary,
     temporary_checkpoint,
 )
+from ktrainer.checkpoint.format.checkpoint_reader import read_state
 from ktrainer.checkpoint.stage_parts import merge_stage_parts, write_stage_part
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.modelparallel.distributed_model import DistributedModel, register_post_partition_hook
@@ -80,13 +83,13 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of the complete checkpoints, the newest last."""
+        """The paths of the complete checkpoints, in the order in which they were saved."""
         return [str(self._path(number)) for number in self._numbers()]
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest one; None if there is none."""
-        return self.checkpoints[-1] if self._numbers() else None
+        return next(reversed(self.checkpoints), None)
 
     def save(
         self, checkpoint_number: Any = None, check_interval: bool = True, options: Any = None
@@ -94,7 +97,7 @@ class CheckpointManager:
         """Write a checkpoint; return its path when it is complete.
 
         Args:
-            checkpoint_number: an integer or a variable; None: one more than the newest one has.
+            checkpoint_number: an integer or a variable; None: one more than the highest.
             check_interval, options: are not used: every call saves.
 
         Raises:
@@ -219,8 +222,12 @@ class CheckpointManager:
                 if problems:
                     raise CheckpointError("; ".join(problems))
                 described = merge_stage_parts(made, parts, every)
-                finish_checkpoint(made, path, described, {"partitions": len(parts)})
+                finish_checkpoint(
+                    made, path, described, {"partitions": len(parts), "saved": time.time()}
+                )
             for number in self._numbers()[: -self._keep] if self._keep else ():
+                if self._path(number) == path:  # a clock was set back
+                    continue
                 gone = self._path(number).with_name(f".{self._path(number).name}.old")
                 os.rename(self._path(number), gone)
                 shutil.rmtree(gone)
@@ -272,12 +279,22 @@ class CheckpointManager:
         return found
 
     def _numbers(self) -> list[int]:
+        """The numbers of the checkpoints, the last saved one last: another run may have higher
+        ones in the same folder."""
         pattern = re.compile(rf"{re.escape(self._prefix)}-(\d+)")
         names = os.listdir(self._directory) if self._directory.is_dir() else []
-        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+        numbers = [int(found[1]) for name in names if (found := pattern.fullmatch(name))]
+        return sorted(numbers, key=lambda number: (_saved(self._path(number)), number))
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{self._prefix}-{number}"
+
+
+def _saved(path: Path) -> float:
+    """The time at which a checkpoint was saved; 0 if unknown."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(read_state(path)["saved"])
+    return 0.0
 
 
 def _of_optimizer(key: str, optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:

@@ -142,6 +142,27 @@ def train(folder: str, stop: int | None, save: int | None, partitions: int = 2) 
         smp.shutdown()
 
 
+def numbered(folder: str, numbers: list[int | None]) -> dict[str, Any]:
+    """Checkpoints of a counter, which is their place, saved under the given numbers."""
+    import tensorflow as tf
+
+    with started(partitions=1) as smp:
+        step = tf.Variable(0)
+        manager = smp.CheckpointManager(tf.train.Checkpoint(step=step), folder, max_to_keep=2)
+        paths = []
+        for place, number in enumerate(numbers):
+            step.assign(place)
+            paths.append(manager.save(number))
+        step.assign(-1)
+        latest = manager.restore()
+        return {
+            "saved": paths,
+            "kept": manager.checkpoints,
+            "latest": latest,
+            "step": int(step),
+        }
+
+
 def saved(folder: str) -> list[str]:
     """A trained model written whole, and what goes wrong where it cannot be."""
     import tensorflow as tf

@@ -31,6 +31,16 @@ def test_a_resumed_loop_is_the_undisturbed_one(ranks: Callable[..., Ranks], tmp_
         assert {name for each in found for name in each["weights"]} == set(whole)
 
 
+def test_the_checkpoint_just_saved_is_kept(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """In a folder with higher numbers, of an earlier run."""
+    for found in ranks(1).run(rank_functions.numbered, str(tmp_path), [800, 900, 100, 50, None]):
+        assert [Path(path).name for path in found["saved"]] == [
+            f"ckpt-{number}" for number in (800, 900, 100, 50, 101)
+        ]
+        assert found["kept"] == found["saved"][-2:]
+        assert (found["latest"], found["step"]) == (found["saved"][-1], 4)
+
+
 def test_plain_keras_reads_the_whole_model(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     for early, ending in ranks(2).run(rank_functions.saved, str(tmp_path)):
         assert "has no variables yet" in early
