@@ -44,6 +44,7 @@ class LoopStep:
     Attributes:
         function: the compiled step.
         applies: whether a trace of it has applied an optimizer.
+        left: references of variables of TensorFlow that are left as each rank has assigned them.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LoopStep:
         self._step = as_function(step)
         self._collectives, self._rank, self._on_start = collectives, rank, on_start
         self.applies = False
+        self.left: set[Any] = set()
         self.function = tf.function(self._on_this_rank, autograph=False)
 
     def _on_this_rank(self, *args: Any) -> Any:
@@ -66,6 +68,7 @@ class LoopStep:
             result = self._step(*args)
         assigned.reduce()
         self.applies = self.applies or context.applies > 0
+        self.left.update(variable.ref() for variable in assigned.left)
         return result
 
     def _count(self, context: StepContext) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.dist.harness import RankError
 from tests.loops.cases import BATCH, ROWS, batches, classifier, data, row_counter
-from tests.tf_distribute.running import ONE_PROCESS
+from tests.tf_distribute.running import ONE_PROCESS, under
 from tests.tf_distribute.test_features import trainer
 
 
@@ -112,6 +112,75 @@ def test_data_that_differ_are_named(
 ) -> None:
     with pytest.raises(RankError, match=f"DivergenceError[\\s\\S]*{message}"):
         ranks(2).run(run, known)
+
+
+def accumulated(backend: str) -> list[float]:
+    """Updates of gradients that steps before have added up, in variables of TensorFlow."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend) as it:
+        weight, optimizer = keras.Variable(0.0), keras.optimizers.SGD(1.0)
+        optimizer.build([weight])
+        total = tf.Variable(0.0)
+
+        def collect(x: Any) -> None:
+            total.assign_add(tf.reduce_sum(tf.cast(x, tf.float32)))
+
+        def update() -> None:
+            optimizer.apply([total], [weight])
+            total.assign(0.0)
+
+        found = []
+        for place, part in enumerate(it.distribute(tf.data.Dataset.range(12).batch(3))):
+            it.run(collect, part)
+            if place % 2:
+                it.run(update)
+            found.append(float(weight))
+        return found
+
+
+def test_what_ranks_have_accumulated_is_not_overwritten(ranks: Callable[..., Any]) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(accumulated, "local")
+    assert truth == [0, -15, -15, -66]
+    assert ranks(2).run(accumulated, "data_parallel") == [truth, truth]
+
+
+def clipped_steps(backend: str, **words: Any) -> list[str]:
+    """What a step says that computes, and one that updates."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import ConfigError
+
+    with trainer(backend, **words) as it:
+        with it.scope():
+            weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(1.0)
+            optimizer.build([weight])
+
+        def update(x: Any) -> None:
+            optimizer.apply_gradients([(tf.reduce_sum(x), weight)])
+
+        said = []
+        for step in (tf.reduce_sum, update, update):
+            try:
+                it.run(step, tf.ones([2]))
+                said.append("")
+            except ConfigError as error:
+                said.append(str(error))
+        assert float(weight) == 1
+        return said
+
+
+@pytest.mark.parametrize("backend", ["local", "data_parallel", "mirrored"])
+def test_settings_of_updates_are_refused_where_a_step_applies(
+    ranks: Callable[..., Any], backend: str
+) -> None:
+    words = {"trainer__clip__global_norm": 1}
+    for computes, *updates in under(ranks, backend, clipped_steps, backend, **words):
+        assert computes == ""
+        assert len(updates) == 2
+        assert all("trainer.clip.global_norm: " in said for said in updates)
 
 
 def unclear_rows() -> tuple[str, str, float, list[str]]:
