@@ -80,6 +80,11 @@ class World(ABC):
         """The number of slices that a global batch is cut into."""
         return self._replica[1] if self._replica else self.size
 
+    @property
+    def is_first_replica(self) -> bool:
+        """True if this process holds the first replica."""
+        return self.size == 1 or self.replica == 0
+
     def assign_replica(self, replica: int, replicas: int) -> None:
         """Make this process one of those that hold `replica` of `replicas`."""
         self._replica = (replica, replicas)

@@ -86,6 +86,9 @@ keras.src.metrics.metric
 keras.src.metrics.accuracy_metrics
     Accuracy()._direction
         checkpoint: read; whether a higher or a lower value of a metric is better
+keras.src.metrics.f_score_metrics
+    FBetaScore()._built
+        training: read; a metric without all of its variables has nothing to save yet
 keras.src.metrics.reduction_metrics
     Mean.update_state(self, values, sample_weight)
         steps, pipeline: replaced; a scalar counts with the weight of the local batch
@@ -230,7 +233,7 @@ keras.src.optimizers.base_optimizer
     global_norm(value_list)
         pipeline: replaced; over all stages
     BaseOptimizer.apply(self, grads, trainable_variables)
-        steps, script, dataparallel: replaced; gradients are reduced first of all, then clipped
+        steps, script, dataparallel, training: replaced; gradients are reduced first, then clipped
     BaseOptimizer.apply_gradients(self, grads_and_vars)
         script: replaced; refused in a loop of the script's own
     BaseOptimizer._backend_apply_gradients(self, grads, trainable_variables)
@@ -426,7 +429,7 @@ tensorflow.python.distribute.values
     DistributedVariable()._distributed_container
         tf_distribute: read; whether a replica's variable is of the strategy
     SyncOnReadVariable
-        tf_distribute: read; integer states of metrics that replicas add up
+        steps: read; integer states of metrics that replicas add up
 tensorflow.python.distribute.sharded_variable
     ShardedVariableMixin
         tf_distribute: read; variables in pieces on parameter servers

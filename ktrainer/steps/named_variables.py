@@ -12,6 +12,7 @@ from tensorflow.python.eager.execute import execute
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
@@ -29,13 +30,16 @@ class StateVariable:
         path: its place in the `state` of a loop, or in a model.
         variable: a `keras.Variable` or `tf.Variable`.
         of_generator: whether it is the state of a random generator.
+        is_first: whether this process has the first replica; None: it has all.
     """
 
     trainable = False  # by the models' optimizers
 
-    def __init__(self, path: str, variable: Any, of_generator: bool = False) -> None:
+    def __init__(
+        self, path: str, variable: Any, of_generator: bool = False, is_first: bool | None = None
+    ) -> None:
         self.path = self.name = path
-        self.variable, self.of_generator = variable, of_generator
+        self.variable, self.of_generator, self._is_first = variable, of_generator, is_first
 
     @property
     def shape(self) -> Any:
@@ -50,7 +54,10 @@ class StateVariable:
         return np.array(view_of(self.variable))
 
     def assign(self, value: Any) -> None:
-        self.variable.assign(value)
+        if self._is_first is None:
+            self.variable.assign(value)
+        else:
+            assign_total(self.variable, value, self._is_first)
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
         return tf.convert_to_tensor(self.variable, dtype)

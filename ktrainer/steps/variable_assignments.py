@@ -1,4 +1,4 @@
-"""Assignments to variables while a step is traced: their methods, constants, and aggregation."""
+"""Assignments to variables: their methods, constants and aggregation while a step is traced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.ops.resource_variable_ops import (
     BaseResourceVariable,
     ResourceVariable,
@@ -70,6 +71,27 @@ def aggregation_of(variable: Any) -> str | None:
     else:
         kind = variable.aggregation if variable.aggregation in ("sum", "mean") else None
     return kind if floating or kind == "sum" else None
+
+
+def assign_total(variable: Any, value: Any, is_first: bool) -> None:
+    """Assign outside of replicas; integers in parts, one a replica, to the first part of all.
+
+    TensorFlow divides a value by the number of parts, and would drop what remains.
+
+    Args:
+        variable: a `keras.Variable` or `tf.Variable`.
+        is_first: whether this process has the first replica.
+    """
+    inner = variable._value if isinstance(variable, keras.Variable) else variable
+    in_parts = isinstance(inner, SyncOnReadVariable)
+    is_sum = in_parts and inner.aggregation == tf.VariableAggregation.SUM
+    if not is_sum or not tf.as_dtype(inner.dtype).is_integer:
+        variable.assign(value)
+        return
+    for part in inner.values:
+        with tf.device(part.device):
+            part.assign(value if is_first else tf.zeros_like(value))
+        is_first = False
 
 
 def constant_of(value: Any) -> np.ndarray | None:

@@ -31,12 +31,19 @@ class LoopModel(keras.Model):
         optimizers: one of them is built for all weights of the models; several are left as they
             are.
         state: the user's, nested in dicts and lists.
+        is_first: whether this process has the first replica.
 
     Raises:
         ModelError: something is not built, or is nothing that a checkpoint can hold.
     """
 
-    def __init__(self, models: list[Any], optimizers: list[Any], state: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        models: list[Any],
+        optimizers: list[Any],
+        state: dict[str, Any],
+        is_first: bool = True,
+    ) -> None:
         super().__init__(name="loop")
         more: list[StateVariable] = []
         models, optimizers = list(models), list(optimizers)
@@ -46,7 +53,9 @@ class LoopModel(keras.Model):
             elif isinstance(value, keras.Layer):
                 models.append(value)
             else:
-                more += [StateVariable(*each) for each in _variables(path, value)]
+                more += [
+                    StateVariable(*each, is_first=is_first) for each in _variables(path, value)
+                ]
         _check_built(models, optimizers)
         self.parts = models
         if len(optimizers) == 1:

@@ -253,7 +253,8 @@ def open_steps(
         )
     check_settings(config)
     state = {} if state is None else state
-    loop_model = LoopModel(as_list(model), as_list(optimizer), state)
+    is_first = trainer.world.is_first_replica
+    loop_model = LoopModel(as_list(model), as_list(optimizer), state, is_first)
     given["x"] = _global_batches(given["x"])
     given["callbacks"] = [LoopValues(state), *as_list(given["callbacks"])]
     return Steps(trainer, fit_arguments(config, **given, **_NONE), loop_model, began)

@@ -17,7 +17,9 @@ import pytest
 from ktrainer import Callback, Trainer
 from ktrainer.errors import ConfigError, DataError, Interrupted, ModelError
 from tests.dist.harness import RankError
+from tests.dist.small import more
 from tests.loops import steps_script
+from tests.loops.cases import row_counter
 from tests.loops.steps_script import KEYS, Loop, arrays, batches
 from tests.processes import script
 from tests.tf_distribute.running import under
@@ -282,6 +284,33 @@ def test_state_that_differs_between_ranks_is_named(ranks: Callable[..., Any], ki
         RankError, match=f"DivergenceError[\\s\\S]*different values of state/{kind}"
     ):
         ranks(2).run(different, kind)
+
+
+def counted_rows(strategy: str, folder: str) -> list[int]:
+    """The rows that an integer metric has counted, at each step of two runs."""
+    found = []
+    for last in (1, None):
+        with trainer_of(strategy, checkpoint__every="1ba", run__dir=folder) as trainer:
+            with trainer.scope():
+                rows = row_counter()
+            x = np.zeros((3 * 33, 1))
+            steps = trainer.steps(x, batch_size=33, epochs=1, state={"rows": rows})
+            with steps:
+                for batch in steps:
+                    found.append(int(rows.result()))
+                    if steps.step == last:
+                        break
+                    trainer.run(rows.update_state, batch)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", more("multi_worker_mirrored")])
+def test_an_integer_metric_resumes_whole(
+    ranks: Callable[..., Any], tmp_path: Path, strategy: str
+) -> None:
+    """It is in parts, one a replica, and no part is a half."""
+    for found in under(ranks, strategy, counted_rows, strategy, str(tmp_path)):
+        assert found == [0, 33, 33, 66]
 
 
 class Halved(Callback):

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import _DefaultDistributionExtended
-from tensorflow.python.distribute.values import SyncOnReadVariable
 
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
@@ -26,7 +25,7 @@ from ktrainer.distributed.world import World
 from ktrainer.steps.assigned_variables import over_all_ranks
 from ktrainer.steps.loop_step import as_function, loop_context, loop_patches
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.variable_assignments import aggregation_of
+from ktrainer.steps.variable_assignments import aggregation_of, assign_total
 
 Guard = Callable[[], AbstractContextManager[None]]
 
@@ -179,25 +178,10 @@ class ReplicaLoop(StrategyLoop):
         of replicas it is read, and assigned, as one.
         """
 
+        is_first = self.world.is_first_replica
+
         def assign(values: list[Any]) -> None:
             for (variable, _, adds), value in zip(changes, values, strict=True):
-                self._assign(variable, variable.value + value if adds else value)
+                assign_total(variable, variable.value + value if adds else value, is_first)
 
         self._contexts.call_once(assign, [value for _, value, _ in changes])
-
-    def _assign(self, variable: Any, value: tf.Tensor) -> None:
-        """Assign outside of replicas; integers in parts to the first part of all.
-
-        TensorFlow divides a value by the number of parts, and would drop what remains.
-        """
-        inner = variable._value
-        is_sum = getattr(inner, "aggregation", None) == tf.VariableAggregation.SUM
-        in_parts = isinstance(inner, SyncOnReadVariable) and is_sum
-        if not in_parts or not value.dtype.is_integer:
-            variable.assign(value)
-            return
-        is_first = self.world.size == 1 or self.world.replica == 0
-        for part in inner.values:
-            with tf.device(part.device):
-                part.assign(value if is_first else tf.zeros_like(value))
-            is_first = False
