@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from ktrainer.errors import ConfigError
+from ktrainer.runtime.monkeypatching import replaced
 
 # TensorFlow is imported where it is used: a Trainer sets it up first.
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class CustomLoop:
 
     backend: Backend
     _config: Config
+    _checked_config: Config | None = None
+    _setting_of_updates: ConfigError | None = None
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
@@ -82,8 +85,12 @@ class CustomLoop:
             step: gets a replica's part of what `distribute` yields. Losses are divided by the
                 size of the global batch: gradients are summed over replicas.
             args: batches, or anything that is the same on all replicas.
+
+        Raises:
+            ConfigError: it applies an optimizer, and a setting of updates would have no effect.
         """
-        return self.backend.loop.run(step, args)
+        with self._settings_of_updates_refused():
+            return self.backend.loop.run(step, args)
 
     @leaves_strategy_scope
     def steps(
@@ -138,9 +145,37 @@ class CustomLoop:
     def schedule(self, step: Callable[..., Any], *args: Any) -> None:
         """Have `step(*args)` run, asynchronously under `parameter_server`: there it returns at
         once, and several workers run steps at the same time. Elsewhere it is `run`."""
-        self.backend.loop.schedule(step, args)
+        with self._settings_of_updates_refused():
+            self.backend.loop.schedule(step, args)
 
     def join(self) -> list[Any]:
         """Wait for all scheduled steps; return their results, in the order in which they were
         scheduled, each summed over replicas."""
         return self.backend.loop.join()
+
+    @contextmanager
+    def _settings_of_updates_refused(self) -> Iterator[None]:
+        """Context in which a step that applies an optimizer raises an error, if a setting would
+        have no effect on it."""
+        if self._checked_config is not self._config:
+            from ktrainer.training.user_steps import setting_of_updates
+
+            self._checked_config = self._config
+            self._setting_of_updates = setting_of_updates(self._config)
+        error, applies = self._setting_of_updates, []
+        if error is None:
+            yield
+            return
+        import keras
+
+        def apply(*_: Any, **__: Any) -> None:
+            applies.append(True)
+            raise error
+
+        try:
+            with replaced((keras.optimizers.Optimizer, "apply", apply)):
+                yield
+        except Exception:
+            if not applies:
+                raise
+            raise error from None  # TensorFlow has made one of its own of it

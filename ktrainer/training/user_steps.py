@@ -266,7 +266,8 @@ def check_settings(config: Config) -> None:
     Raises:
         ConfigError: naming the key.
     """
-    _check_updates(config)
+    if (error := setting_of_updates(config)) is not None:
+        raise error
     _check_measurements(config)
     strategy = getattr(config.backend, "strategy", None)
     if strategy == "parameter_server":
@@ -279,8 +280,8 @@ def check_settings(config: Config) -> None:
         )
 
 
-def _check_updates(config: Config) -> None:
-    """Refuse settings of how an update is made."""
+def setting_of_updates(config: Config) -> ConfigError | None:
+    """The error of a setting of how an update is made; None if there is no such setting."""
     trainer, clip, health = config.trainer, config.trainer.clip, config.health
     only_fit: list[tuple[str, Any, bool]] = [
         ("trainer.accumulate", trainer.accumulate, trainer.accumulate != 1),
@@ -295,13 +296,14 @@ def _check_updates(config: Config) -> None:
     ]
     for path, value, wrong in only_fit:
         if wrong:
-            raise ConfigError(
+            return ConfigError(
                 f"{path}={value} changes how an update is made, which in a loop of your own is "
                 "your step: it would have no effect. Leave it out, and do it in the step (an "
                 "optimizer has gradient_accumulation_steps, clipnorm and global_clipnorm)",
                 path=path,
                 value=value,
             )
+    return None
 
 
 def _check_measurements(config: Config) -> None:
