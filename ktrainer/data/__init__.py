@@ -9,6 +9,7 @@ replicated_feed.py     - that every rank runs in full, each taking its slice
 per_replica_feed.py    - that differ from replica to replica
 batch_source.py        the interface of sources; python_source.py: of those made by Python
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
+one_shot_iterator.py   a generator that several calls read
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
 tf_data_service.py, service_source.py, service_reader.py   pipelines that a tf.data service computes
 distributed_dataset.py a rank's rows, for loops of the user's own

@@ -25,11 +25,13 @@ class Piece(NamedTuple):
         batch: this replica's slice of it (the first row, when that is empty), or all of it.
         rows: rows of the whole batch.
         digests: one number per leaf of the whole batch; empty if they are not compared.
+        end: of a source that several calls read: how many of its items end with this one.
     """
 
     batch: Any
     rows: int
     digests: tuple[int, ...] = ()
+    end: int = 0
 
 
 class Source(ABC):
@@ -68,6 +70,10 @@ class Source(ABC):
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         """The batches of an epoch, or of the endless stream, after the first `skip`."""
+
+    def take(self, piece: Piece) -> bool:
+        """Count a batch as used, not just read; return False if another call has used it."""
+        return True
 
     def look(self) -> Piece | None:
         """A batch that was read as the source was made, like the first one of an epoch; None if

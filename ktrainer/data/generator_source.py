@@ -14,6 +14,7 @@ import numpy as np
 
 from ktrainer.data.batch_source import Piece, close_iterator, labelled, unlabelled
 from ktrainer.data.data_arguments import from_torch
+from ktrainer.data.one_shot_iterator import OneShotReader
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.errors import DataError
 
@@ -26,12 +27,14 @@ class GeneratorSource(PythonSource):
     A function is called again for every epoch; a resumed run calls it for the epochs that it skips,
     too, and reads a batch of each, for those that draw an order from a generator of their own. A
     generator cannot be called: with a limit, each epoch continues where the one before stopped;
-    without, one epoch takes it all, and later ones are empty.
+    without, one epoch takes it all, and later ones are empty. It stays open for later calls. Each
+    validation reads its first two batches again, then the next ones, as in Keras.
     """
 
     endless = True
     reopens = False
     reorders = True  # as far as one knows
+    _reader: OneShotReader | None = None  # of a generator
 
     def __init__(self, data: Any, *, check: bool = True, **options: Any) -> None:
         super().__init__(**options)
@@ -45,11 +48,14 @@ class GeneratorSource(PythonSource):
             alike = world.heals and check and 1 < world.size == world.replicas
             self._orders_differ = not alike
             self.endless, self.reopens = False, True
-            data = data()
-        iterator = iter(data)
-        first = list(itertools.islice(iterator, SAMPLES))
+            made = iter(data())
+            first = list(itertools.islice(made, SAMPLES))
+            self._begun: Iterator[Any] | None = _chained(first, made)
+        else:
+            self._given, first = data, list(itertools.islice(OneShotReader(data), SAMPLES))
+            self._begun = self._reader = OneShotReader(data)
+            self._again = first
         self._learn(first)
-        self._begun: Iterator[Any] | None = _chained(first, iterator)
 
     def _tuple(self, batch: Any) -> Any:
         if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
@@ -63,6 +69,13 @@ class GeneratorSource(PythonSource):
         self._pass_over(epoch)
         with closing(self._ahead(_chained([], self._open_next()), "generator", skip)) as pieces:
             yield from pieces
+
+    def _piece(self, whole: Any) -> Piece:
+        piece = super()._piece(whole)
+        return piece if self._reader is None else piece._replace(end=self._reader.end)
+
+    def take(self, piece: Piece) -> bool:
+        return self._reader is None or self._reader.use(piece.end)
 
     def _pass_over(self, epoch: int) -> None:
         """Begin all epochs before this one, as an order may be drawn then; no more of them is read,
@@ -78,13 +91,15 @@ class GeneratorSource(PythonSource):
         begun, self._begun = self._begun, None
         if begun is not None:
             return begun
-        return iter(()) if self._make is None else iter(self._make())
+        if self._make is not None:
+            return iter(self._make())
+        self._reader = OneShotReader(self._given, self._again)
+        return self._reader
 
     def close(self) -> None:
         super().close()
-        if self._begun is not None:
-            cast(Any, self._begun).close()
-            self._begun = None
+        close_iterator(self._begun)
+        self._begun = None
 
 
 class LoaderSource(GeneratorSource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,8 +56,14 @@ class SourceFeed(Feed):
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
+    def read_up_to(self, epoch: int, skip: int) -> None:
+        if not self.source.reopens:
+            self._cursor.start(epoch - self.first_epoch, skip)
+
     def replay_passes(self, passes: int) -> None:
         source = self.source
+        for _ in range(0 if source.reopens else passes):
+            deque(itertools.islice(self._cursor.start(0, 0), self.pass_batches), 0)
         if passes and source.shuffles:
             self._cursor.drop_peeked()
             openings = source.openings if source.reads_whole else 1
@@ -178,11 +185,13 @@ class Cursor:
     def _seek(self, position: int) -> Iterator[Piece]:
         if self._live is None and (position == 0 or not self.source.reopens):
             self._live, self._position = self._take_peeked(), 0
-        elif self._live is None or (position < self._position and self.source.reopens):
+        elif self._live is None or (
+            position < self._position and (self.source.reopens or self._restart)
+        ):
             close_iterator(self._live)
             self._live, self._position = self._reopen(0, position), position
-        while self._position < position and next(self._live, None) is not None:
-            self._position += 1
+        while self._position < position and (piece := next(self._live, None)) is not None:
+            self._position += self.source.take(piece)
         return self._live
 
     def _counted(self, pieces: Iterator[Piece], keep_open: bool) -> Iterator[Piece]:
@@ -190,6 +199,8 @@ class Cursor:
         try:
             for piece in pieces:
                 self._known = None
+                if not self.source.take(piece):
+                    continue
                 self._position += 1
                 self._under_way = self._position != self._limit
                 yield piece

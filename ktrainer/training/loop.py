@@ -169,6 +169,8 @@ class Loop:
         progress = state.progress
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
+        if self._finished():  # before a resume: calls after this one go on from there
+            state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
         if self.triggers.max_seconds is None:
             return
         try:  # time counts over restarts, so it may have been used up
