@@ -114,6 +114,8 @@ def fit_arguments(
     _check_integer("initial_epoch", initial_epoch, at_least=0)
     _check_integer("validation_batch_size", validation_batch_size)
     every, epochs = _validation_freq(validation_freq)
+    if isinstance(validation_data, list):
+        validation_data = tuple(validation_data)  # as in Keras; x alone would be several inputs
     settings |= {"steps_per_epoch": steps_per_epoch, "validation_freq": every}
     effective, overruled = merge_call_arguments(config, _validated(settings))
     steps = steps_per_epoch if config.origin(_KEYS["steps_per_epoch"]) is None else None

@@ -88,6 +88,7 @@ CASES: dict[str, Make] = {
     "validation batches": lambda: xy(
         batch_size=5, validation_data=arrays(9, 1), validation_batch_size=2, validation_steps=3
     ),
+    "validation data in a list": lambda: xy(validation_data=[*arrays(9, 1), np.linspace(0, 2, 9)]),
     "validation steps alone": lambda: xy(validation_data=arrays(9, 1), validation_steps=2),
     "validation of some epochs": lambda: xy(
         batch_size=5, epochs=5, validation_split=0.3, validation_freq=[1, 4]
