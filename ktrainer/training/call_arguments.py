@@ -19,6 +19,7 @@ from ktrainer.data.data_arguments import (
     split_validation,
 )
 from ktrainer.errors import ConfigError, DataError
+from ktrainer.training.keras_limits import limit_fit, limit_steps
 
 _PROGRESS = {
     "0": "none",
@@ -117,8 +118,10 @@ def fit_arguments(
     if isinstance(validation_data, list):
         validation_data = tuple(validation_data)  # as in Keras; x alone would be several inputs
     settings |= {"steps_per_epoch": steps_per_epoch, "validation_freq": every}
+    validates = validation_data is not None or bool(validation_split)
+    config, settings = limit_fit(config, settings, validates)
     effective, overruled = merge_call_arguments(config, _validated(settings))
-    steps = steps_per_epoch if config.origin(_KEYS["steps_per_epoch"]) is None else None
+    steps = settings["steps_per_epoch"] if config.origin(_KEYS["steps_per_epoch"]) is None else None
     if config.origin(_KEYS["validation_freq"]) is not None:
         epochs = None
     data = pack_data(x, y, sample_weight)
@@ -162,6 +165,7 @@ def pass_arguments(
         call: which of the two.
     """
     _check_integer("steps", steps)
+    steps = limit_steps(steps)
     given = _validated({"batch_size": batch_size})
     effective, overruled = merge_call_arguments(config, given, call)
     data = pack_data(x, y, sample_weight)

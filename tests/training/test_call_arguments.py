@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -255,6 +255,34 @@ def test_data_without_an_end(name: str, quiet: dict[str, Any]) -> None:
     with Trainer(quiet, overrides=["trainer.max_steps=3"]) as trainer:
         trainer.fit(build(), make(), verbose=0)
         assert trainer.progress.step == 3
+
+
+@pytest.fixture
+def limits() -> Iterator[None]:
+    keras.config.set_max_epochs(2)
+    keras.config.set_max_steps_per_epoch(3)
+    yield
+    keras.config.set_max_epochs(None)
+    keras.config.set_max_steps_per_epoch(None)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.filterwarnings("ignore:Limiting", "ignore:Your input ran out of data:UserWarning")
+def test_keras_limits_for_debugging(quiet: dict[str, Any]) -> None:
+    def make() -> dict[str, Any]:
+        return xy(batch_size=5, epochs=4, validation_data=arrays(9, 1), validation_batch_size=2)
+
+    with pytest.warns(UserWarning, match="Limiting epochs to 2"):
+        ours = trainer_fit(quiet, make)
+    assert_same(ours, keras_fit(make))
+    x, y = arrays()
+    with Trainer(quiet, overrides=["trainer.epochs=5", "trainer.limit_train_batches=4"]) as trainer:
+        model = build()
+        assert trainer.fit(model, x, y, batch_size=5).epoch == [0, 1]
+        assert trainer.progress.step == 6
+        expected = model.evaluate(x, y, 5, 0, return_dict=True)
+        assert trainer.evaluate(model, x, y, 5) == expected
+        assert len(trainer.predict(model, x, 5)) == len(model.predict(x, 5, 0)) == 15
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
