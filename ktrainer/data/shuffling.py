@@ -2,9 +2,9 @@
 
 If a seed was chosen (`seed` in the configuration, or `keras.utils.set_random_seed` after the
 Trainer), it is the order that `Model.fit` draws with it: TensorFlow draws from that seed at the
-start of each pass, so it is the same in every epoch. Otherwise each epoch is shuffled differently,
-reproducibly by the default seed, which is 0 and not a chosen one; with `seed=null` by one that is
-drawn once for all ranks.
+start of each pass, so it is the same in every epoch. Otherwise each epoch of each `fit` is shuffled
+differently, reproducibly by the default seed, which is 0 and not a chosen one; with `seed=null` by
+one that is drawn once for all ranks.
 
 The order is a pure function of seed, epoch and position, so that a position is a number and nothing
 else has to be saved. Up to `TABLED` rows it is a table, drawn at the start of an epoch. Beyond, it
@@ -30,6 +30,7 @@ _SEEDS = 2**31 - 1  # TensorFlow takes seeds modulo this
 TABLED = 1 << 20  # rows; a table of them is drawn in about 10 ms
 _BLOCK = 1 << 14  # positions computed together: NumPy calls cost more than their work on a few
 _ROUNDS = 6
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step from seed to seed
 
 
 class ShuffleOrder(NamedTuple):
@@ -164,14 +165,21 @@ def _mixed(values: Any) -> Any:
         return values ^ (values >> np.uint64(31))
 
 
-def order_of(world: World, config: Config) -> ShuffleOrder:
-    """The order of a call, the same on all ranks: that of rank 0."""
+def order_of(world: World, config: Config, fit: int = 0) -> ShuffleOrder:
+    """The order of a call, the same on all ranks: that of rank 0.
+
+    Args:
+        fit: how many calls came before; each has an order of its own unless a seed was chosen.
+    """
     seed = context.global_seed()
     chosen = config.seed is not None and config.is_set("seed")
     if seed is not None and (chosen or seed_is_scripts()):
         mine = ShuffleOrder(seed % _SEEDS, True)
+    elif config.seed is None:
+        mine = ShuffleOrder(secrets.randbits(63))
     else:
-        mine = ShuffleOrder(secrets.randbits(63) if config.seed is None else config.seed)
+        later = int(_mixed(np.uint64((config.seed + fit * _GOLDEN) % 2**64))) % 2**63
+        mine = ShuffleOrder(later if fit else config.seed)
     return ShuffleOrder(*world.broadcast(tuple(mine), what="agree on the order of the data"))
 
 

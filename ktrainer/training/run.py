@@ -188,7 +188,8 @@ class Run:
         """
         config, world = self.context.config, self.context.world
         if order is None:
-            order = order_of(world, config)
+            # Not counted inside another: a resume does not know how many came before.
+            order = order_of(world, config, 0 if self.state.inside else self.state.fits)
         self.state.feed = self._open_training_data(order)
         self.state.validation = None
         limits = config.trainer

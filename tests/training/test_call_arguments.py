@@ -354,3 +354,29 @@ def test_arguments_by_position(quiet: dict[str, Any]) -> None:
         expected = model.evaluate(x, y, 7, 0, np.ones(ROWS), 2, return_dict=True)
         assert trainer.evaluate(model, x, y, 7, 0, np.ones(ROWS), 2) == expected
         np.testing.assert_array_equal(trainer.predict(model, x, 7, 0, 2), model.predict(x, 7, 0, 2))
+
+
+def orders(settings: dict[str, Any], fits: int) -> list[list[float]]:
+    """The rows in the order that each of several fits takes them, an epoch each."""
+    y, found = np.arange(9.0), []
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    look = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: means.append(logs["loss"] * (batch + 1))
+    )
+    with Trainer({**settings, "checkpoint": {"resume": "never"}}) as trainer:
+        for epoch in range(fits):
+            means: list[float] = []
+            given = {"initial_epoch": epoch, "epochs": epoch + 1, "batch_size": 1}
+            trainer.fit(model, y[:, None], y, callbacks=[look], **given)
+            found.append(np.round(np.diff(means, prepend=0)).tolist())
+    return found
+
+
+def test_each_fit_is_shuffled_differently_and_reproducibly(quiet: dict[str, Any]) -> None:
+    found = orders(quiet, 3)
+    assert [sorted(order) for order in found] == [list(range(9))] * 3
+    assert len(set(map(tuple, found))) == 3
+    assert orders(quiet, 2) == found[:2]
+    first, second = orders({**quiet, "seed": 3}, 2)
+    assert first == second  # as in Keras
