@@ -28,7 +28,7 @@ class OneBatch(Feed):
     """One batch, the same on every rank, of which this rank has its local batch.
 
     Args:
-        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, of arrays or tensors.
+        batch: `(x,)` or `(x, y, sample_weight)`, of arrays or tensors; `y` and weights may be None.
         world: the ranks.
         known: the spec of batches before this one, or None.
     """
@@ -66,7 +66,7 @@ class BatchMethods:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._specs: WeakKeyDictionary[Program, dict[str, Any]] = WeakKeyDictionary()
+        self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
         self._equal: WeakSet[Program] = WeakSet()
 
     def train_on_batch(
@@ -82,7 +82,7 @@ class BatchMethods:
         model._assert_compile_called("train_on_batch")
         if class_weight is not None:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
-        program, batch = self._open("train", model, x, y, sample_weight)
+        program, batch = self._open("train", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
             program.build(batch.spec)
             if program not in self._equal:
@@ -111,31 +111,29 @@ class BatchMethods:
     ) -> Any:
         """`Model.test_on_batch`."""
         model._assert_compile_called("test_on_batch")
-        program, batch = self._open("test", model, x, y, sample_weight)
+        program, batch = self._open("test", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
             results = evaluate(program, batch, _no_callbacks(model), self.trainer.world)
         return results if return_dict else model._flatten_metrics_in_order(results)
 
     def predict_on_batch(self, model: keras.Model, x: Any) -> Any:
         """`Model.predict_on_batch`, with the result on every rank."""
-        program, batch = self._open("predict", model, x)
+        program, batch = self._open("predict", model, (x,))
         with self.trainer.backend.watching():
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
 
     def _open(
-        self, kind: str, model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None
+        self, kind: str, model: keras.Model, parts: tuple[Any, ...]
     ) -> tuple[Program, OneBatch]:
         """The program of `model`, and a batch of which this rank takes its part; ranks compare the
-        first one."""
+        first one. Its parts are those that Keras' method hands to a step, None among them."""
         program = self.trainer.program_for(model)
         specs = self._specs.setdefault(program, {})
-        parts: tuple[Any, ...] = (x,)
-        if y is not None:
-            parts = (x, y) if sample_weight is None else (x, y, sample_weight)
-        batch = OneBatch(parts, self.trainer.world, specs.get(kind))
-        if kind not in specs and self.trainer.world.size > 1:
+        given = (kind, *(part is not None for part in parts))
+        batch = OneBatch(parts, self.trainer.world, specs.get(given))
+        if given not in specs and self.trainer.world.size > 1:
             check_consistency(self.trainer.world, data_facts=data_facts(batch, "given"))
-        specs[kind] = batch.spec
+        specs[given] = batch.spec
         return program, batch
 
 

@@ -1,0 +1,52 @@
+"""Single batches through a Trainer: what Keras' own methods return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ktrainer import Trainer
+from ktrainer.script.batch_methods import BatchMethods
+
+
+class OwnSteps(keras.Model):
+    """Its steps take apart what they are given, as a triple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y, weight = data
+        results, ours = self.results(x, y, weight), self.trainable_variables
+        self.optimizer.apply([keras.ops.ones_like(v) for v in ours], ours)
+        return results
+
+    def test_step(self, data: Any) -> Any:
+        return self.results(*data)
+
+    def results(self, x: Any, y: Any, weight: Any) -> Any:
+        errors = keras.ops.mean(self(x) if y is None else self(x) - y, axis=-1)
+        return {"error": keras.ops.mean(errors if weight is None else weight * errors)}
+
+
+def results(methods: Any) -> list[float]:
+    model = OwnSteps()
+    model.compile("sgd")
+    x, y, weight = np.ones((4, 2), "f"), np.ones((4, 1), "f"), np.arange(4, dtype="f")
+    parts = {"x": x}, {"x": x, "y": y}, {"x": x, "sample_weight": weight}
+    found = []
+    for given in (*parts, {"x": x, "y": y, "sample_weight": weight}):
+        for name in ("train_on_batch", "test_on_batch"):
+            found.append(float(getattr(methods, name)(model, **given, return_dict=True)["error"]))
+    return found
+
+
+def test_steps_are_given_three_parts() -> None:
+    with Trainer({"logging": {"progress": "none"}}) as trainer:
+        assert results(BatchMethods(trainer)) == results(keras.Model)
