@@ -272,7 +272,8 @@ class Trainer(CustomLoop):
         steps: int | None = None,
         callbacks: Any = None,
     ) -> Any:
-        """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank.
+        """The outputs of `model` for all of `x`, in order, as NumPy arrays on every rank; ragged
+        ones as a `tf.RaggedTensor`.
 
         Args:
             model: as in `fit`; it need not be compiled.

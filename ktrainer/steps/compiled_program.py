@@ -173,12 +173,14 @@ class CompiledProgram(Program):
         return self._call([local_batch], function, local_batch.batch, _weight(local_batch))
 
     def predict(self, local_batch: LocalBatchLike) -> Any:
-        """The model's outputs for one local batch, as NumPy arrays; of padding no rows. An output
-        may have more rows than the batch: words of sentences, edges of graphs."""
+        """The model's outputs for one local batch, as NumPy arrays or ragged tensors; of padding no
+        rows. An output may have more rows than the batch: words of sentences, edges of graphs."""
         function = self._function("predict", local_batch.examples == 0)
         outputs = self._call([local_batch], function, local_batch.batch, _weight(local_batch))
         kept = slice(None) if local_batch.examples else slice(0)
-        return keras.tree.map_structure(lambda t: t.numpy()[kept], outputs)
+        return keras.tree.map_structure(
+            lambda t: t[kept] if isinstance(t, tf.RaggedTensor) else t.numpy()[kept], outputs
+        )
 
     def is_built(self, training: bool) -> bool:
         """Return whether all variables are there that `train`, or `test`, needs."""

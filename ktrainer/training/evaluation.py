@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from ktrainer.callbacks.base import on_rank, overrides
 from ktrainer.data import make_feed, require_end
@@ -145,7 +146,13 @@ def _of_all_ranks(batches: list[Any], program: Program, world: World) -> Any:
     in_order = [part for parts in zip(*ranks, strict=True) for part in parts]
     if not in_order:
         raise DataError("predict was given no data: x has no rows")
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts, axis=0), *in_order)
+    return keras.tree.map_structure(_joined, *in_order)
+
+
+def _joined(*parts: Any) -> Any:
+    """The rows of several outputs, as Keras gives them: ragged if one is."""
+    ragged = any(isinstance(part, tf.RaggedTensor) for part in parts)
+    return tf.concat(parts, axis=0) if ragged else np.concatenate(parts, axis=0)
 
 
 def logs_so_far(state: TrainState, world: World) -> dict[str, Any]:
