@@ -15,7 +15,7 @@ from functools import cache
 from os import PathLike, fspath
 from typing import Any, cast
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktrainer.config.backend_keys import ALIASES, BACKENDS
@@ -53,8 +53,8 @@ def load_config(
         on_unknown_callback: called with the error for each callback whose name is not registered,
             instead of raising it; for tools that run without the user's script.
         before_script: leave to a script, which has defaults of its own, what these may settle:
-            contradictions with keys that are not set, keys of a backend that is not named, and
-            callbacks' names.
+            contradictions with keys that are not set, a backend that is not named or lacks required
+            keys, and callbacks' names.
 
     Returns:
         The frozen configuration, checked and with all `${...}` resolved.
@@ -68,7 +68,7 @@ def load_config(
     layers = [read_source(defaults), read_source(source), _tree(read_overrides(overrides))]
     layers = [_with_named_backend(layer) for layer in layers]
     if before_script:
-        layers = _without_unnamed_backend(layers)
+        layers = _without_open_backend(layers)
         on_unknown_callback = on_unknown_callback or (lambda _error: None)
     secrets = (*getattr(source, "_secrets", ()), *_secret_values(layers))
     try:
@@ -178,12 +178,16 @@ def _with_named_backend(layer: dict[str, Any]) -> dict[str, Any]:
     return {**layer, "backend": {"name": given}} if isinstance(given, str) else layer
 
 
-def _without_unnamed_backend(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`layers` without keys of backends, if none is named: the script may name it. Unknown keys
-    are kept."""
+def _without_open_backend(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`layers` without keys of backends, if none is named or it lacks required keys, which the
+    script may give. Unknown keys are refused, or kept."""
     given = {i: layer["backend"] for i, layer in enumerate(layers) if "backend" in layer}
     if any(not isinstance(keys, dict) or "name" in keys for keys in given.values()):
-        return layers
+        name, keys = _choose_backend(layers)
+        if all(key in keys for key, value in vars(BACKENDS[name]()).items() if value == MISSING):
+            return layers
+        check_keys({"backend": keys}, name)
+        return [{k: v for k, v in layer.items() if k != "backend"} for layer in layers]
     known = {key for backend in BACKENDS.values() for key in hints(backend)}
     unknown = {i: {k: keys[k] for k in keys.keys() - known} for i, keys in given.items()}
     return [

@@ -102,11 +102,13 @@ def stage_patterns(backend: PipelineConfig) -> dict[int, str]:
 def _check_stages(backend: PipelineConfig) -> None:
     count = backend.partitions * backend.chunks
     numbers = f"stages are numbered from 0 to {count - 1}"
+    of_count = ("backend.partitions", "backend.chunks")
     for stage, pattern in backend.stages.items():
         path = f"backend.stages.{stage}"
         if not stage.isdecimal() or int(stage) >= count:
             message = f"there is no stage {stage}: {numbers} (partitions x chunks - 1)."
-            raise ConfigError(message, path=path, value=pattern)
+            needs = of_count if stage.isdecimal() else ()
+            raise ConfigError(message, path=path, value=pattern, needs=needs)
         compile_pattern(pattern, path)
     left = [stage for stage in range(count) if str(stage) not in backend.stages]
     if backend.stages and left and backend.default_partition not in left:
@@ -115,12 +117,12 @@ def _check_stages(backend: PipelineConfig) -> None:
             f"backend.partitions={max(1, len(backend.stages) // backend.chunks)}.",
             path="backend.stages",
             value=dict(backend.stages),
+            needs=[f"backend.stages.{left[0]}"],
         )
     if backend.default_partition is not None and backend.default_partition >= count:
         message = f"there is no stage {backend.default_partition}: {numbers}."
-        raise ConfigError(
-            message, path="backend.default_partition", value=backend.default_partition
-        )
+        path, value = "backend.default_partition", backend.default_partition
+        raise ConfigError(message, path=path, value=value, needs=of_count)
 
 
 def _check_callbacks(config: Config) -> None:

@@ -15,7 +15,9 @@ SCRIPTS = {"own": "from ktrainer import Trainer\n", "plain": "import keras\n"}
 PARALLEL = {"backend": "data_parallel"}
 STAGES = {"backend": {"name": "pipeline", "partitions": 2}}
 PER_WORKER = {"data": {"batch": "per_worker"}}
-INTERLEAVED = {"backend": {"name": "pipeline", "schedule": "interleaved"}}
+INTERLEAVED = {"backend": {"name": "pipeline", "schedule": "interleaved", "chunks": 2}}
+HEAD = {"backend": {"name": "pipeline", "stages": {"1": "head"}}}
+ALL_STAGES = {"backend": {**INTERLEAVED["backend"], "stages": {"0": "a", "1": "b", "3": "d"}}}
 STRATEGY = {"backend": {"name": "tf_distribute", "strategy": "multi_worker_mirrored"}}
 SERVERS = {"backend": {"name": "tf_distribute", "strategy": "parameter_server"}}
 
@@ -34,6 +36,10 @@ SETTLED = [
     (["backend=tf_distribute"], STRATEGY),
     (["backend=tf_distribute", "backend.auto_shard=off"], STRATEGY | PER_WORKER),
     (["backend=pipeline", "backend.partitions=2", "backend.chunks=2"], INTERLEAVED),
+    (["backend=pipeline", "backend.microbatches=8"], STAGES),
+    (["backend=pipeline", "backend.partitions=2", 'backend.stages={"0": embed}'], HEAD),
+    (["backend=pipeline", "backend.partitions=2", 'backend.stages={"2": embed}'], ALL_STAGES),
+    (["backend=pipeline", "backend.partitions=2", "backend.default_partition=2"], INTERLEAVED),
 ]
 
 # Words that contradict one another whatever a script's defaults are.
@@ -49,6 +55,8 @@ REFUSED = [
     ["checkpoint.mode=max", "checkpoint.best=null"],
     ["backend=tf_distribute", "backend.strategy=mirrored"],
     ["backend=data_parallel", "backend.microbatches=8"],
+    ["backend=pipeline", "backend.strategy=mirrored"],
+    ["backend=pipeline", "backend.partitions=2", 'backend.stages={"a": embed}'],
     ["backend.microbatch=8"],
     ["checkpoint.every=soon"],
 ]
