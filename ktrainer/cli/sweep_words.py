@@ -159,11 +159,12 @@ def _shown(space: Space) -> str:
 def _redacted(each: str) -> str:
     """A word, its value redacted where `redact` does that to what YAML reads."""
     key, equals, text = each.partition("=")
-    name = next((part for part in key.split(".") if is_secret_name(part)), None)
-    if not equals or name is None:
+    if not equals or not any(map(is_secret_name, key.split("."))):
         return redact_text(each)
     try:
         [(_, value, _)] = read_overrides([f"value={text}"])
     except ConfigError:  # of a word of the script's own
         value = text
-    return each if redact(value, (), name) == value else f"{key}={REDACTED}"
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return each if redact(value) == value else f"{key}={REDACTED}"

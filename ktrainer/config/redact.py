@@ -27,6 +27,12 @@ def is_secret_name(name: str) -> bool:
     return bool(_SECRET_WORDS.intersection(words)) or "".join(words).endswith(_SECRET_ENDINGS)
 
 
+def _hides_numbers(name: str) -> bool:
+    """Whether a number called `name` is likely to be a secret, too: `key_dim` and `token_dropout`
+    are settings of a model."""
+    return is_secret_name(re.sub("key|token", "_", str(name), flags=re.IGNORECASE))
+
+
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """`text` without the given secrets and without logins and tokens in URLs."""
     for secret in sorted({s for s in secrets if len(s) >= _SHORTEST}, key=len, reverse=True):
@@ -50,9 +56,9 @@ def secrets_in(value: Any, name: str = "") -> list[str]:
 def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
     """A copy of a nested structure in which secrets are replaced by `***`.
 
-    Text is a secret when its key's name says so, or that of a group around it; any value when it
-    came from an environment variable whose name says so (`secrets`), or as the login part of a URL.
-    Numbers are none by their name: `key_dim` and `token_dropout` are settings of a model.
+    A value is a secret when its key's name says so, or that of a group around it, but for numbers
+    named key or token alone; and when it came from an environment variable whose name says so
+    (`secrets`), or as the login part of a URL.
 
     Args:
         value: nested dicts, lists and plain values.
@@ -64,13 +70,14 @@ def redact(value: Any, secrets: Iterable[str] = (), name: str = "") -> Any:
         inside = is_secret_name(name)
         return {
             redact_text(k, secrets) if isinstance(k, str) else k: redact(
-                v, secrets, name if inside else str(k)
+                v, secrets, name if inside and not _hides_numbers(k) else str(k)
             )
             for k, v in value.items()
         }
     if isinstance(value, (list, tuple)):
         return [redact(item, secrets, name) for item in value]
-    if is_secret_name(name) and not isinstance(value, (int, float, NoneType)):
+    is_secret = _hides_numbers if isinstance(value, (int, float)) else is_secret_name
+    if is_secret(name) and not isinstance(value, (bool, NoneType)):
         return REDACTED
     if isinstance(value, str):
         return redact_text(value, secrets)

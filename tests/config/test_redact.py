@@ -57,11 +57,25 @@ def test_nested_values():
     assert redact({"pin": 1234}, ["1234"]) == {"pin": "***"}
 
 
-def test_numbers_are_settings_whatever_their_names():
+def test_numbers_are_settings_if_named_key_or_token():
     value = {"key_dim": 64, "token_dropout": 0.1, "attention_key": {"dims": [16, 32], "of": "x"}}
     assert redact(value) == {**value, "attention_key": {"dims": [16, 32], "of": "***"}}
     key = load_config(None, ["user.key_dim=16"], defaults={"user": {"key_dim": 64}})
     assert key.to_dict(redacted=True)["user"] == {"key_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"db_password": 20231115},
+        {"credentials": {"pin": 1234, "key": 5}},
+        {"secretKey": 7},
+        {"token": {"passphrase": 1.5}},
+        {"pwd": [12, {"n": 3}]},
+    ],
+)
+def test_numbers_are_secrets_if_named_like_a_password(value):
+    assert not any(sign.isdigit() for sign in str(redact(value)))
 
 
 @pytest.fixture

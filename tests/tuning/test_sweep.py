@@ -223,6 +223,9 @@ def test_words_that_are_shown() -> None:
     assert one.digest() == read(*words, "user.api_key=abc", "--auth=x").digest() != other.digest()
     assert "user.key_dim=32 " in one.command({"user.key_dim": "32", "user.token_rate": 0.1})
     assert read("user.key=a,5").redacted() == ["user.key=***,5"]
+    secret = ["user.token.pin=8", "user.token.password=8", "--password=08151234", "--key=4"]
+    shown = ["user.token.password=***", "user.token.pin=8", "user.a=1,2"]
+    assert read("user.a=1,2", *secret).redacted() == [*shown, "--password=***", "--key=4"]
 
 
 def test_a_sweep_with_another_secret_is_another_one(script: Path, tmp_path: Path) -> None:
