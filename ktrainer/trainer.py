@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.backends import open_backend
 from ktrainer.config import Config, load_config, parse_cli
 from ktrainer.config.cluster_environment import cluster_asked
-from ktrainer.config.command_line import launcher_words, require_taken_words, taken_words
+from ktrainer.config.command_line import compare_words, take_words
 from ktrainer.config.launch_environment import as_launched
 from ktrainer.config.watch_checks import require_trackers
 from ktrainer.data.rank_consistency import check_consistency
@@ -88,7 +88,7 @@ class Trainer(CustomLoop):
             require_trackers(loaded)
         configured = configure_for_verify(loaded)
         self.config = self._config = configure_for_sweep(configure_for_range_test(configured))
-        require_taken_words(loaded)
+        compare_words(loaded)
         report_grace(self.config.trainer.interrupt.grace)
         self.callbacks = list(callbacks)
         self.world: World = open_world(
@@ -123,11 +123,9 @@ class Trainer(CustomLoop):
         A script with flags of its own takes them first, with `parse_known_args`, and hands on
         the rest. A `ConfigError` ends the program with its message and status 2.
         """
-        taken_words[:] = launcher_words
+        given = [*take_words(), *(sys.argv[1:] if argv is None else argv)]
         try:
-            path, overrides = parse_cli(
-                [*launcher_words, *(sys.argv[1:] if argv is None else argv)]
-            )
+            path, overrides = parse_cli(given)
             return cls(load_config(path, overrides, defaults=defaults or {}), callbacks)
         except ConfigError as error:
             # Past a script that catches every Exception, and as `ktrainer plan` itself says it.

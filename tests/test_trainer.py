@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import Callback, ConfigError, DataError, ModelError, PeerLost, Trainer
+from ktrainer.config.command_line import give_words
 from tests.small import BATCH, Watch, build, data, fit, trainer
 
 # The other calls
@@ -263,6 +264,22 @@ def test_defaults_of_a_script_give_way_to_the_command_line(tmp_path: Path) -> No
 
 
 # What is refused
+
+
+def test_training_without_the_words_of_the_launch_is_refused() -> None:
+    model, (x, y) = build(), data()
+    give_words(["trainer.epochs=3"])
+    try:
+        with trainer() as it:
+            it.predict(model, x)  # as of a teacher
+            for call in (lambda: it.fit(model, x, y), lambda: it.steps(x), lambda: it.run(len, x)):
+                with pytest.raises(ConfigError, match=r"trainer\.epochs has no effect"):
+                    call()
+            with Trainer.from_cli(argv=["logging.progress=none"]) as other:
+                assert other.config.trainer.epochs == 3
+            it.fit(model, x, y)
+    finally:
+        give_words(())
 
 
 def test_an_uncompiled_model() -> None:

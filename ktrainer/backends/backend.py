@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.config.command_line import require_taken_words
 from ktrainer.errors import ConfigError
 from ktrainer.runtime.devices import accelerator, claim_device
 
@@ -78,8 +79,9 @@ class Backend(ABC):
         """How the steps of a loop of the user's own run.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: they cannot, or no Trainer of the script has the words of the launch.
         """
+        require_taken_words()
         return self.open_loop()
 
     def scope(self) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ktrainer.cli import plan_scaling
 from ktrainer.cli.launch_config import split_words
 from ktrainer.cli.launch_options import positive
-from ktrainer.config.command_line import launcher_words
+from ktrainer.config.command_line import give_words
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.script import bootstrap, plain_script
 
@@ -150,7 +150,8 @@ def _run_script(path: Path, words: list[str], request: PlanRequest) -> int:
     from ktrainer.plan_report.planning_mode import PlanPrinted, planning_for
 
     argv, folders = sys.argv, list(sys.path)
-    launcher_words[:], own = split_words(words)
+    given, own = split_words(words)
+    give_words(given)
     sys.argv, sys.path[:] = [str(path), *own], [str(path.resolve().parent), *folders]
     try:
         with planning_for(request):
@@ -164,7 +165,7 @@ def _run_script(path: Path, words: list[str], request: PlanRequest) -> int:
             raise
     finally:
         bootstrap.uninstall()
-        launcher_words.clear()
+        give_words(())
         sys.argv, sys.path[:] = argv, folders
     raise ConfigError(
         f"{path} has ended without fit, so there is nothing to plan. Call fit at the top level or "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ktrainer.config.config_loading import load_config
@@ -16,7 +15,24 @@ from ktrainer.errors import ConfigError
 # of `sys.argv`. Set in the process that runs the script, before it begins: an environment variable
 # would be inherited by the script's child processes.
 launcher_words: list[str] = []
-taken_words: list[str] = []  # those that the script's first Trainer has, or was compared with
+_taken = False  # whether a Trainer of the script has them
+_refusal: ConfigError | None = None  # of the script's Trainers, if none has them
+# Keys from which the launcher derives how it starts and ends the processes.
+_OF_LAUNCHER = ("world.threads", "trainer.interrupt.grace")
+
+
+def give_words(words: Sequence[str]) -> None:
+    """Set the words of the launch, which no Trainer of the script has yet."""
+    global _taken, _refusal
+    launcher_words[:] = words
+    _taken, _refusal = False, None
+
+
+def take_words() -> list[str]:
+    """The words of the launch, for a Trainer of the script that has them. Others may differ."""
+    global _taken, _refusal
+    _taken, _refusal = True, None
+    return launcher_words
 
 
 def parse_cli(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -46,40 +62,52 @@ def no_effect(word: str) -> str:
     """The message about a word that a script's Trainer does not have."""
     return (
         f"{word} has no effect: the script makes its Trainer without the command line's key=value. "
-        "Make it by Trainer.from_cli(), whose `defaults` are the script's own values."
+        "Make it by Trainer.from_cli(), whose `defaults` are the script's own values, before any "
+        "other one trains."
     )
 
 
-def require_taken_words(config: Config) -> None:
-    """Refuse a script whose first Trainer differs from what `ktrainer run` was given.
+def compare_words(config: Config) -> None:
+    """Compare a Trainer that the script makes without the words of the launch with them: it has
+    them if they would not change it.
 
     Args:
-        config: of a Trainer, as launched.
+        config: of the Trainer, as launched.
+    """
+    global _refusal
+    if not launcher_words or _taken:
+        return
+    path, words = parse_cli(launcher_words)
+    try:
+        wanted = as_launched(load_config(path, words, defaults=read_source(config)))
+    except ConfigError as error:
+        _refusal = error
+        return
+    has, would_have = config.to_dict(), wanted.to_dict()
+    for key in wanted._origins:
+        origin = wanted.origin(key)
+        if origin and key not in _OF_LAUNCHER and _value(would_have, key) != _value(has, key):
+            word = f"--config={path}" if origin == path else key
+            _refusal = ConfigError(f"{no_effect(word)} Or set it in the script, without the word.")
+            return
+    take_words()
+
+
+def require_taken_words() -> None:
+    """Refuse to train where the words of the launch have no effect.
 
     Raises:
-        ConfigError: a word, or the file, would change it.
+        ConfigError: the script has made Trainers, and none has them.
     """
-    if taken_words == launcher_words:
-        return
-    taken_words[:] = launcher_words
-    path, words = parse_cli(launcher_words)
-    wanted = as_launched(load_config(path, words, defaults=read_source(config)))
-    # Of which the launcher makes the environment.
-    wanted = wanted.with_changes(world=replace(wanted.world, threads=config.world.threads))
-    if wanted == config:
-        return
-    keys = [word.partition("=")[0].strip() for word in words]
-    lost = [key for key in keys if _value(wanted, key) != _value(config, key)]
-    word = lost[0] if lost else f"--config={path}"
-    raise ConfigError(f"{no_effect(word)} Or set it in the script, without the word.")
+    if _refusal is not None:
+        raise _refusal
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(values: Any, key: str) -> Any:
     """The value of a dotted key; None inside of a group that is not set."""
-    value: Any = config.to_dict()
-    for part in ["backend", "name"] if key == "backend" else key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def parse_known_cli(argv: Sequence[str]) -> tuple[str | None, list[str], list[str]]:

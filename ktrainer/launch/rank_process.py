@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ktrainer.config.command_line import launcher_words
+from ktrainer.config.command_line import give_words, require_taken_words
 from ktrainer.distributed import launcher_events
 from ktrainer.launch.group_state import STACK_SIGNAL
 from ktrainer.launch.orphan_prevention import end_with_parent
@@ -191,7 +191,7 @@ def _run(
         report: is given, as TensorFlow is imported, the environment variables that the script has
             changed.
     """
-    launcher_words[:] = options.words
+    give_words(options.words)
     source, seed = Path(script).read_bytes(), options.seed
     verifies = _VERIFY in os.environ
     if verifies:
@@ -214,7 +214,13 @@ def _run(
     sys.argv = [script, *options.arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     # Without the future statements of this file, which the script would inherit.
-    exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    code = compile(source, path, "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    require_taken_words()  # of a script that only evaluates or predicts
 
 
 def _exit_code(error: BaseException) -> int:

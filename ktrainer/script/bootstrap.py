@@ -137,12 +137,14 @@ def _start(seed: int | None, horovod: bool) -> None:
     global _routing
     if _routing is not None:
         return
+    from ktrainer.config.command_line import give_words, launcher_words
     from ktrainer.runtime.tensorflow_setup import note_seed
     from ktrainer.trainer import Trainer
 
     with _kept_random_states():
         # Without a seed on the command line, the script's own applies, if any.
         trainer = Trainer.from_cli(argv=(), defaults={"seed": None})
+        give_words(launcher_words)  # again, for a Trainer of the script's own
         if seed is not None:
             import keras
 

@@ -15,7 +15,6 @@ from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from ktrainer.backends.pipeline.gather_stages import borrowed, gather_stages, know_variables
 from ktrainer.callbacks.base import collectives_off
-from ktrainer.config.command_line import taken_words
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.script.batch_methods import BatchMethods
@@ -72,7 +71,6 @@ class Routing:
         @functools.wraps(original)
         def init(made: Trainer, *args: Any, **kwargs: Any) -> None:
             self.close()
-            taken_words.clear()  # that Trainer was not the script's own
             original(made, *args, **kwargs)
 
         return init

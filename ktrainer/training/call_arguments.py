@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from ktrainer.config import Config
+from ktrainer.config.command_line import require_taken_words
 from ktrainer.data.data_arguments import (
     kind_of,
     require_no_targets,
@@ -109,9 +110,11 @@ def fit_arguments(
     """The arguments of `Trainer.fit` as `CallArguments`.
 
     Raises:
-        ConfigError: an argument has a value that it cannot have.
+        ConfigError: an argument has a value that it cannot have; or no Trainer of the script has
+            the words of the launch.
         DataError: parts of the data do not go together.
     """
+    require_taken_words()
     _check_integer("initial_epoch", initial_epoch, at_least=0)
     _check_integer("validation_batch_size", validation_batch_size)
     every, epochs = _validation_freq(validation_freq)

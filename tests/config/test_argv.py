@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from ktrainer.config import load_config, parse_cli, parse_known_cli
-from ktrainer.config.command_line import launcher_words, require_taken_words, taken_words
+from ktrainer.config.command_line import compare_words, give_words, require_taken_words, take_words
 from ktrainer.errors import ConfigError
 
 
@@ -68,12 +68,8 @@ def test_help_prints_the_keys(capsys):
 
 @pytest.fixture
 def words_of_the_launch():
-    def given(*words):
-        launcher_words[:] = words
-        taken_words.clear()
-
-    yield given
-    given()
+    yield give_words
+    give_words(())
 
 
 HAS = {"backend": {"name": "data_parallel", "engine": "mpi"}, "user": {"lr": 1.0, "more": {}}}
@@ -84,17 +80,21 @@ HAS = {"backend": {"name": "data_parallel", "engine": "mpi"}, "user": {"lr": 1.0
     [
         [],
         ["backend=data_parallel", "trainer.epochs=1"],
-        ["backend={name: data_parallel}", "user.lr=1", "world.threads=3"],
+        ["backend={name: data_parallel}", "user.lr=1"],
+        ["world.threads=3", "trainer.interrupt.grace=60"],  # the launcher's
         ["--config=FILE", "run.dir=runs/${backend.engine}"],
     ],
 )
 def test_a_trainer_that_has_the_words_of_the_launch(words, words_of_the_launch, tmp_path):
     (tmp_path / "run.yaml").write_text("backend: {name: data_parallel}\nuser: {more: {a: 1}}\n")
     words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
-    words_of_the_launch(*words)
+    words_of_the_launch(words)
     path, overrides = parse_cli(words)
-    kept = [word for word in overrides if not word.startswith("world")]
-    require_taken_words(load_config(path, kept, defaults=HAS))
+    kept = [word for word in overrides if not word.startswith(("world", "trainer.interrupt"))]
+    compare_words(load_config(path, kept, defaults=HAS))
+    require_taken_words()
+    compare_words(load_config({"seed": 9}))  # the script's second Trainer may be another one
+    require_taken_words()
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,20 @@ def test_a_trainer_that_has_the_words_of_the_launch(words, words_of_the_launch, 
     [
         (["backend=data_parallel", "trainer.epochs=30"], r"trainer\.epochs has no effect"),
         (["backend=data_parallel", "backend.compression=bf16"], r"backend\.compression has no"),
-        (["backend=local"], "backend has no effect"),
-        (["user.lr=2", "seed=1"], r"user\.lr has no effect"),
-        (["--config=FILE"], r"--config=\S+ has no effect"),
+        (["backend={name: data_parallel, engine: horovod}"], r"backend\.engine has no effect"),
+        (["backend=local"], r"backend\.name has no effect"),
+        (["trainer.epochs=1", "user.lr=2"], r"user\.lr has no effect"),
+        (["--config=FILE", "backend=data_parallel"], r"--config=\S+ has no effect"),
         (["backend.partitions=2"], "but the backend is data_parallel"),
     ],
 )
 def test_a_trainer_without_the_words_of_the_launch(words, says, words_of_the_launch, tmp_path):
-    (tmp_path / "run.yaml").write_text("backend: {name: data_parallel}\ntrainer: {epochs: 30}\n")
-    words_of_the_launch(*(word.replace("FILE", str(tmp_path / "run.yaml")) for word in words))
+    (tmp_path / "run.yaml").write_text("trainer: {epochs: 30}\n")
+    words_of_the_launch([word.replace("FILE", str(tmp_path / "run.yaml")) for word in words])
+    compare_words(load_config(HAS))
     with pytest.raises(ConfigError, match=says):
-        require_taken_words(load_config(HAS))
-    require_taken_words(load_config(HAS))  # the script's second Trainer may be another one
+        require_taken_words()
+    take_words()  # by a Trainer from the command line
+    require_taken_words()
+    compare_words(load_config(HAS))
+    require_taken_words()

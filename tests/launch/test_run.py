@@ -45,10 +45,13 @@ def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
 
 
 def test_words_that_the_scripts_trainer_does_not_have_are_refused(script: Script) -> None:
-    path = script("from ktrainer import Trainer\nTrainer({'data': {'batch_size': 8}})")
-    done = run(path, "data.batch_size=8", "trainer.epochs=30")
+    text = "from ktrainer import Trainer\nTrainer({'data': {'batch_size': 8}})\n"
+    done = run(script(text + "raise SystemExit"), "data.batch_size=8", "trainer.epochs=30")
     assert done.returncode == 1
     assert "trainer.epochs has no effect: the script makes its Trainer without" in done.stderr
+    text += "print(Trainer.from_cli().config.trainer.epochs)"
+    done = run(script(text), "trainer.epochs=30")
+    assert (done.returncode, done.stdout) == (0, "30\n"), done.stderr
 
 
 def test_words_with_an_equals_sign_are_the_scripts_after_a_separator(script: Script) -> None:

@@ -152,6 +152,14 @@ def test_a_script_without_a_trainer(tmp_path, capsys):
     assert launcher_words == []
 
 
+def test_each_plan_compares_a_trainer_with_its_words(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("from ktrainer import Trainer\nTrainer({}).fit(len, 1)")
+    for _ in range(2):
+        assert main.main(["plan", str(path), "trainer.epochs=5"]) == 2
+        assert "trainer.epochs has no effect" in capsys.readouterr().err
+
+
 def test_strategies(script, capsys, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     words = ["backend=tf_distribute", "backend.devices=2"]

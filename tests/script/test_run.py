@@ -125,6 +125,11 @@ def test_a_trainer_of_another_module_ends_the_routing(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(text.replace(".from_cli(defaults=", "("))
     refused = run(tmp_path, "script.py", "trainer.epochs=5")
     assert "trainer.epochs has no effect: the script makes its Trainer" in refused.stderr
+    assert refused.stdout == ""
+    own = text.replace("(defaults=", "(argv=['trainer.epochs=2'], defaults=")
+    (tmp_path / "beside.py").write_text(own)
+    done = run(tmp_path, "script.py", "trainer.epochs=5", "logging.progress=none")
+    assert done.stdout == "2 False 1\n", done.stderr
 
 
 @pytest.mark.exhaustive
