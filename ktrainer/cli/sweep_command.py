@@ -15,7 +15,7 @@ from ktrainer.checkpoint.best_metric import is_loss
 from ktrainer.cli.launch_options import add_script, add_size_options, positive
 from ktrainer.cli.run_command import recorded_signals
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome, output_end, run_trial, trial_folder
-from ktrainer.cli.sweep_words import DIGEST, SweepWords, file_digest
+from ktrainer.cli.sweep_words import SweepWords, file_digest
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.tuning.search_space import grid_size
@@ -169,12 +169,12 @@ def _folder(path: Path) -> Iterator[Path]:
 
 
 def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode: str) -> SweepStudy:
-    from ktrainer.tuning.sweep_study import SweepStudy, storage_in
+    from ktrainer.tuning.sweep_study import FILE, SECRET, SweepStudy, storage_in
 
     settings = {
         "script": str(Path(args.script).resolve()),
         "words": words.redacted(),
-        DIGEST: words.digest(),
+        SECRET: words.digest(),
         "number of processes": words.ranks,
         "number of workers": words.workers,
         "metric": args.metric,
@@ -184,7 +184,7 @@ def _open_study(args: argparse.Namespace, words: SweepWords, folder: Path, mode:
         "seed": args.seed,
     }
     if words.config is not None:
-        settings["content of --config"] = file_digest(words.config)
+        settings[FILE] = file_digest(words.config)
     # Hyperband's choices depend on the name, so sweeps with files of their own share one.
     storage, name = args.storage, f"ktrainer {folder.absolute()}"
     if storage is None:

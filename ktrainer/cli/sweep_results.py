@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from ktrainer import __version__
 from ktrainer.cli.sweep_runs import trial_folder
-from ktrainer.cli.sweep_words import DIGEST, SweepWords
+from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.runs.sweep_page import TrialRow, row_head, sweep_page
 from ktrainer.runs.sweep_summary import NAME as SUMMARY
 from ktrainer.runs.sweep_summary import BestTrial
 from ktrainer.runtime.private_file import write_private
-from ktrainer.tuning.sweep_study import STATES, SweepStudy
+from ktrainer.tuning.sweep_study import SECRET, STATES, SweepStudy
 from ktrainer.tuning.sweep_trial import metric_of
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SweepResults:
             **{name: str(value) for name, value in self._study.settings.items()},
             "words": " ".join(self._words.redacted()),
         }
-        for name in ("metric", "mode", DIGEST):
+        for name in ("metric", "mode", SECRET):
             facts.pop(name, None)
         name = self._folder.absolute().name
         page = sweep_page(name, self._words.spaces, self._name, self._rows(), facts, __version__)

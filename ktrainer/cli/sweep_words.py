@@ -17,7 +17,6 @@ from ktrainer.config.redact import REDACTED, is_secret_name, redact, redact_text
 from ktrainer.errors import ConfigError
 from ktrainer.tuning.search_space import Space, Value, grid_size, split_spaces, word
 
-DIGEST = "digest of all words"  # among a sweep's settings
 _OWN = ("run", "run.dir", "checkpoint.dir", "checkpoint.resume")
 
 

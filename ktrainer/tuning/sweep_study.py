@@ -42,6 +42,8 @@ STATES = {
     TrialState.RUNNING: "not finished",
 }
 _SETTINGS = "settings"
+# Settings that are compared by digests, which say nothing to a reader.
+SECRET, FILE = "secret among the words", "content of --config"
 
 
 class SweepStudy:
@@ -76,17 +78,18 @@ class SweepStudy:
         self._check_settings()
 
     def _check_settings(self) -> None:
-        known = self._study.user_attrs.get(_SETTINGS)
-        if known is None:
-            self._study.set_user_attr(_SETTINGS, dict(self.settings))
-            return
+        # An earlier version knew fewer.
+        known = {**self.settings, **self._study.user_attrs.get(_SETTINGS, {})}
         for name, value in self.settings.items():
-            if known.get(name) != value:
+            if known[name] != value:
+                values = f": {_shown(known[name])}, not {_shown(value)}"
                 raise ConfigError(
-                    f"the sweep there was begun with another {name}: {_shown(known.get(name))}, "
-                    f"not {_shown(value)}. Its trials could not be compared with new ones: repeat "
-                    "the command that began it, or begin another sweep by --dir DIR."
+                    f"the sweep there was begun with another {name}"
+                    f"{'' if name in (SECRET, FILE) else values}. Its trials could not be compared "
+                    "with new ones: repeat the command that began it, or begin another sweep by "
+                    "--dir DIR."
                 )
+        self._study.set_user_attr(_SETTINGS, known)
 
     def is_as_begun(self, name: str, value: str) -> bool:
         """Whether `value` is what it was when the sweep began."""

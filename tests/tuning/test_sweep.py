@@ -25,7 +25,7 @@ from ktrainer.errors import ConfigError
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
-from ktrainer.tuning.sweep_study import storage_in
+from ktrainer.tuning.sweep_study import SECRET, SweepStudy, storage_in
 from ktrainer.tuning.sweep_trial import PRUNED
 from tests.processes import Done, ktrainer, python, warm_python
 from tests.runs.browser import browser, why_no_browser
@@ -232,14 +232,22 @@ def test_a_sweep_with_another_secret_is_another_one(script: Path, tmp_path: Path
     parser = argparse.ArgumentParser()
     add_arguments(parser)
 
-    def begin(key: str) -> None:
-        args = parser.parse_args([str(script), "user.lr=1,2", f"user.api_key={key}"])
-        _open_study(args, SweepWords.read(args), tmp_path, "min")
+    def begin(key: str, ranks: int = 1) -> SweepStudy:
+        words = [f"-n{ranks}", str(script), "user.lr=1,2", f"user.api_key={key}"]
+        args = parser.parse_args(words)
+        return _open_study(args, SweepWords.read(args), tmp_path, "min")
 
+    study = begin("abc")
     begin("abc")
-    begin("abc")
-    with pytest.raises(ConfigError, match="begun with another digest of all words"):
+    with pytest.raises(ConfigError, match=r"begun with another secret among the words\. Its"):
         begin("def")
+    # As an earlier version began it.
+    known = study._study.user_attrs["settings"]
+    fewer = {name: known[name] for name in known if name not in (SECRET, "number of processes")}
+    study._study.set_user_attr("settings", fewer)
+    begin("abc")
+    with pytest.raises(ConfigError, match="another number of processes: 1, not 2"):
+        begin("abc", 2)
 
 
 def record(
