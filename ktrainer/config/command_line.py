@@ -17,8 +17,6 @@ from ktrainer.errors import ConfigError
 launcher_words: list[str] = []
 _taken = False  # whether a Trainer of the script has them
 _refusal: ConfigError | None = None  # of the script's Trainers, if none has them
-# Keys from which the launcher derives how it starts and ends the processes.
-_OF_LAUNCHER = ("world.threads", "trainer.interrupt.grace")
 
 
 def give_words(words: Sequence[str]) -> None:
@@ -86,7 +84,9 @@ def compare_words(config: Config) -> None:
     has, would_have = config.to_dict(), wanted.to_dict()
     for key in wanted._origins:
         origin = wanted.origin(key)
-        if origin and key not in _OF_LAUNCHER and _value(would_have, key) != _value(has, key):
+        if not origin or key == "world.threads":  # of which the launcher makes the environment
+            continue
+        if _value(would_have, key) != _value(has, key):
             word = f"--config={path}" if origin == path else key
             _refusal = ConfigError(f"{no_effect(word)} Or set it in the script, without the word.")
             return

@@ -81,7 +81,7 @@ HAS = {"backend": {"name": "data_parallel", "engine": "mpi"}, "user": {"lr": 1.0
         [],
         ["backend=data_parallel", "trainer.epochs=1"],
         ["backend={name: data_parallel}", "user.lr=1"],
-        ["world.threads=3", "trainer.interrupt.grace=60"],  # the launcher's
+        ["world.threads=3"],  # the launcher's
         ["--config=FILE", "run.dir=runs/${backend.engine}"],
     ],
 )
@@ -90,7 +90,7 @@ def test_a_trainer_that_has_the_words_of_the_launch(words, words_of_the_launch, 
     words = [word.replace("FILE", str(tmp_path / "run.yaml")) for word in words]
     words_of_the_launch(words)
     path, overrides = parse_cli(words)
-    kept = [word for word in overrides if not word.startswith(("world", "trainer.interrupt"))]
+    kept = [word for word in overrides if not word.startswith("world")]
     compare_words(load_config(path, kept, defaults=HAS))
     require_taken_words()
     compare_words(load_config({"seed": 9}))  # the script's second Trainer may be another one
@@ -107,6 +107,8 @@ def test_a_trainer_that_has_the_words_of_the_launch(words, words_of_the_launch, 
         (["trainer.epochs=1", "user.lr=2"], r"user\.lr has no effect"),
         (["--config=FILE", "backend=data_parallel"], r"--config=\S+ has no effect"),
         (["backend.partitions=2"], "but the backend is data_parallel"),
+        # The launcher waits for as long as the ranks' Trainer says.
+        (["trainer.interrupt.grace=60"], r"trainer\.interrupt\.grace has no effect"),
     ],
 )
 def test_a_trainer_without_the_words_of_the_launch(words, says, words_of_the_launch, tmp_path):
