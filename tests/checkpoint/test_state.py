@@ -228,6 +228,37 @@ def test_keys_that_would_come_back_as_strings_are_refused() -> None:
         take_snapshot(model, Progress(), ALONE, [counts])
 
 
+class BestOfEach(keras.callbacks.ModelCheckpoint):
+    """Uses an attribute of Keras' class in its own way, and computes another."""
+
+    _last_batch_seen = property(lambda self: 7, lambda self, value: None)
+
+    def __init__(self, best: Any) -> None:
+        super().__init__("{epoch}.keras")
+        self.best = best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+
+
+@pytest.mark.parametrize("best", [{"loss": 0.5}, [0.5, 0.7], "0.5", np.ones(2)])
+def test_attributes_that_are_no_numbers_are_left_to_the_class(
+    best: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = BestOfEach(best), BestOfEach(None)
+    states, arrays = callback_states([first])
+    assert sorted(states[0]["attributes"]) == [
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ]
+    monkeypatch.setattr(BestOfEach, "_last_batch_seen", property(lambda self: 7))
+    load_callback_states([second], decode_json(encode_json(states)), arrays)
+    np.testing.assert_equal(second.best, best)
+
+
 def test_a_checkpoint_sets_no_other_attributes() -> None:
     stop = keras.callbacks.EarlyStopping()
     name = "keras.src.callbacks.early_stopping.EarlyStopping#1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import keras
@@ -157,11 +158,18 @@ def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
 
 
 def _attributes(callback: Any) -> dict[str, Any]:
-    return {
-        name: _number(getattr(callback, name))
-        for name in _listed(callback, _ATTRIBUTES)
-        if hasattr(callback, name)
-    }
+    names = _listed(callback, _ATTRIBUTES)
+    values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+    return {name: _number(value) for name, value in values.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether Keras' class has set an attribute: a user's may use it for a table, for example."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return value is None
+    return not isinstance(value, str)
 
 
 def _number(value: Any) -> Any:
@@ -174,6 +182,7 @@ def _load(callback: Any, saved: Mapping[str, Any]) -> None:
     # Checkpoints of earlier versions have the attributes as the state.
     for name, value in saved.get("attributes", saved["state"]).items():
         if name in known:  # a checkpoint is untrusted: only known attributes may be set
-            setattr(callback, name, value)
+            with suppress(AttributeError):  # a user's class may compute it
+                setattr(callback, name, value)
     if saved["state"] and hasattr(callback, "load_state_dict"):
         callback.load_state_dict(dict(saved["state"]))
