@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from keras.src.utils.file_utils import File
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
@@ -23,7 +22,8 @@ from ktrainer.distributed import World
 from ktrainer.errors import ConfigError
 from ktrainer.state.durations import Duration
 from ktrainer.state.progress import Progress
-from ktrainer.state.train_state import TrainState
+
+LOG_END = "log_end"  # attribute of Keras' CSVLogger: `log_end` when a checkpoint was made
 
 _FIXED = ["event", "epoch", "step"]
 
@@ -126,44 +126,46 @@ def _number(row: Mapping[str, str], name: str) -> int:
 
 
 @contextmanager
-def logs_of_keras_kept(callbacks: Iterable[Any], state: TrainState) -> Iterator[None]:
-    """Keep the rows of Keras' CSVLogger from before a resume, which happens inside the block after
-    `on_train_begin`: there it would begin a new file. Rows of epochs that will be repeated go."""
+def logs_of_keras_kept(callbacks: Iterable[Any]) -> Iterator[None]:
+    """Have Keras' CSVLogger keep its file inside the block, in which `on_train_begin` would begin a
+    new one before a resume. `cut_logs_of_keras` must follow."""
     loggers = [each for each in callbacks if isinstance(each, keras.callbacks.CSVLogger)]
-    new = [each for each in loggers if not each.append]
-    start = state.progress
-    for logger in new:
+    # Others, such as a pipe, are not to be read, as Keras does where it appends.
+    kept = [each for each in loggers if not each.append and _is_local_file(each.filename)]
+    for logger in loggers:
+        setattr(logger, LOG_END, None)  # of a resume before
+    for logger in kept:
         logger.append = True
     try:
         yield
     finally:
-        for logger in new:
+        for logger in kept:
             logger.append = False
-    for logger in loggers:
-        if state.progress is not start:
-            _rewrite_log(logger, state.progress.epoch)
-        elif logger in new:
-            _rewrite_log(logger, None)
 
 
-def _rewrite_log(logger: keras.callbacks.CSVLogger, epoch: int | None) -> None:
-    """Drop the last rows of a log, of `epoch` and later ones; None: all of it."""
-    if logger.csv_file is None:  # of a class that opens it later
-        return
-    with File(logger.filename, "r") as file:
-        lines = file.read().splitlines(keepends=True)
-    kept = 0 if epoch is None else len(lines)
-    while epoch is not None and kept and _epoch_of(lines[kept - 1], logger.sep) >= epoch:
-        kept -= 1
-    if kept == len(lines):
-        return
-    logger.csv_file.close()
-    logger.csv_file = File(logger.filename, "w")
-    logger.csv_file.write("".join(lines[:kept]))
-    logger.csv_file.flush()
-    logger.append_header = kept == 0
+def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
+    """Cut the files of Keras' CSVLogger, which are open: where training has resumed, to what they
+    were at the checkpoint, if it says; else to nothing, unless they append."""
+    for logger in callbacks:
+        if not isinstance(logger, keras.callbacks.CSVLogger) or logger.csv_file is None:
+            continue
+        path, size = log_end(logger) or (None, 0)
+        match getattr(logger, LOG_END) if resumed else [path, size if logger.append else 0]:
+            case [str(known), int(length)] if known == path and 0 <= length <= size:
+                os.truncate(known, length)  # it is open to append, so it goes on there
+                logger.append_header = length == 0
 
 
-def _epoch_of(line: str, separator: str) -> int:
-    first = line.split(separator)[0].strip()
-    return int(first) if first.isdigit() else -1  # the header
+def log_end(logger: keras.callbacks.CSVLogger) -> list[Any] | None:
+    """[path, bytes] of what Keras' CSVLogger has written; None where it writes no local file."""
+    if getattr(logger, "csv_file", None) is None or not _is_local_file(logger.filename):
+        return None
+    if not logger.csv_file.closed:
+        logger.csv_file.flush()
+    return [os.path.abspath(logger.filename), os.path.getsize(logger.filename)]
+
+
+def _is_local_file(path: str) -> bool:
+    """Whether it can be read; not /dev/stdout either, which may be a file of others too."""
+    here = os.path.isfile(path) and not os.path.abspath(path).startswith("/dev/")
+    return here and os.access(path, os.R_OK)

@@ -237,7 +237,9 @@ class JustInTimeRecovery:
             history=point.history,
             place=data_fingerprint(self.state.feed, self.run.context.config),
         )
-        state |= {"world_size": len(self.grid.places), "counting": self.grid.counting()}
+        # What callbacks have written since the point, such as a log, is not of its state.
+        state |= {"callbacks": point.states, "counting": self.grid.counting()}
+        state["world_size"] = len(self.grid.places)
         if progress.batch:
             state["counted"] = self._counted_of_all()
         arrays = {k: v for k, v in captured.items() if not k.startswith("metrics/")}

@@ -328,9 +328,6 @@ keras.src.trainers.data_adapters.data_adapter_utils
 keras.src.callbacks.callback_list
     CallbackList()._async_train, _async_test, _async_predict
         callbacks: set; events stay in the thread of the collectives
-keras.src.utils.file_utils
-    File(path, mode)
-        callbacks: called; a file as CSVLogger opens it
 keras.src.utils.python_utils
     pythonify_logs(logs)
         callbacks: called; logs of a batch as Keras' own list gives them

@@ -68,6 +68,11 @@ class RunContext:
         path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
         return of_fit(path, state.fits, state.inside)
 
+    def later_fit_began(self, state: TrainState) -> bool:
+        """Whether the next `fit` of the script has saved, before this one is run again."""
+        path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
+        return of_fit(path, state.fits + 1, state.inside).exists()
+
     @property
     def has_common_logs(self) -> bool:
         """Whether callbacks get the logs of all ranks after each batch. Ranks may join."""

@@ -55,7 +55,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import emit
-from ktrainer.callbacks.csv_log import logs_of_keras_kept
+from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.data.data_digests import batch_facts
@@ -156,13 +156,13 @@ class Loop:
 
     def begin(self) -> None:
         """Do everything before the first update."""
-        state, first = self.state, self.triggers.initial_epoch
+        state, first, start = self.state, self.triggers.initial_epoch, self.state.progress
         self.model.stop_training = False
         skip_to_epoch(state, first)
-        with logs_of_keras_kept(self.callbacks.callbacks, state):
+        with logs_of_keras_kept(self.callbacks.callbacks):
             self.callbacks.on_train_begin()
-            with state.times.of("checkpoint"):
-                resume_run(self.context, state, self.callbacks)
+        with state.times.of("checkpoint"):
+            resume_run(self.context, state, self.callbacks)
         said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
         skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()
@@ -171,17 +171,28 @@ class Loop:
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self._finished():  # before a resume: calls after this one go on from there
             state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
-        if self.triggers.max_seconds is None:
-            return
+        if self.triggers.max_seconds is not None:
+            self._check_time_left()
+        self._cut_logs(resumed=state.progress is not start)
+
+    def _cut_logs(self, resumed: bool) -> None:
+        """Have Keras' CSVLogger continue where training does, unless a later `fit` of the script
+        has written the rest of its file, and will cut it to what it was then."""
+        ended = self._finished() and not self._end_due
+        if not resumed or not (ended or self.context.later_fit_began(self.state)):
+            cut_logs_of_keras(self.callbacks.callbacks, resumed)
+
+    def _check_time_left(self) -> None:
+        """Stop where the time was used up before the resume."""
         try:  # time counts over restarts, so it may have been used up
             self._vote_to_stop()
         except PreemptionRequested as request:
             self._exit(request)
-        if state.out_of_time and self.world.is_root:
+        if self.state.out_of_time and self.world.is_root:
             warnings.warn(
-                f"training had taken {progress.elapsed:.0f} s when the checkpoint was made, which "
-                "is all of trainer.max_time, so there is nothing to do",
-                stacklevel=3,
+                f"training had taken {self.state.progress.elapsed:.0f} s when the checkpoint was "
+                "made, which is all of trainer.max_time, so there is nothing to do",
+                stacklevel=4,
             )
 
     def resume_at(self, phase: Phase, logs: Any, callbacks_up_to: tuple[int, int]) -> Progress:

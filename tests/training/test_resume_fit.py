@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -89,33 +90,84 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
         assert whole[2] == 15
 
 
-class FailsInFourth(keras.callbacks.Callback):
+class Fails(keras.callbacks.Callback):
+    """Fails as an epoch begins, or at a batch of it."""
+
+    def __init__(self, epoch: int, batch: int | None = None) -> None:
+        super().__init__()
+        self.at, self.batch, self.epoch = epoch, batch, 0
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch == 3:
+        self.epoch = epoch
+        if (epoch, self.batch) == (self.at, None):
+            raise InterruptedError
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if (self.epoch, batch) == (self.at, self.batch):
             raise InterruptedError
 
 
-@pytest.mark.parametrize("append", [False, True])
-def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool) -> None:
-    """An older file is kept or not, as under Keras; rows after the checkpoint are not doubled."""
-    more = {"trainer__epochs": 5, "checkpoint__every": "2ep"}
+class StepLogger(keras.callbacks.CSVLogger):
+    """Its first column is no epoch."""
 
-    def run(name: str, *others: Any) -> str:
-        log = keras.callbacks.CSVLogger(tmp_path / name, append=append)
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(1000 * (epoch + 1), logs)
+
+
+@pytest.mark.parametrize(
+    ("append", "kind"), [(False, keras.callbacks.CSVLogger), (True, StepLogger)]
+)
+def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool, kind: Any) -> None:
+    """An older file is kept or not, as under Keras; rows after the checkpoint are not doubled."""
+
+    def run(name: str, *others: Any) -> bytes:
+        log = kind(tmp_path / name, append=append)
+        words = settings(tmp_path / f"run of {name}", trainer__epochs=5, checkpoint__every="3ba")
         with pytest.raises(InterruptedError) if others else nullcontext():
-            train(
-                settings(tmp_path / f"run of {name}", **more), lambda: [log, *others], small.build
-            )
+            train(words, lambda: [log, *others], small.build)
         log.csv_file.close()  # which Keras leaves open where the run fails
         assert log.append is append
-        return (tmp_path / name).read_text()
+        return (tmp_path / name).read_bytes()
 
-    for name in ("whole", "parts"):
+    for name in ("whole", "first", "fourth"):
         (tmp_path / name).write_text("epoch,of another run\n0,1\n1,2\n2,3\n3,4\n")
     whole = run("whole")
-    assert run("parts", FailsInFourth()).splitlines()[-1].startswith("2,")
-    assert run("parts") == whole
     assert len(whole.splitlines()) == (10 if append else 6)
+    assert whole.startswith(run("fourth", Fails(3)))  # after three rows, of which one is repeated
+    assert run("fourth") == whole
+    run("first", Fails(0, 3))  # after a checkpoint in the first epoch
+    assert run("first") == whole
+
+
+@pytest.mark.parametrize(("append", "every"), [(False, "2ep"), (True, "1ep")])
+def test_two_fits_resume_with_one_csv_log(tmp_path: Path, append: bool, every: str) -> None:
+    """The first one, which is resumed before, leaves the rows of the second one."""
+
+    def script(name: str, *others: Any) -> bytes:
+        keras.utils.clear_session()
+        log = keras.callbacks.CSVLogger(tmp_path / f"{name}.csv", append=append)
+        words = settings(tmp_path / name, checkpoint__every=every)
+        fails = pytest.raises(InterruptedError) if others else nullcontext()
+        with fails, Trainer(overrides=words) as trainer:
+            it = small.build()
+            for more in ([], others):
+                trainer.fit(it, data(), callbacks=[log, *more])
+        log.csv_file.close()
+        return (tmp_path / f"{name}.csv").read_bytes()
+
+    whole = script("whole")
+    assert len(whole.splitlines()) == (7 if append else 4)
+    script("parts", Fails(2, 4))
+    assert script("parts") == whole
+
+
+def test_a_csv_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    log = keras.callbacks.CSVLogger(tmp_path / "pipe")
+    train(settings(tmp_path / "run"), lambda: [log], small.build)
+    assert len(os.read(reader, 10000).splitlines()) == 4
+    os.close(reader)
 
 
 class EndsSecond(keras.callbacks.Callback):

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from ktrainer.callbacks.csv_log import LOG_END, log_end
 from ktrainer.steps.variable_placement import placement_of
 
 # Attributes of Keras' callbacks that change during training and affect it.
@@ -23,6 +24,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_last_batch_seen",
     ),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.CSVLogger: (LOG_END,),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
 _WEIGHTS: dict[type, tuple[str, ...]] = {keras.callbacks.EarlyStopping: ("best_weights",)}
@@ -160,7 +162,10 @@ def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
 def _attributes(callback: Any) -> dict[str, Any]:
     names = _listed(callback, _ATTRIBUTES)
     values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
-    return {name: _number(value) for name, value in values.items() if _is_number(value)}
+    found = {name: _number(value) for name, value in values.items() if _is_number(value)}
+    # Of all ranks, as the place of a state in the list names its arrays.
+    is_log = isinstance(callback, keras.callbacks.CSVLogger)
+    return found | ({LOG_END: log_end(callback)} if is_log else {})
 
 
 def _is_number(value: Any) -> bool:
