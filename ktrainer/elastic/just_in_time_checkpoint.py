@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ktrainer.checkpoint.background_writer import lock_folder
+from ktrainer.checkpoint.contents.run_snapshot import encode_state
 from ktrainer.checkpoint.format.checkpoint_folder import Described, make_temporary
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.checkpoint.stage_parts import merge_stage_parts, write_stage_part
@@ -76,7 +77,7 @@ class LastState:
         step: updates done.
         arrays: those that this rank writes.
         names: of the arrays of all ranks, in the order of the manifest.
-        state: the rest, as JSON.
+        state: the rest, JSON-able.
         facts: more for the manifest.
         texts: more files, by name.
     """
@@ -84,7 +85,7 @@ class LastState:
     step: int
     arrays: Mapping[str, np.ndarray]
     names: Sequence[str]
-    state: bytes
+    state: Mapping[str, Any]
     facts: Mapping[str, Any]
     texts: Mapping[str, bytes]
 
@@ -143,7 +144,7 @@ def _complete(
     try:
         store.save(
             last.arrays,
-            last.state,
+            encode_state(last.state),
             last.step,
             facts=last.facts,
             texts=last.texts,

@@ -29,7 +29,7 @@ from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
 from ktrainer.checkpoint.contents.metric_state import states_of_ranks
-from ktrainer.checkpoint.contents.run_snapshot import encode_state, model_text
+from ktrainer.checkpoint.contents.run_snapshot import model_text
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed.elastic_world import ElasticWorld
@@ -248,8 +248,7 @@ class JustInTimeRecovery:
             arrays |= states_of_ranks(model, counted)
         names = names_to_save(model, arrays, state) if world.is_root else ()
         texts = model_text(model) if world.is_root else {}
-        text, facts = encode_state(state), self._facts(progress)
-        last = LastState(progress.step, arrays, names, text, facts, texts)
+        last = LastState(progress.step, arrays, names, state, self._facts(progress), texts)
         # Older ones stay: the next save of a run that saves by itself removes them.
         return write_last_checkpoint(world, store, self._placement, writes, last)
 

@@ -221,11 +221,22 @@ def test_a_class_derived_from_keras_keeps_both_states() -> None:
     assert plateau.cooldown_counter == first[1].cooldown_counter > 0
 
 
-def test_keys_that_would_come_back_as_strings_are_refused() -> None:
-    model, counts = small_model(), Counts()
-    counts.count = {"of labels": [{3: 1}]}  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match=r"the key 3 is no string.* whose keys are strings"):
-        take_snapshot(model, Progress(), ALONE, [counts])
+def test_keys_that_are_no_strings_come_back() -> None:
+    model, first, second = small_model(), Counts(), Counts()
+    count: Any = {"of labels": [{3: 1, None: {np.int64(4): np.float32(0.5)}, "3": {}}], True: 2}
+    first.count = count
+    saved = decode_json(take_snapshot(model, Progress(), ALONE, [first]).state)
+    load_callback_states([second], saved["callbacks"], {})
+    assert second.count == count
+    first.count = {(1, 2): 1}  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"not \(1, 2\).*The `state_dict` of a callback must"):
+        take_snapshot(model, Progress(), ALONE, [first])
+
+
+def test_items_that_no_run_can_have_written_are_refused() -> None:
+    for text in (b'{"__items__": [[[1], 2]]}', b'{"__items__": 3}', b'{"__items__": [1]}'):
+        with pytest.raises(ValueError):
+            decode_json(text)
 
 
 class BestOfEach(keras.callbacks.ModelCheckpoint):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from ktrainer import distributed
 from ktrainer.callbacks import Checkpoint
 from ktrainer.checkpoint import read_checkpoint, verify
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
@@ -18,9 +19,10 @@ from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.config import load_config
 from ktrainer.distributed.elastic_members import is_loss
 from ktrainer.distributed.rank_layout import Layout
-from ktrainer.elastic.just_in_time_checkpoint import Grid
+from ktrainer.elastic.just_in_time_checkpoint import Grid, LastState, write_last_checkpoint
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
 from ktrainer.elastic.recovery_point import RecoveryPoint
+from ktrainer.errors import CheckpointError
 from tests.faults import hybrid_script
 from tests.faults.test_healing import launch
 
@@ -102,6 +104,29 @@ def test_who_writes_what(placement: Any) -> None:
     assert min(left) in grid.writers(left).values()
     assert grid.counting() == sorted([first[2], second[2]])
     assert grid.name(second[1]) == f"rank {second[1]} (partition 1 of replica 1)"
+
+
+def written(folder: str, state: dict[str, Any]) -> str:
+    """What came of writing a checkpoint together, in which rank 0 alone has `state`."""
+    world: Any = distributed.current_world()
+    names = [f"model/{rank}" for rank in range(world.size)]
+    arrays = {names[world.rank]: np.ones(2)}
+    state = state if world.is_root else {}
+    last = LastState(1, arrays, names if world.is_root else [], state, {}, {})
+    placement: Any = SimpleNamespace(partition=world.rank)
+    try:
+        return str(write_last_checkpoint(world, Store(Path(folder)), placement, True, last))
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_all_ranks_hear_of_a_state_that_cannot_be_saved(tmp_path: Path, ranks: Any) -> None:
+    tables = {"callbacks": [{3: {4: 5}}]}
+    (path, again) = ranks(2).run(written, str(tmp_path / "good"), tables)
+    assert path == again
+    assert read_checkpoint(Path(path))[1] == tables
+    errors = ranks(2).run(written, str(tmp_path / "bad"), {"callbacks": [{(1, 2): 3}]}, deadline=60)
+    assert all("must be strings, numbers or None, not (1, 2)" in error for error in errors)
 
 
 def test_an_error_in_the_save_is_no_other_loss(monkeypatch: Any) -> None:

@@ -88,10 +88,10 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
     """
     try:
         return encode_json(state)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the state of the run cannot be saved in a checkpoint: {error}. The `state_dict` of a "
-            "callback must hold numbers, strings, lists, arrays, or dicts whose keys are strings."
+            "callback must hold numbers, strings, lists, dicts or arrays."
         ) from error
 
 

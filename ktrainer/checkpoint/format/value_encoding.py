@@ -79,11 +79,9 @@ def encode_json(value: Any) -> bytes:
     """JSON text in UTF-8: keys in order, exact floats, NaN allowed, arrays as nested lists.
 
     Raises:
-        TypeError, ValueError: JSON cannot hold it.
+        TypeError, ValueError, RecursionError: JSON cannot hold it.
     """
-    text = json.dumps(value, default=_plain).encode()
-    _check_keys(value)
-    return text
+    return json.dumps(_keys_kept(value), default=_plain).encode()
 
 
 def decode_json(data: bytes) -> Any:
@@ -92,19 +90,21 @@ def decode_json(data: bytes) -> Any:
     Raises:
         ValueError, RecursionError: it is not such a text.
     """
-    return json.loads(data.decode(), object_hook=_array)
+    return json.loads(data.decode(), object_hook=_special)
 
 
-def _check_keys(value: Any) -> None:
-    """Refuse keys that JSON would silently turn into strings."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if not isinstance(key, str):
-                raise ValueError(f"the key {key!r} is no string, but would come back as one")
-            _check_keys(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _check_keys(each)
+def _keys_kept(value: Any) -> Any:
+    """`value` with dicts of numbers, such as `{3: 1}`, as items: JSON makes strings of all keys."""
+    if isinstance(value, (list, tuple)):
+        return [_keys_kept(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value):
+        return {key: _keys_kept(each) for key, each in value.items()}
+    for key in value:
+        if not isinstance(key, (str, int, float, np.number, type(None))):
+            raise TypeError(f"keys must be strings, numbers or None, not {key!r}")
+    return {"__items__": [[key, _keys_kept(each)] for key, each in value.items()]}
 
 
 def _plain(value: Any) -> Any:
@@ -120,10 +120,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r} cannot be kept in a checkpoint")
 
 
-def _array(item: dict[str, Any]) -> Any:
-    if set(item) == {"__array__", "dtype"}:
-        try:
+def _special(item: dict[str, Any]) -> Any:
+    try:
+        if set(item) == {"__array__", "dtype"}:
             return np.array(item["__array__"], dtype_named(item["dtype"]))
-        except (TypeError, OverflowError) as error:
-            raise ValueError(f"an array is described wrongly: {error}") from error
+        if set(item) == {"__items__"}:
+            return dict(item["__items__"])
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"an array, or a dict, is described wrongly: {error}") from error
     return item
