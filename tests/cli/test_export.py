@@ -73,6 +73,39 @@ def test_other_layers_in_their_places_are_refused(
     assert "does not fit this model" in capsys.readouterr().err
 
 
+def numbered(head_first: bool) -> Any:
+    """A body and a head of the same shape, whose names are Keras' numbers."""
+    keras.utils.clear_session()
+    first, second = keras.layers.Dense(6), keras.layers.Dense(6)
+    body, head = (second, first) if head_first else (first, second)
+    x = keras.Input((6,))
+    model = keras.Model(x, head(body(x)))
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    return model
+
+
+def made_in_order() -> Any:
+    return numbered(head_first=False)
+
+
+def head_made_first() -> Any:
+    return numbered(head_first=True)
+
+
+def test_layers_that_only_their_numbers_tell_apart(tmp_path: Path, capsys) -> None:
+    """Weights go where they were in the model, or nowhere."""
+    train(tmp_path / "run", made_in_order)
+    then = keras.models.load_model("run/saved.keras")
+    words = ["checkpoint", "export", "run", "m.keras", "--model"]
+    assert main.main([*words, f"{__name__}:{head_made_first.__name__}"]) == 2
+    assert (
+        "has model/dense_1/bias where the training had model/dense/bias" in capsys.readouterr().err
+    )
+    assert main.main([*words, f"{__name__}:{made_in_order.__name__}"]) == 0
+    x = np.ones((1, 6))
+    np.testing.assert_array_equal(keras.models.load_model("m.keras")(x), then(x))
+
+
 def with_words(mode: str) -> Any:
     """A model whose vocabularies are found in data, at any depth."""
     words = keras.layers.TextVectorization(max_tokens=9, pad_to_max_tokens=True, output_mode=mode)

@@ -183,13 +183,35 @@ def _renamed(arrays: Arrays, names: list[str], may_reorder: bool) -> Arrays:
 
     Args:
         may_reorder: names in another order are of layers in another order.
+
+    Raises:
+        CheckpointError: only numbers say which layers these are.
     """
     saved = [name for name in arrays if name.startswith(("model/", "optimizer/", "seed/"))]
     then, now = list(map(_in_layer, saved)), list(map(_in_layer, names))
-    if may_reorder and (reordered(saved, names) or reordered(then, now)):
-        return arrays
+    for before, after in ((saved, names), (then, now)) if may_reorder else ():
+        if reordered(before, after):
+            _check_numbers(before, after)
+            return arrays
     alike = [COUNTER.sub("", n) for n in then] == [COUNTER.sub("", n) for n in now]
     return {new: arrays[old] for old, new in zip(saved, names, strict=True)} if alike else arrays
+
+
+def _check_numbers(before: list[str], after: list[str]) -> None:
+    """Refuse layers in another order if their names differ by numbers alone, such as `dense` and
+    `dense_1`: Keras numbers layers as they are made, wherever they are in the model."""
+    then, now = (
+        sorted((n for n in names if n.startswith("model/")), key=lambda n: COUNTER.sub("", n))
+        for names in (before, after)
+    )
+    moved = [(one, other) for one, other in zip(then, now, strict=True) if one != other]
+    if moved:
+        raise CheckpointError(
+            f"the model has {moved[0][1]} where the training had {moved[0][0]}, which may be the "
+            "same layer or another one: Keras numbers layers in the order in which they are made. "
+            "In the function that builds the model, make and connect the layers as the training "
+            "did, or give each the name that it had then"
+        )
 
 
 def _in_layer(name: str) -> str:
