@@ -144,11 +144,34 @@ def not_adapted() -> Any:
     return with_lookup(keras.layers.IntegerLookup())
 
 
-def test_a_function_that_adapts_nothing_is_refused(tmp_path: Path, capsys) -> None:
+def train_with_words(layer: Any) -> None:
     words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
     with Trainer(overrides=words) as trainer:
-        model = with_lookup(keras.layers.IntegerLookup(vocabulary=[1, 2]))
-        trainer.fit(model, (np.ones((4, 1), int), np.zeros((4, 2))))
+        trainer.fit(with_lookup(layer), (np.ones((4, 1), int), np.zeros((4, 2))))
+
+
+def test_a_function_that_adapts_nothing_is_refused(tmp_path: Path, capsys) -> None:
+    train_with_words(keras.layers.IntegerLookup(vocabulary=[1, 2]))
     export = ["checkpoint", "export", "run", "m.keras", "--model", f"{__name__}:not_adapted"]
     assert main.main(export) == 2
-    assert "has no vocabulary, so every word" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has no vocabulary, so every word" in error
+    assert "--model MODULE" not in error
+
+
+def test_a_vocabulary_that_cannot_be_described_is_refused(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that which the layer was made with; all else is described."""
+    layer = keras.layers.IntegerLookup(vocabulary=[1, 2])
+    layer.set_vocabulary([3, 4])
+
+    def fail(**arguments: Any) -> Any:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(layer, "get_vocabulary", fail)
+    train_with_words(layer)
+    assert main.main(["checkpoint", "export", "run", "m.keras"]) == 2
+    error = capsys.readouterr().err
+    assert "the checkpoint has no vocabulary for the layer integer_lookup" in error
+    assert "--model MODULE:FUNCTION" in error

@@ -107,14 +107,18 @@ def _facts(model: Any, progress: Progress, world: World) -> dict[str, Any]:
 
 
 def model_text(model: Any) -> dict[str, bytes]:
-    """`{"model.json": text}`, from which Keras can build the model; empty if it cannot."""
-    try:
-        with warnings.catch_warnings(), _vocabularies_described(model):
-            warnings.simplefilter("ignore")
-            text = model.to_json().encode()
-    except Exception:  # a user's class whose `get_config` fails, or is missing
-        return {}
-    return {MODEL: text} if len(text) <= MOST_BYTES[MODEL] else {}
+    """`{"model.json": text}`, from which Keras can build the model; empty if it cannot. Without
+    vocabularies where they cannot be described."""
+    for described in (_vocabularies_described(model), _vocabularies_left_out(model)):
+        try:
+            with warnings.catch_warnings(), described:
+                warnings.simplefilter("ignore")
+                text = model.to_json().encode()
+        except Exception:  # a user's class whose `get_config` fails, or is missing
+            continue
+        if len(text) <= MOST_BYTES[MODEL]:
+            return {MODEL: text}
+    return {}
 
 
 def lookup_layers(model: Any) -> list[Any]:
@@ -136,4 +140,14 @@ def _vocabularies_described(model: Any) -> Iterator[None]:
             if layer.output_mode == "tf_idf":  # padded, which Keras does again
                 weights = layer.idf_weights_const.numpy()[: len(words)]
                 replacing.set(layer, "input_idf_weights", weights)
+        yield
+
+
+@contextmanager
+def _vocabularies_left_out(model: Any) -> Iterator[None]:
+    """Have lookup layers describe no vocabulary inside the block: no other one than that of now."""
+    with Replacements() as replacing:
+        for layer in lookup_layers(model):
+            replacing.set(layer, "input_vocabulary", None)
+            replacing.set(layer, "input_idf_weights", None)
         yield

@@ -155,7 +155,7 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     Args:
         of_function: a function has built it, which may list its layers in another order.
     """
-    _check_vocabularies(model)
+    _check_vocabularies(model, of_function)
     if not model.compiled:
         arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
         state = {**state, "optimizers": []}
@@ -166,13 +166,20 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     return model
 
 
-def _check_vocabularies(model: Any) -> None:
+def _check_vocabularies(model: Any, of_function: bool) -> None:
     for layer in lookup_layers(model):
-        if not layer.get_vocabulary(include_special_tokens=False):
+        if int(layer.lookup_table.size()) > 0:
+            continue
+        if of_function:
             raise CheckpointError(
                 f"the layer {layer.name} has no vocabulary, so every word would be an unknown one. "
-                f"Adapt it in the function that builds the model. {_REMEDY}"
+                "Adapt it in the function that builds the model"
             )
+        raise CheckpointError(
+            f"the checkpoint has no vocabulary for the layer {layer.name}, so every word would be "
+            "an unknown one: it is of an earlier version, or the vocabulary is not text in UTF-8, "
+            f"or larger than a checkpoint's description of a model. {_REMEDY}"
+        )
 
 
 def _renamed(arrays: Arrays, names: list[str], may_reorder: bool) -> Arrays:
