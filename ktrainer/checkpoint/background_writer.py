@@ -28,7 +28,7 @@ from ktrainer.checkpoint.stage_parts import StageParts
 from ktrainer.distributed import World
 from ktrainer.distributed.restart_records import note_save
 from ktrainer.errors import CheckpointError, SetupError
-from ktrainer.runtime.folder_lock import FolderLock
+from ktrainer.runtime.folder_lock import RETRY_SECONDS, FolderLock, seconds_after_loss
 from ktrainer.steps.variable_placement import placement_of
 
 Saved = Callable[[int, Path, Mapping[str, Any]], None]  # step, folder, facts of its manifest
@@ -146,7 +146,7 @@ class BackgroundWriter:
         """
         if not self.world.is_root or self._lock is not None:
             return
-        self._lock, error = lock_folder(self.store)
+        self._lock, error = lock_folder(self.store, seconds_after_loss(self.world.deadline))
         if error is not None:
             raise SetupError(error)
         self._texts = model_text(self._model)
@@ -244,11 +244,13 @@ def _lock_on_root(store: Store, world: World) -> FolderLock | None:
     return lock
 
 
-def lock_folder(store: Store) -> tuple[FolderLock | None, str | None]:
-    """(lock of the folder, error message); cleans up after a killed run."""
+def lock_folder(
+    store: Store, seconds: float = RETRY_SECONDS
+) -> tuple[FolderLock | None, str | None]:
+    """(lock of the folder, error message), within `seconds`; cleans up after a killed run."""
     try:
         make_private(store.directory)
-        lock = FolderLock(store.directory, "folder of checkpoints")
+        lock = FolderLock(store.directory, "folder of checkpoints", seconds)
         store.sweep()
     except SetupError as problem:
         return None, str(problem)

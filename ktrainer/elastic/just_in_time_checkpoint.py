@@ -29,6 +29,7 @@ from ktrainer.checkpoint.stage_parts import merge_stage_parts, write_stage_part
 from ktrainer.distributed import World
 from ktrainer.distributed.restart_records import note_save
 from ktrainer.errors import CheckpointError
+from ktrainer.runtime.folder_lock import seconds_after_loss
 from ktrainer.steps.variable_placement import Placement
 
 
@@ -109,7 +110,7 @@ def write_last_checkpoint(
     lock, folder, error = None, None, None
     try:
         if world.is_root:
-            lock, error = lock_folder(store)
+            lock, error = lock_folder(store, seconds_after_loss(world.deadline))
             if error is None:
                 folder, error = _begin(store.path_of(last.step))
         folder, error = world.broadcast((folder, error), 0, "start of a last checkpoint")

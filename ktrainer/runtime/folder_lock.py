@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from ktrainer.errors import SetupError
 
 NAME = ".lock"
-_RETRY_SECONDS = 0.2  # for a lock file that its last holder removes between our open and our lock
+RETRY_SECONDS = 0.2  # for a lock file that its last holder removes between our open and our lock
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
 
@@ -28,18 +28,18 @@ class FolderLock:
     Args:
         folder: an existing folder.
         what: its name in the error message: `"run folder"`.
+        seconds: to wait for another process that holds it.
 
     Raises:
         SetupError: another process holds it.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, what: str) -> None:
+    def __init__(self, folder: Path, what: str, seconds: float = RETRY_SECONDS) -> None:
         self._lock: FileLock | None = None
         path = Path(os.path.realpath(folder, strict=True)) / NAME
         lock = FileLock(
             path,
-            timeout=_RETRY_SECONDS,
             poll_interval=0.02,
             mode=0o600,
             thread_local=False,
@@ -47,7 +47,7 @@ class FolderLock:
             fallback_to_soft=False,
         )
         try:
-            lock.acquire()
+            lock.acquire(timeout=seconds)
         except Timeout:
             raise SetupError(_refusal(path, what)) from None
         except OSError as error:
@@ -69,6 +69,13 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def seconds_after_loss(deadline: float) -> float:
+    """How long a new rank 0 waits for a folder: the lost rank holds it until the system has ended
+    its process, or ended its lease on a network file system. The other ranks wait up to `deadline`
+    meanwhile, while it takes two folders."""
+    return deadline / 3
 
 
 def is_held(folder: Path) -> bool | None:

@@ -17,7 +17,7 @@ from ktrainer.callbacks.trackers.tracker import import_trackers
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
-from ktrainer.runtime.folder_lock import FolderLock
+from ktrainer.runtime.folder_lock import FolderLock, seconds_after_loss
 from ktrainer.runtime.run_folder import hold_run_folder
 from ktrainer.steps.program_cache import warn_of_frozen_layers
 from ktrainer.training.call_arguments import CallArguments
@@ -144,8 +144,10 @@ class Run:
         self.reopen_feeds(order, lengths)
         if run_dir is not None:
             self.context.folder.path = Path(run_dir)
-            if self.context.world.is_root and self._lock is None:
-                self._lock = FolderLock(Path(run_dir), "run folder")
+            world = self.context.world
+            if world.is_root and self._lock is None:
+                seconds = seconds_after_loss(world.deadline)
+                self._lock = FolderLock(Path(run_dir), "run folder", seconds)
         self._reassign_callbacks(self.state.joining)
 
     def reopen_feeds(self, order: ShuffleOrder | None, lengths: Sequence[int | None]) -> None:

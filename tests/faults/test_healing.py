@@ -126,6 +126,42 @@ def test_an_error_while_healing_ends_all_ranks(tmp_path: Path) -> None:
     assert "ValueError: of on_heal" in ended.stderr
 
 
+# The run folder and that of checkpoints are held until its child ends.
+LEAVES_A_CHILD = """
+import os, signal, subprocess
+from pathlib import Path
+import keras, numpy as np
+from ktrainer import Callback, Trainer
+
+class Dies(Callback):
+    def on_step_end(self, step, logs=None):
+        if self.world.stable_rank == 0:
+            files = Path("/proc/self/fd").iterdir()
+            held = [int(f.name) for f in files if os.path.realpath(f).endswith("/.lock")]
+            assert len(held) == 2
+            subprocess.Popen(["sleep", "1.5"], pass_fds=held, stdout=-3, stderr=-3)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+trainer = Trainer.from_cli(callbacks=[Dies()])
+trainer.fit(build, (np.ones((8, 2), "float32"), np.ones((8, 1), "float32")))
+"""
+
+
+def test_folders_that_a_lost_rank_still_holds_are_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_A_CHILD)
+    words = ["backend=data_parallel", "data.batch_size=4", "checkpoint.every=1ep"]
+    words += [f"run.dir={tmp_path / 'run'}", "logging.progress=none"]
+    ended = launch(tmp_path, "--heal", "--timeout", "60", "-n", "2", str(script), *words)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 0 was lost; 1 rank continues" in ended.stderr
+
+
 # Nothing is learned, so that a row's loss is its y squared, in every epoch.
 COUNTS = """
 import json, os, signal, sys, time
