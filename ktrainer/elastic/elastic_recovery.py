@@ -197,11 +197,12 @@ class ElasticRecovery:
                 cause = another
         ranks = tuple(_rank_in(before, member) for member in lost)
         seconds = time.perf_counter() - began
-        self.state.healed.append(Healed(healed, ranks, self.world.size, seconds))
+        size, joined = self.world.size, cause is None
+        self.state.healed.append(Healed(healed, ranks, size, seconds, joined))
         if self.world.is_root:
             _say(self.state.healed[-1], self._counts.omitted)
         least = self._config.world.min_size
-        if cause is not None and self.world.size < least:
+        if cause is not None and size < least:
             self._save_and_end(least, cause)
 
     def _restore_furthest(self, loop: ResumableLoop, lost: list[int]) -> int:
@@ -324,13 +325,14 @@ def _rank_in(members: list[Member], member: Member) -> int:
 
 
 def _say(healed: Healed, omitted: list[str]) -> None:
-    more = "; the training metrics of this epoch may lack their part of one update"
-    if omitted:
+    whose = "their" if healed.lost else "a rank's"
+    more = f"; the training metrics of this epoch may lack {whose} part of one update"
+    if healed.lost and omitted:
         more += f", and {', '.join(omitted)} all of their part"
     ranks = "1 rank continues" if healed.size == 1 else f"{healed.size} ranks continue"
     print(
         f"ktrainer: {healed.what}; {ranks} after step {healed.step} ({healed.seconds:.2f} s)"
-        f"{more if healed.lost else ''}",
+        f"{'' if healed.joined else more}",
         file=sys.stderr,
         flush=True,
     )

@@ -113,7 +113,8 @@ def _of_ranks(event: Event) -> str:
     lost, ranks, seconds = event.get("lost"), event.get("ranks"), event.get("seconds")
     lost = [rank for rank in lost if is_number(rank)] if isinstance(lost, list) else []
     were = "was" if len(lost) == 1 else "were"
-    what = f"{name_ranks(lost)} {were} lost" if lost else "ranks joined"
+    other = "no rank was lost" if event.get("joined") is False else "ranks joined"
+    what = f"{name_ranks(lost)} {were} lost" if lost else other
     after = f" after step {event['step']}"
     count = f"; {ranks} continued" if is_number(ranks) else ""
     return what + after + count + (f" in {seconds:.2g} s" if is_number(seconds) else "")

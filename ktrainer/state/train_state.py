@@ -22,18 +22,21 @@ class Healed:
         lost: the lost ranks, numbered as before the change.
         size: number of ranks after it.
         seconds: from the moment this rank noticed, until it resumed training.
+        joined: whether a rank has joined, and none was reported as lost.
     """
 
     step: int
     lost: tuple[int, ...]
     size: int
     seconds: float
+    joined: bool
 
     @property
     def what(self) -> str:
-        """`rank 1 was lost`, or `a rank joined`."""
+        """`rank 1 was lost`, `a rank joined`, or `no rank was lost` where the ranks that were
+        reported have answered since, or one that was to join was lost."""
         if not self.lost:
-            return "a rank joined"
+            return "a rank joined" if self.joined else "no rank was lost"
         return f"{name_ranks(self.lost)} {'was' if len(self.lost) == 1 else 'were'} lost"
 
 

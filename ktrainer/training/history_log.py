@@ -189,6 +189,7 @@ class HistoryLog(Reporter):
             epoch=back.epoch,
             ranks=self.world.size,
             lost=list(last.lost) if last else [],
+            joined=last.joined if last else None,
             seconds=round(last.seconds, 3) if last else None,
         )
 

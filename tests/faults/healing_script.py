@@ -127,7 +127,7 @@ class Dies(Callback):
 
     def joined(self) -> bool:
         """Whether a rank has joined."""
-        return any(not healed.lost for healed in self.trainer.state.healed)
+        return any(healed.joined for healed in self.trainer.state.healed)
 
 
 def die_in_updates(deaths: list[Dies]) -> Callable[[], None]:

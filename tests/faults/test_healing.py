@@ -233,6 +233,8 @@ def test_metrics_lack_one_update_of_a_lost_rank(tmp_path: Path) -> None:
     # Means over the surviving ranks: in the second epoch rank 1 has 3 calls, with 6 of 22 rows.
     np.testing.assert_allclose(history["calls"], [4.0, (6 * 3 + 16 * 4) / 22, 4.0, 4.0], rtol=1e-6)
     assert ended.stderr.count("may lack their part of one update, and calls all of their part") == 2
+    assert "no rank was lost; 3 ranks continue after step 5" in ended.stderr
+    assert "may lack a rank's part of one update\n" in ended.stderr
 
 
 @pytest.mark.exhaustive

@@ -347,6 +347,18 @@ def test_shares_of_time_are_those_of_a_process_when_ranks_change(tmp_path: Path)
     assert list(total_shares(time_shares(more)))[4:] == ["rank 3, joined after step 6"]
 
 
+def test_marks_of_changed_ranks(tmp_path: Path) -> None:
+    changes = {
+        "rank 1 was lost after step 2; 3 continued": {"lost": [1], "joined": False},
+        "ranks joined after step 2; 3 continued": {"lost": [], "joined": True},
+        "no rank was lost after step 2; 3 continued": {"lost": [], "joined": False},
+    }
+    change = {"event": "ranks", "step": 2, "epoch": 0, "ranks": 3}
+    events = [{**START, "ranks": 4}, *({**change, **each} for each in changes.values())]
+    marks = run_marks(record(tmp_path / "run", *events))
+    assert [mark.text for mark in marks if mark.kind == "ranks"] == list(changes)
+
+
 def test_values_are_those_of_the_fit_that_all_runs_have(tmp_path: Path) -> None:
     """As the curves are: else those of different fits would stand side by side."""
     better = {"event": "metrics", "better": {"loss": "min"}}
