@@ -146,10 +146,12 @@ class _ElasticRun:
 
     def _look(self) -> None:
         """Let a rank join that is ready."""
-        mine = np.array([self._policy.look(), self._policy.next_rank])
+        row = np.array([self._policy.look(), self._policy.next_rank])
         call = call_of("commit, or check_host_updates", "run")
         ready, self._policy.next_rank = carry_out(
-            group_of(None).others, call, lambda world: world.oob_allreduce(mine, "max", str(call))
+            group_of(None).others,
+            call,
+            lambda world: world.oob_allreduce(row, "max", str(call)),
         ).tolist()
         if ready:
             raise HostsUpdatedInterrupt

@@ -150,8 +150,8 @@ class ElasticRecovery:
             _Joined: on all ranks, when one has come in.
         """
         ready = self._point.phase == Phase.UPDATED and self._joining_policy.look()
-        told = [float(ready), float(self._joining_policy.next_rank)]
-        row = np.concatenate([flags.astype(np.float64), told, self._mine])
+        joining = [float(ready), float(self._joining_policy.next_rank)]
+        row = np.concatenate([flags.astype(np.float64), joining, self._mine])
         table = self.world.gather_rows(row, what)
         self._keep_counts(table[:, flags.size + 2 :])
         self._joining_policy.next_rank = int(table[:, flags.size + 1].max())

@@ -25,8 +25,8 @@ class JoiningPolicy:
 
     Attributes:
         started: ranks at the start.
-        next_rank: the number of the next joining rank. All ranks keep the highest of any, as each
-            may be the first one day: the launcher has pipes for one process of a number.
+        next_rank: the number of the next joining rank. All ranks keep the highest of any, as any of
+            them may become rank 0: the launcher has pipes for one process of a number.
     """
 
     def __init__(self, world: ElasticWorld, config: WorldConfig) -> None:
@@ -38,6 +38,7 @@ class JoiningPolicy:
         self.started = world.nominal_size
         self._recruit: SpawnedRank | None = None
         self.next_rank = world.size
+        self._root = world.members[0].stable_rank
         self._failures = 0
 
     def look(self) -> bool:
@@ -50,7 +51,7 @@ class JoiningPolicy:
             if self._failures == _FAILURES:
                 _say(f"{_FAILURES} processes that were to join have failed: no more are started")
         if self._recruit is None and self._is_wanted():
-            if self.next_rank == self.started + MAY_JOIN:
+            if self.next_rank >= self.started + MAY_JOIN:
                 self._failures = _FAILURES
                 _say(f"{MAY_JOIN} processes have joined: no more are started")
                 return False
@@ -72,8 +73,11 @@ class JoiningPolicy:
         self._failures = 0
 
     def learn(self, started: int) -> None:
-        """Record with how many ranks training began."""
+        """Record with how many ranks training began. All ranks call it after each change."""
         self.started = self.world.nominal_size = started
+        if self._root != (root := self.world.members[0].stable_rank):
+            self._root = root
+            self.next_rank += 1  # the rank 0 before may have given that number, unheard
 
     def enter(self) -> bool:
         """As a joining rank: wait to be admitted; return whether it was."""
