@@ -24,7 +24,7 @@ from ktrainer.data import ShuffleOrder
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.launcher_events import report_phase
 from ktrainer.state.progress import Phase
-from ktrainer.steps.metric_states import metric_leaves
+from ktrainer.steps.metric_states import adds_up, leaf_metrics
 from ktrainer.steps.optimizers import optimizers_of
 
 _MOST = 1 << 16  # numbers of a rank's metrics that are announced after each update
@@ -147,13 +147,14 @@ class MetricCountsRow:
         self._announced: list[Any] = []
         self.omitted: list[str] = []
         room = _MOST
-        leaves = [leaf for metric in model.metrics for leaf in metric_leaves(metric, 0)]
-        for leaf in sorted(leaves, key=lambda leaf: _size(leaf.metric)):
-            if _size(leaf.metric) > room or (only_sums and not leaf.additive):
-                self.omitted.append(leaf.metric.name)
+        # Each once: Keras lists a compiled metric twice if the model has it as an attribute, too.
+        metrics = {id(metric): metric for metric in leaf_metrics(model)}.values()
+        for metric in sorted(metrics, key=_size):
+            if _size(metric) > room or (only_sums and not adds_up(metric)):
+                self.omitted.append(metric.name)
             else:
-                room -= _size(leaf.metric)
-                self._announced += leaf.metric.variables
+                room -= _size(metric)
+                self._announced += metric.variables
 
     def row(self) -> np.ndarray:
         """The states as one float64 vector."""
