@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ktrainer.training.run import Run
 
 _WARM_UP_ROWS = 8
+_EPOCH, _EXAMPLES, _COUNTS = 0, 1, 2  # columns of a rank's row; all that follow are counts
 _BEFORE_UPDATES = {"on_epoch_begin", "on_step_begin", "on_train_batch_begin", "on_batch_begin"}
 
 
@@ -65,8 +66,8 @@ class ElasticRecovery:
         self._point = RecoveryPoint()
         self._backup = VariableBackup(self.model, updates_in_parts(run))
         self._counts = MetricCountsRow(self.model, only_sums=True)
-        # At the point: epoch (NaN: none yet), and this rank's examples and counts in it.
-        self._mine = np.array([np.nan, 0.0])
+        # At the point: epoch (-1: none), and this rank's examples and counts in it.
+        self._mine = np.array([-1.0, 0.0])
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
 
@@ -255,18 +256,21 @@ class ElasticRecovery:
 
         Args:
             lost: stable ranks of those that were lost.
-            epoch: the one whose counts are to be restored. A rank that missed its first update, or
-                was lost before all had exchanged their counts of that, has those of another.
+            epoch: the one whose counts are to be restored; -1: none. A rank that missed its first
+                update, or was lost before all had exchanged their counts of that, has another's.
         """
-        counts_it = self._mine[0] == epoch
-        if not counts_it:
-            self.model.reset_metrics()
         # These weigh the metrics that do not add up, which lack what lost ranks had counted.
-        self.state.counted.examples = int(self._mine[1]) if counts_it else 0
+        self.state.counted.examples = 0
+        if epoch < 0 or self._mine[_EPOCH] != epoch:
+            self.model.reset_metrics()
+        else:
+            self.state.counted.examples = int(self._mine[_EXAMPLES])
+        if epoch < 0:
+            return
         rows = [self._table[rank] for rank in lost if rank in self._table]
-        rows = [row for row in rows if row[0] == epoch]
+        rows = [row for row in rows if row[_EPOCH] == epoch]
         if self.world.is_root and rows:
-            self._counts.add(np.sum(rows, axis=0)[2:])
+            self._counts.add(np.sum(rows, axis=0)[_COUNTS:])
 
     def _restore_run(self, loop: ResumableLoop, point: RecoveryPoint) -> None:
         """Bring the callbacks, the data and the loop to `point`, for the present ranks."""
