@@ -120,7 +120,10 @@ class _ElasticRun:
                         if (loss := self._loss_in(error)) is None:
                             raise
                     # Outside of the handlers: there the loss would be any new error's context.
-                    self._change_ranks(loss)
+                    try:
+                        self._change_ranks(loss)
+                    finally:
+                        loss = None  # its traceback has this frame: a cycle would keep both
         finally:
             self._state._look_for_ranks = None
             self._policy.close()

@@ -97,7 +97,10 @@ class ElasticRecovery:
                         raise
                     loss = error
                 # Outside of the handlers: there the loss would be any new error's context.
-                self._recover(loop, loss)
+                try:
+                    self._recover(loop, loss)
+                finally:
+                    loss = None  # its traceback has this frame: a cycle would keep both
 
     # -- called by the loop
 

@@ -97,7 +97,10 @@ class JustInTimeRecovery:
                     raise
                 loss = error
             # Outside of the handler: there the loss would be any new error's context.
-            self._end(loss)
+            try:
+                self._end(loss)
+            finally:
+                del loss  # its traceback has this frame: a cycle would keep both
 
     # -- called by the loop
 

@@ -101,7 +101,10 @@ def drive(running: Running, update: Callable[[Updates], Any]) -> Any:
             except BaseException as error:
                 failed = error
             # Outside of the handler, in which it would be the context of all errors that follow.
-            updates = running.send(logs) if failed is None else running.throw(failed)
+            try:
+                updates = running.send(logs) if failed is None else running.throw(failed)
+            finally:
+                failed = None  # its traceback has this frame: a cycle would keep both
     except StopIteration as end:
         return end.value
 

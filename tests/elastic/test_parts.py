@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +17,10 @@ from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.distributed import SingleWorld
 from ktrainer.elastic import check_callbacks, check_data, check_functions
-from ktrainer.elastic.elastic_recovery import updates_in_parts
+from ktrainer.elastic.elastic_recovery import ElasticRecovery, updates_in_parts
+from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
 from ktrainer.elastic.recovery_point import MetricCountsRow, VariableBackup
-from ktrainer.errors import ConfigError, DataError, PeerLost
+from ktrainer.errors import ConfigError, DataError, PeerLost, RanksLost
 from ktrainer.state.durations import Every
 from ktrainer.state.progress import Progress
 from ktrainer.training.loop import drive
@@ -210,6 +214,53 @@ def test_what_follows_a_lost_update_has_errors_of_its_own() -> None:
     with pytest.raises(ValueError, match="of a callback") as raised:
         drive(running(), update)
     assert raised.value.__context__ is None
+
+
+class Recovers:
+    """Stands for a recovery that ends the run, its world and its loop."""
+
+    alone, phases, stable_rank, members = False, 0, 0, ()
+
+    def __init__(self) -> None:
+        self.world = self.state = self.counted = self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: True
+
+    def updates(self) -> Any:
+        yield []
+
+    def _end(self, error: Exception) -> None:
+        raise RanksLost("the others", None) from error
+
+    def _recover(self, loop: Any, error: Exception) -> None:
+        self._end(error)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [Recovers.updates, ElasticRecovery.updates, JustInTimeRecovery.updates],
+    ids=["none", "elastic", "just in time"],
+)
+def test_an_error_of_an_update_is_freed_at_once(updates: Any) -> None:
+    """With all that its traceback has, such as batches."""
+    recovery, arguments = Recovers(), [] if updates is Recovers.updates else [Recovers()]
+    errors = []
+
+    class Lost(PeerLost):
+        def __init__(self) -> None:
+            errors.append(weakref.ref(self))
+
+    def update(updates: Any) -> None:
+        raise Lost
+
+    gc.disable()
+    try:
+        with suppress(PeerLost, RanksLost):
+            drive(updates(recovery, *arguments), update)
+        assert [error() for error in errors] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_callback_that_cannot_move(tmp_path: Any) -> None:
