@@ -51,8 +51,8 @@ def run_before(directory: Path) -> str | None:
 
 
 def run_folder(make: Callable[[], Path]) -> Path:
-    """The run folder that an earlier start had at this point, the latest that came so far; else
-    `make()`. Rank 0 only."""
+    """The folder that the latest earlier start opened as its n-th, n being the number that this
+    start has opened, plus one; else `make()`. Rank 0 only."""
     records = os.environ.get(RECORDS)
     if not records:
         return make()

@@ -181,7 +181,7 @@ class JustInTimeRecovery:
         if not why:
             try:
                 path = self._write(store)
-                return f"the state of that step is saved in {path}{self._without()}", path
+                return f"the state of that step is saved in {path}{self._omission_text()}", path
             except CheckpointError as problem:
                 why = str(problem)
         if latest is None:
@@ -211,8 +211,8 @@ class JustInTimeRecovery:
             return "that step had spoilt the model, so its state was not saved"
         return ""
 
-    def _without(self) -> str:
-        """What is not in the state that is saved."""
+    def _omission_text(self) -> str:
+        """Names of metrics whose counts the checkpoint lacks, as the end of a sentence."""
         assert self._point is not None
         lost = {*self.grid.counting()} - {member.stable_rank for member in self.world.members}
         if not (lost and self._counts.omitted and self._point.progress["batch"]):

@@ -163,7 +163,7 @@ def test_metrics_too_large_to_exchange_are_named(lost: int, lacks: bool) -> None
     survivor._counted = np.zeros((4, 3))
     survivor._point = RecoveryPoint(progress={"batch": 2})
     said = ", without what lost ranks had counted in the metrics auc in this epoch"
-    assert survivor._without() == (said if lacks else "")
+    assert survivor._omission_text() == (said if lacks else "")
     sums = {rank: found[0].sum() for rank, found in survivor._states_of_all().items()}
     assert sums == {rank: 0.0 if rank == lost else 2.0 for rank in places}
 
