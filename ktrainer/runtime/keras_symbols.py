@@ -397,9 +397,6 @@ tensorflow.python.framework.ops
         steps: read; values that a log is computed from
     get_gradient_function()._gradient_op_type
         pipeline: read; custom gradients in a graph
-tensorflow.python.framework.random_seed
-    get_seed(op_seed)
-        steps: replaced; ranks draw different numbers from equal seeds
 tensorflow.python.framework.func_graph
     FuncGraph
         pipeline: called; shapes of losses
@@ -464,6 +461,23 @@ tensorflow.python.ops.clip_ops
         steps: replaced; gradients are clipped by the norm of their sum over ranks
     clip_by_value(t, clip_value_min, clip_value_max, name)
         steps: replaced; refused for gradients that are not summed over ranks
+tensorflow.python.ops.gen_random_ops
+    random_standard_normal(shape, dtype, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    random_uniform(shape, dtype, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    random_uniform_int(shape, minval, maxval, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    truncated_normal(shape, dtype, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    random_gamma(shape, alpha, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    random_poisson_v2(shape, rate, seed, seed2, dtype, name)
+        steps: replaced; ranks draw different numbers for their examples
+    random_shuffle(value, seed, seed2, name)
+        steps: replaced; ranks draw different numbers for their examples
+    multinomial(logits, num_samples, seed, seed2, output_dtype, name)
+        steps: replaced; ranks draw different numbers for their examples
 tensorflow.python.ops.random_ops
     random_normal(shape, mean, stddev, dtype, seed, name)
         verify: replaced; draws that do not depend on the batch
@@ -487,8 +501,6 @@ tensorflow.python.ops.stateless_random_ops
 tensorflow.python.ops.stateful_random_ops
     Generator.normal(self, shape, mean, stddev, dtype, name)
         verify: replaced; draws that do not depend on the batch
-    Generator._prepare_key_counter(self, shape)
-        steps: replaced; ranks draw different numbers from equal states
     Generator.uniform(self, shape, minval, maxval, dtype, name)
         verify: replaced; draws that do not depend on the batch
 tensorflow.python.eager.polymorphic_function.polymorphic_function

@@ -13,7 +13,7 @@ puts them back:
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
-| `random_seed.get_seed`, `Generator._prepare_key_counter` | so do functions of `tf.random` |
+| `gen_random_ops.random_uniform` and others | so does `tf.random`, in a shape of examples |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
 | `Function.__call__` | a `tf.function` that a step calls may have been traced without all that |
@@ -39,8 +39,7 @@ from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import clip_ops
+from tensorflow.python.ops import clip_ops, gen_random_ops
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
@@ -53,7 +52,7 @@ from ktrainer.steps.clipped_gradients import (
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.loss_denominators import reduce_weighted_values
 from ktrainer.steps.mean_metrics import update_mean
-from ktrainer.steps.random_numbers import get_seed, next_seed, prepare_key_counter
+from ktrainer.steps.random_numbers import draw_for_rows, draw_of_shape, next_seed
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.step_options import is_overwritten, through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
@@ -84,8 +83,14 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", next_seed),
-        (random_seed, "get_seed", get_seed),
-        (tf.random.Generator, "_prepare_key_counter", prepare_key_counter),
+        (gen_random_ops, "random_standard_normal", draw_of_shape),
+        (gen_random_ops, "random_uniform", draw_of_shape),
+        (gen_random_ops, "random_uniform_int", draw_of_shape),
+        (gen_random_ops, "truncated_normal", draw_of_shape),
+        (gen_random_ops, "random_gamma", draw_of_shape),
+        (gen_random_ops, "random_poisson_v2", draw_of_shape),
+        (gen_random_ops, "random_shuffle", draw_for_rows),
+        (gen_random_ops, "multinomial", draw_for_rows),
         (tf_core.Variable, "_direct_assign", _direct_assign),
         (polymorphic_function.Function, "__call__", traced_with_the_step),
     ]

@@ -97,6 +97,7 @@ def loop_context(
     if not batched:
         return StepContext(tf.ones([], tf.float64), collectives, rank, uniform=False, sums=True)
     rows = tf.stack([rows_in_graph(leaf) for leaf in batched])
+    static = batched[0].shape[0]
     agree, have_rows = tf.reduce_all(rows == rows[0]), tf.reduce_all(rows > 0)
     check = assert_in_graph(agree | have_rows, f"some arguments have no rows. {_BATCH}", rows)
     with tf.control_dependencies(check):
@@ -106,7 +107,7 @@ def loop_context(
         collectives,
         rank,
         uniform=False,  # so that each denominator is counted
-        rows=rows[0],
+        rows=rows[0] if static is None else tf.constant(static, tf.int64),
         rows_agree=agree,
         sums=True,
     )

@@ -1,7 +1,7 @@
 """Random numbers of a step on one of several ranks, whose generators have equal states.
 
-Ranks, and replicas, must not draw the same numbers, or their examples would share masks and noise.
-Rank 0 draws those of one process. Replacements for functions of Keras and TensorFlow; see
+Ranks, and replicas, must not draw the same numbers for their examples, which would share masks and
+noise. Rank 0 draws those of one process. Replacements for functions of Keras and TensorFlow; see
 `steps.keras_patches`.
 """
 
@@ -23,7 +23,7 @@ def next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 
     def next_of_rank(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
-        if _is_first(context):
+        if isinstance(context.rank, int) and context.rank == 0:
             return seed
         # int32 products are those modulo 2**32, for a rank that is a tensor too.
         offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
@@ -32,32 +32,41 @@ def next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
     return next_of_rank
 
 
-def get_seed(context: StepContext, original: Callable[..., Any]) -> Any:
-    """The seeds of an operation of `tf.random`, of which the second one counts operations."""
+def draw_of_shape(context: StepContext, original: Callable[..., Any]) -> Any:
+    """An operation of `tf.random` that is given the shape of what it draws."""
 
-    def seeds_of_rank(op_seed: Any) -> Any:
-        first, second = original(op_seed)
+    def shape_of(shape: Any, parameters: Any = None, *_: Any) -> tf.TensorShape:
+        static = tf.get_static_value(shape)
+        if static is None:
+            return tf.TensorShape(None)
+        return tf.TensorShape(static).concatenate(getattr(parameters, "shape", ()))
+
+    return _draw(context, original, shape_of)
+
+
+def draw_for_rows(context: StepContext, original: Callable[..., Any]) -> Any:
+    """An operation of `tf.random` that draws for each row of its input."""
+    return _draw(context, original, lambda rows, *_: rows.shape)
+
+
+def _draw(
+    context: StepContext, original: Callable[..., Any], shape_of: Callable[..., tf.TensorShape]
+) -> Any:
+    """A draw for examples differs between ranks; any other is one of the batch, and does not."""
+
+    def draw(*args: Any, seed2: int | None = None, **named: Any) -> Any:
         # Replicas that are traced as one learn their numbers too late.
         rank = tf.get_static_value(context.rank)
-        if not rank or first is None:
-            return first, second
-        return first, (second + int(rank) * _RANK_STRIDE) % _SEEDS or _SEEDS  # both 0: no seed
+        if rank and seed2 is not None and _is_for_examples(context, shape_of(*args)):
+            seed2 = (seed2 + int(rank) * _RANK_STRIDE) % _SEEDS or _SEEDS  # both 0: no seed
+        return original(*args, seed2=seed2, **named)
 
-    return seeds_of_rank
-
-
-def prepare_key_counter(context: StepContext, original: Callable[..., Any]) -> Any:
-    """The key and counter of a draw of a `tf.random.Generator`."""
-
-    def key_of_rank(self: Any, shape: Any) -> Any:
-        key, counter = original(self, shape)
-        if _is_first(context):
-            return key, counter
-        offset = tf.cast(context.rank, tf.int64) * tf.constant(_RANK_STRIDE, tf.int64)
-        return key + tf.cast(offset, key.dtype), counter
-
-    return key_of_rank
+    return draw
 
 
-def _is_first(context: StepContext) -> bool:
-    return isinstance(context.rank, int) and context.rank == 0
+def _is_for_examples(context: StepContext, shape: tf.TensorShape) -> bool:
+    """Whether a shape depends on the rows of the batch, whose number is static in few steps."""
+    if shape.rank is None or (shape.rank and shape[0] is None):
+        return True
+    rows = context.rows
+    return bool(shape.rank) and rows is not None and shape[0] == tf.get_static_value(rows)

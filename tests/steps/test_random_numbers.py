@@ -1,4 +1,4 @@
-"""What steps draw by functions of `tf.random` differs between ranks and replicas."""
+"""What steps draw by functions of `tf.random` for examples differs between ranks and replicas."""
 
 from __future__ import annotations
 
@@ -11,42 +11,81 @@ import pytest
 from tests.tf_distribute.running import under
 from tests.tf_distribute.test_features import trainer
 
+ROWS = 2  # of each replica
+
 
 def drawn(strategy: str) -> Any:
-    """What two steps draw on each replica of this process: with and without seeds."""
+    """What two steps draw on each replica of this process, for rows and for the batch."""
     import tensorflow as tf
 
+    def step(x: Any) -> Any:
+        rows = tf.shape(x)[0]
+        noise = [tf.random.normal([rows, 3]), tf.random.uniform([rows, 3], seed=5)]
+        noise.append(tf.random.gamma((), tf.ones([rows, 3])))
+        # Of thousands of classes, so that no two draws are equal.
+        chosen = tf.random.categorical(tf.zeros([rows, 10**6]), 3)
+        mask = tf.nn.dropout(tf.ones([rows, 40]), 0.5)
+        of_batch = [tf.random.uniform([3], seed=6), tf.random.normal([3, ROWS])[:, 0]]
+        return tf.stack(noise), chosen, mask, tf.stack(of_batch)
+
     with trainer(strategy, seed=3) as it:
-        with it.scope():
-            generator = tf.random.Generator.from_seed(1)
-
-        def step() -> Any:
-            noise = [tf.random.normal((3,)), tf.random.uniform((3,), seed=5)]
-            noise.append(tf.nn.dropout(tf.ones(60), 0.5)[:3] + tf.random.normal((3,)))
-            return tf.stack([*noise, generator.normal((3,))])
-
-        found = [it.run(step) for _ in range(2)]
-        if strategy == "mirrored":
-            found = [it.strategy.experimental_local_results(each) for each in found]
-        else:
-            found = [[each] for each in found]
-        return [[of_replica.numpy().tolist() for of_replica in each] for each in found]
+        found = []
+        for x in it.distribute(tf.data.Dataset.range(4 * ROWS).batch(2 * ROWS)):
+            results = it.run(step, x)
+            if strategy == "mirrored":
+                each = zip(*map(it.strategy.experimental_local_results, results), strict=True)
+            else:
+                each = [results]
+            found.append([[draw.numpy().tolist() for draw in draws] for draws in each])
+        return found
 
 
 @pytest.mark.quick("data_parallel")
 @pytest.mark.parametrize("strategy", ["data_parallel", "mirrored"])
-def test_each_draws_its_own(ranks: Callable[..., Any], strategy: str) -> None:
+def test_each_draws_its_own_for_its_rows(ranks: Callable[..., Any], strategy: str) -> None:
     by_process = under(ranks, strategy, drawn, strategy)
     steps = zip(*by_process, strict=True)
-    replicas = np.array([[one for process in step for one in process] for step in steps])
-    assert replicas.shape == (2, 2, 4, 3)  # steps, replicas, draws, numbers
-    assert len(np.unique(replicas)) == replicas.size
-    again = under(ranks, strategy, drawn, strategy)
-    assert again == by_process
+    replicas = [replica for step in steps for process in step for replica in process]
+    assert len(replicas) == 4  # two in each step
+    noise, chosen, masks, of_batch = (np.array(draws) for draws in zip(*replicas, strict=True))
+    assert len(np.unique(noise)) == noise.size == 4 * 3 * ROWS * 3
+    assert len(np.unique(chosen)) == chosen.size
+    assert len(np.unique(masks.reshape(4 * ROWS, -1), axis=0)) == 4 * ROWS
+    if strategy == "data_parallel":
+        assert np.array_equal(of_batch[::2], of_batch[1::2])
+        assert len(np.unique(of_batch)) == of_batch.size / 2
+    assert under(ranks, strategy, drawn, strategy) == by_process
 
 
-def eps(seed: int) -> tuple[list[float], list[float]]:
-    """What a layer draws in `fit`, and what its weights begin with, on this rank."""
+def updates_at_random() -> int:
+    """How many steps update, of those that decide it by a number."""
+    import keras
+    import tensorflow as tf
+
+    with trainer("data_parallel", seed=3) as it:
+        weight = keras.Variable(1.0)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(x) * weight
+            gradient = tape.gradient(loss, weight.value)
+            if tf.random.uniform(()) < 0.5:
+                optimizer.apply([gradient], [weight])
+
+        for x in it.distribute(tf.data.Dataset.from_tensors(np.ones(4, "float32")).repeat(8)):
+            it.run(step, x)
+        return int(optimizer.iterations)
+
+
+def test_a_number_of_the_batch_decides_alike_on_all_ranks(ranks: Callable[..., Any]) -> None:
+    (first, second) = ranks(2).run(updates_at_random, deadline=60)
+    assert 0 < first == second < 8
+
+
+def noise_of_layer() -> list[list[float]]:
+    """What a layer draws in `fit` for this rank's rows."""
     import keras
     import tensorflow as tf
 
@@ -54,23 +93,22 @@ def eps(seed: int) -> tuple[list[float], list[float]]:
 
     class Noisy(keras.layers.Layer):
         def build(self, shape: Any) -> None:
-            self.seen = tf.Variable(tf.zeros(3), trainable=False)
-            self.kernel = tf.Variable(tf.random.normal((3,)))
+            self.seen = tf.Variable(tf.zeros((ROWS, 3)), trainable=False)
 
         def call(self, x: Any, training: bool = False) -> Any:
             if training:
-                self.seen.assign(tf.random.normal((3,)))
+                self.seen.assign(tf.random.normal(tf.shape(x)))
             return x
 
-    with make_trainer(seed=seed) as it:
+    with make_trainer(seed=4) as it:
         noisy = Noisy()
         model = keras.Sequential([keras.Input((3,)), noisy, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-        it.fit(model, np.ones((4, 3)), np.ones((4, 1)), batch_size=4)
-        return noisy.seen.numpy().tolist(), noisy.kernel.numpy().tolist()
+        rows = 2 * ROWS
+        it.fit(model, np.ones((rows, 3)), np.ones((rows, 1)), batch_size=rows)
+        return noisy.seen.numpy().tolist()
 
 
-def test_noise_of_a_layer_differs_and_its_first_weights_do_not(ranks: Callable[..., Any]) -> None:
-    (first, one), (second, other) = ranks(2).run(eps, 4)
-    assert not set(first) & set(second)
-    assert one == other
+def test_noise_of_a_layer_differs(ranks: Callable[..., Any]) -> None:
+    noise = np.array(ranks(2).run(noise_of_layer))
+    assert len(np.unique(noise)) == noise.size
