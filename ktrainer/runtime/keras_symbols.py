@@ -378,6 +378,9 @@ tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2
 tensorflow.python.ops.control_flow_util
     GraphOrParentsInXlaContext(graph)
         dataparallel: called; XLA cannot communicate
+tensorflow.python.ops.control_flow_v2_func_graphs
+    ControlFlowFuncGraph
+        steps: called; losses in branches and loops, which some ranks compute
 tensorflow.python.framework.ops
     get_default_graph()
         steps, dataparallel: called; the scope of a strategy in a compiled step; XLA

@@ -11,11 +11,17 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 from keras.src.losses import loss as loss_module
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 from ktrainer.steps.step_context import StepContext
 
 # Operations with as many results as their inputs' values ask for, as tf.boolean_mask has.
 _SELECTIONS = ("Where", "Unique", "DynamicPartition", "ListDiff", "NonMaxSuppression")
+# Those with as many as they are told, whatever their inputs have: lookups of bags, experts.
+_RESTORED = (
+    *("Segment", "SparseSegment", "UnsortedSegment", "ScatterNd", "TensorScatter"),
+    *("DynamicStitch", "ParallelDynamicStitch", "SparseToDense", "SparseFillEmptyRows"),
+)
 
 
 def reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -72,13 +78,12 @@ def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) 
 
 
 def _has_other_rows(context: StepContext, values: Any) -> bool:
-    """Whether a loss may have more or fewer values than the examples of its part ask for."""
+    """Whether the data choose how many values a loss has, where all ranks count them alike."""
     if not tf.is_symbolic_tensor(values):
-        if not context.compares:
-            return True  # an eager step does not tell; all ranks must count alike
-        rows = context.rows
-        context.uneven |= isinstance(rows, int) and values.shape[0] % max(rows, 1) != 0
-        return False
+        context.uneven |= isinstance(context.rows, int) and values.shape[0] != context.rows
+        return False  # one rank may compute losses that others do not
+    if isinstance(values.graph, ControlFlowFuncGraph):
+        return False  # likewise, in a branch or loop
     if context.denominators is not None and not context.capture:
         return False  # a pipeline counts apart from the stage that computes the values
     waiting, seen = [values.op], {values.op.name}
@@ -86,6 +91,8 @@ def _has_other_rows(context: StepContext, values: Any) -> bool:
         op = waiting.pop()
         if op.type.startswith(_SELECTIONS):
             return True
+        if op.type.startswith(_RESTORED):
+            continue
         new = [x.op for x in op.inputs if x.op.name not in seen]
         seen.update(each.name for each in new)
         waiting += new

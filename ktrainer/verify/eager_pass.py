@@ -90,7 +90,7 @@ class GradientPasses:
     def split(self, batches: Sequence[Any], weights: Sequence[float]) -> GradientPass:
         """The same from several parts, combined as ranks, replicas and microbatches are."""
         counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
-        if self.uniform and any(part.uneven for part in counted):
+        if self.uniform and not self.model.run_eagerly and any(part.uneven for part in counted):
             self.uniform = False  # so that each denominator is counted
             counted = [self._part(b, w, None) for b, w in zip(batches, weights, strict=True)]
         if not any(part.denominators for part in counted):
@@ -105,9 +105,7 @@ class GradientPasses:
         """The model's outputs for a batch, flat and as float64, as in inference."""
         self._draws.restart()
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        context = StepContext(
-            _float(1.0), cast(Any, _NoRanks()), uniform=self.uniform, compares=True
-        )
+        context = StepContext(_float(1.0), cast(Any, _NoRanks()), uniform=self.uniform)
         with (
             Untouched(self.model),
             keras_patches(context, optimizers_of(self.model)),

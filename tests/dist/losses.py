@@ -89,6 +89,35 @@ def of_some(**settings: Any) -> Case:
     return case(build, {**SMALL, **settings})
 
 
+class OfAny(keras.Model):
+    """A loss of rows that the data choose, if there are any."""
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        chosen = x[:, 0] > 0
+        loss = keras.losses.MeanSquaredError()
+        of_any = tf.cond(
+            tf.reduce_any(chosen),
+            lambda: loss(y[chosen], y_pred[chosen]),
+            lambda: tf.zeros([], y_pred.dtype),
+        )
+        return of_any + loss(y, y_pred)
+
+
+def of_any(eagerly: bool = False) -> Case:
+    """Of two ranks the second one has no such rows."""
+
+    def build() -> Any:
+        model = network(OfAny)
+        model.compile(sgd(), run_eagerly=eagerly)
+        return model
+
+    x, y = data()
+    x[:8, 0], x[8:, 0] = 1, -1
+    return case(build, {"data.batch_size": 16, "data.shuffle": False}, x[:16], y[:16])
+
+
 class Returns(keras.Model):
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
@@ -312,6 +341,8 @@ LOSSES = {
     "added": lambda: added(),
     "added_accumulated": lambda: added(**HALVES),
     "of_some": lambda: of_some(),
+    "of_any": lambda: of_any(),
+    "of_any_eagerly": lambda: of_any(eagerly=True),
     "of_some_accumulated": lambda: of_some(**HALVES),
     "returned_whole": lambda: returned(**WHOLE),
     "returned_accumulated": lambda: returned(**HALVES),
