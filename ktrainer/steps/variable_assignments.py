@@ -95,8 +95,9 @@ def assign_total(variable: Any, value: Any, is_first: bool) -> None:
 
 
 def constant_of(value: Any) -> np.ndarray | None:
-    """The constant that a traced step assigns, as `reset_state` does; None for other values."""
-    if value is None or isinstance(value, (tf.Variable, keras.Variable)):
+    """The constant that a traced step assigns, as `reset_state` does; None for other values, and in
+    an eager step, where each value is known and may be computed."""
+    if tf.executing_eagerly() or value is None or isinstance(value, (tf.Variable, keras.Variable)):
         return None
     tensor = value if tf.is_tensor(value) else tf.convert_to_tensor(value)
     static: np.ndarray | None = tf.get_static_value(tensor)

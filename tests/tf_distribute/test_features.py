@@ -238,20 +238,40 @@ def made_in_scope(strategy: str) -> Any:
     with trainer(strategy, data__batch_size=16) as it:
         keras.utils.set_random_seed(0)
         with it.scope() if strategy != "local" else it.strategy.scope():
-            model = small_model(extra=(keras.layers.BatchNormalization(synchronized=True),))
+            extra = (keras.layers.BatchNormalization(synchronized=True), counting_layer())
+            model = small_model(extra=extra)
         model.run_eagerly = True
         kinds = {type(v.value).__name__ for v in model.variables}
-        it.fit(model, (x, y))
-        it.fit(model, (x, y))
-        return kinds, weights_of(model)
+        logs = [it.fit(model, (x, y)).history for _ in range(2)]
+        return kinds, weights_of(model), {k: [each[k] for each in logs] for k in logs[0]}
+
+
+def counting_layer() -> Any:
+    """Counts the rows that it is trained on."""
+    import keras
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            settings = {"initializer": "zeros", "trainable": False, "aggregation": "sum"}
+            self.seen = self.add_weight(name="seen", shape=(), **settings)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.seen.assign_add(keras.ops.cast(keras.ops.shape(x)[0], self.seen.dtype))
+            return x
+
+    return Counting()
 
 
 def test_a_model_made_in_the_scope_is_taken_as_it_is(ranks: Callable[..., Any]) -> None:
     """Eager; `test_scopes` has compiled ones."""
-    (ours,) = under(ranks, "mirrored", made_in_scope, "mirrored")
     (reference,) = under(ranks, "local", made_in_scope, "local")
-    assert "MirroredVariable" in ours[0]
-    close(ours[1], reference[1])
+    for strategy in ("mirrored", "data_parallel"):
+        for ours in under(ranks, strategy, made_in_scope, strategy):
+            assert ("MirroredVariable" in ours[0]) == (strategy == "mirrored")
+            close(ours[1], reference[1])
+            for key, values in reference[2].items():
+                np.testing.assert_allclose(ours[2][key], values, rtol=1e-5, err_msg=key)
 
 
 def statistics(strategy: str) -> Any:
