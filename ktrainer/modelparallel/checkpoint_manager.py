@@ -6,6 +6,7 @@ under its name when it is complete, and which any number of partitions reads.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -84,7 +85,10 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """The paths of the complete checkpoints, in the order in which they were saved."""
-        return [str(self._path(number)) for number in self._numbers()]
+        times = self._times()
+        # One that cannot be read may be the newest: to restore it says why it cannot.
+        order = sorted(self._numbers(), key=lambda number: times.get(number, math.inf))
+        return [str(self._path(number)) for number in order]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -106,7 +110,8 @@ class CheckpointManager:
         state = current()
         arrays = {name: _value(variable) for name, variable in self._variables().items()}
         if checkpoint_number is None:
-            checkpoint_number = max(self._numbers(), default=0) + 1
+            is_first = state.world.rank == 0
+            checkpoint_number = max(self._numbers(), default=0) + 1 if is_first else 0
         path = self._path(int(state.world.broadcast(int(checkpoint_number), 0, "smp: save")))
         error = self._write(path, arrays) if state.dp.rank == 0 else None
         error = state.world.broadcast(error, 0, f"smp: save {path.name}")
@@ -127,7 +132,9 @@ class CheckpointManager:
             CheckpointError: on every rank, when the files are damaged, or have other variables.
         """
         world = current().world
-        path = self.latest_checkpoint if save_path is None else os.fspath(save_path)
+        path = None if save_path is None else os.fspath(save_path)
+        if path is None and world.rank == 0:
+            path = self.latest_checkpoint
         path = world.broadcast(path, 0, "smp: which checkpoint to restore")
         if path is None:
             return None
@@ -222,12 +229,11 @@ class CheckpointManager:
                 if problems:
                     raise CheckpointError("; ".join(problems))
                 described = merge_stage_parts(made, parts, every)
-                finish_checkpoint(
-                    made, path, described, {"partitions": len(parts), "saved": time.time()}
-                )
-            for number in self._numbers()[: -self._keep] if self._keep else ():
-                if self._path(number) == path:  # a clock was set back
-                    continue
+                # Hosts' clocks differ, and this one is the newest.
+                saved = max([time.time(), *(earlier + 1e-3 for earlier in self._times().values())])
+                finish_checkpoint(made, path, described, {"partitions": len(parts), "saved": saved})
+            times = self._times()
+            for number in sorted(times, key=times.__getitem__)[: -self._keep] if self._keep else ():
                 gone = self._path(number).with_name(f".{self._path(number).name}.old")
                 os.rename(self._path(number), gone)
                 shutil.rmtree(gone)
@@ -279,22 +285,27 @@ class CheckpointManager:
         return found
 
     def _numbers(self) -> list[int]:
-        """The numbers of the checkpoints, the last saved one last: another run may have higher
-        ones in the same folder."""
+        """The numbers of the checkpoints, in order: another run may have left higher ones."""
         pattern = re.compile(rf"{re.escape(self._prefix)}-(\d+)")
         names = os.listdir(self._directory) if self._directory.is_dir() else []
-        numbers = [int(found[1]) for name in names if (found := pattern.fullmatch(name))]
-        return sorted(numbers, key=lambda number: (_saved(self._path(number)), number))
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    def _times(self) -> dict[int, float]:
+        """When checkpoints were saved, by number, but for those that cannot be read now."""
+        found = {}
+        for number in self._numbers():
+            with suppress(OSError, ValueError):
+                found[number] = _saved(self._path(number))
+        return found
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{self._prefix}-{number}"
 
 
 def _saved(path: Path) -> float:
-    """The time at which a checkpoint was saved; 0 if unknown."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return float(read_state(path)["saved"])
-    return 0.0
+    """The time at which a checkpoint was saved; 0 if it does not say."""
+    state = read_state(path)
+    return float(state.get("saved", 0.0)) if isinstance(state, dict) else 0.0
 
 
 def _of_optimizer(key: str, optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:

@@ -163,6 +163,36 @@ def numbered(folder: str, numbers: list[int | None]) -> dict[str, Any]:
         }
 
 
+def with_other_clocks(folder: str) -> dict[str, Any]:
+    """Checkpoints of hosts of which each later one's clock is a minute behind, then one while the
+    newest cannot be read."""
+    import time
+    from unittest import mock
+
+    import tensorflow as tf
+
+    from ktrainer.modelparallel import checkpoint_manager
+
+    def fails(path: Path) -> Any:
+        if path.name == "ckpt-4":
+            raise OSError("stale file handle")
+        return read(path)
+
+    read = checkpoint_manager.read_state
+    with started(partitions=1) as smp:
+        manager = smp.CheckpointManager(
+            tf.train.Checkpoint(step=tf.Variable(0)), folder, max_to_keep=2
+        )
+        for place in range(4):
+            with mock.patch.object(time, "time", lambda place=place: 1e9 - 60 * place):
+                manager.save()
+        kept = manager.checkpoints
+        with mock.patch.object(checkpoint_manager, "read_state", fails):
+            manager.save()
+            manager.save()
+        return {"kept": kept, "all": manager.checkpoints}
+
+
 def saved(folder: str) -> list[str]:
     """A trained model written whole, and what goes wrong where it cannot be."""
     import tensorflow as tf

@@ -41,6 +41,14 @@ def test_the_checkpoint_just_saved_is_kept(ranks: Callable[..., Ranks], tmp_path
         assert (found["latest"], found["step"]) == (found["saved"][-1], 4)
 
 
+def test_clocks_and_errors_of_reading_lose_none(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    for found in ranks(1).run(rank_functions.with_other_clocks, str(tmp_path)):
+        assert [Path(path).name for path in found["kept"]] == ["ckpt-3", "ckpt-4"]
+        assert [Path(path).name for path in found["all"]] == ["ckpt-4", "ckpt-5", "ckpt-6"]
+
+
 def test_plain_keras_reads_the_whole_model(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     for early, ending in ranks(2).run(rank_functions.saved, str(tmp_path)):
         assert "has no variables yet" in early
