@@ -45,7 +45,6 @@ class RankLoop(UserLoop):
         self._collectives, self._data = collectives, data
         self._traced: set[Any] = set()
         self._equal: set[Any] = set()  # references of variables that all ranks have alike
-        self._left: set[Any] = set()  # of those that each rank has assigned by itself
         self._heals = self._in_body = False
         self._error: Exception | None = None  # of a rank, in the present step
         self._size, self._sum = collectives.size, self._compiled_sum()
@@ -170,9 +169,8 @@ class RankLoop(UserLoop):
             return
         concrete = step.function.get_concrete_function(*specs)
         self._traced.add(key)
-        if step.applies:
+        if step.needs_equal:
             self._make_equal(concrete)
-        self._left |= step.left
 
     def _make_equal(self, concrete: Any) -> None:
         """Give variables that a step has used for the first time the values of rank 0."""
@@ -187,7 +185,6 @@ class RankLoop(UserLoop):
                 f"would not have: {', '.join(v.name for v in new)}. Give it what they belong to, "
                 "as model=, optimizer= or state={...}"
             )
-        new = [v for v in new if v.ref() not in self._left]  # as gradients that ranks accumulate
         self._equal.update(v.ref() for v in new)
         with tf.init_scope():
             broadcast_variables([(v.name, v) for v in new], self.world)

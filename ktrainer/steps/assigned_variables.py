@@ -56,7 +56,7 @@ class AssignedVariables:
         among: `id()` of the Keras variables that are noted; None: any, and those of TensorFlow.
 
     Attributes:
-        left: variables of TensorFlow that are left as each rank has assigned them.
+        leaves: whether variables of TensorFlow are left as each rank has assigned them.
     """
 
     def __init__(self, context: StepContext, among: Collection[int] | None = None) -> None:
@@ -64,7 +64,7 @@ class AssignedVariables:
         self._graph = _present_graph()
         self._found: dict[int, _Assigned] = {}
         self._others: set[int] = set()
-        self.left: list[tf.Variable] = []
+        self.leaves = False
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class AssignedVariables:
             kind = aggregation_of(variable)
             if kind is None:
                 self._others.add(id(inner))
-                self.left += [inner] if inner is variable else []
+                self.leaves = self.leaves or inner is variable
                 return
             self._found[id(inner)] = _Assigned(inner, kind, self._value_of(inner))
         found = self._found[id(inner)]

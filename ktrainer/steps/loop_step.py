@@ -43,8 +43,8 @@ class LoopStep:
 
     Attributes:
         function: the compiled step.
-        applies: whether a trace of it has applied an optimizer.
-        left: references of variables of TensorFlow that are left as each rank has assigned them.
+        needs_equal: whether ranks must begin it with the same variables: a trace of it has applied
+            an optimizer, or assigns to variables of TensorFlow that are left as each rank does.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class LoopStep:
     ) -> None:
         self._step = as_function(step)
         self._collectives, self._rank, self._on_start = collectives, rank, on_start
-        self.applies = False
-        self.left: set[Any] = set()
+        self.needs_equal = False
         self.function = tf.function(self._on_this_rank, autograph=False)
 
     def _on_this_rank(self, *args: Any) -> Any:
@@ -67,8 +66,7 @@ class LoopStep:
         with loop_patches(context), as_one_of_ranks(context), assigned.noted():
             result = self._step(*args)
         assigned.reduce()
-        self.applies = self.applies or context.applies > 0
-        self.left.update(variable.ref() for variable in assigned.left)
+        self.needs_equal = self.needs_equal or context.applies > 0 or assigned.leaves
         return result
 
     def _count(self, context: StepContext) -> None:

@@ -146,6 +146,39 @@ def test_what_ranks_have_accumulated_is_not_overwritten(ranks: Callable[..., Any
     assert ranks(2).run(accumulated, "data_parallel") == [truth, truth]
 
 
+def assigned_before(backend: str) -> list[float]:
+    """A weight that a step clips before the first update, and its average."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend) as it:
+        own = 10.0 * it.world.rank
+        weight, average = tf.Variable(1.0 + own), tf.Variable(2.0 + own, trainable=False)
+        tracked, optimizer = keras.Variable(3.0 + own), keras.optimizers.SGD(0.1)
+        optimizer.build([tracked])
+
+        def clip() -> None:
+            weight.assign(tf.clip_by_value(weight, -5.0, 5.0))
+            average.assign(0.5 * average + 0.5 * tracked)
+
+        def update(x: Any) -> None:
+            gradient = tf.reduce_sum(tf.cast(x, tf.float32)) * weight * average
+            optimizer.apply([gradient], [tracked])
+
+        for part in it.distribute(tf.data.Dataset.range(6).batch(3)):
+            it.run(clip)
+            it.run(update, part)
+        return [float(weight), float(average), float(tracked)]
+
+
+def test_variables_that_a_step_assigns_begin_with_those_of_rank_0(
+    ranks: Callable[..., Any],
+) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(assigned_before, "local")
+    for found in ranks(2).run(assigned_before, "data_parallel"):
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
 def clipped_steps(backend: str, **words: Any) -> list[str]:
     """What a step says that computes, and one that updates."""
     import keras
