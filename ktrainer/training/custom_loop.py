@@ -42,7 +42,7 @@ class CustomLoop:
     backend: Backend
     _config: Config
     _checked_config: Config | None = None
-    _setting_of_updates: ConfigError | None = None
+    _has_setting_of_updates = False
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
@@ -157,25 +157,28 @@ class CustomLoop:
     def _settings_of_updates_refused(self) -> Iterator[None]:
         """Context in which a step that applies an optimizer raises an error, if a setting would
         have no effect on it."""
-        if self._checked_config is not self._config:
-            from ktrainer.training.user_steps import setting_of_updates
+        from ktrainer.training.user_steps import setting_of_updates
 
+        if self._checked_config is not self._config:
             self._checked_config = self._config
-            self._setting_of_updates = setting_of_updates(self._config)
-        error, applies = self._setting_of_updates, []
-        if error is None:
+            self._has_setting_of_updates = setting_of_updates(self._config) is not None
+        if not self._has_setting_of_updates:
             yield
             return
         import keras
 
+        errors: list[ConfigError] = []
+
         def apply(*_: Any, **__: Any) -> None:
-            applies.append(True)
+            error = setting_of_updates(self._config)
+            assert error is not None
+            errors.append(error)
             raise error
 
         try:
             with replaced((keras.optimizers.Optimizer, "apply", apply)):
                 yield
         except Exception:
-            if not applies:
+            if not errors:
                 raise
-            raise error from None  # TensorFlow has made one of its own of it
+            raise errors[0] from None  # TensorFlow has made one of its own of it

@@ -263,11 +263,17 @@ _KINDS = (
 def _variables(path: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, keras.Metric):
         # F1Score and its like make their variables in their first update, R2Score some of them.
-        if not value.variables or not getattr(value, "_built", True):
+        update = "pdate it once (a batch of zeros will do), and call its reset_state(), before"
+        if not getattr(value, "_built", True):
             raise ModelError(
                 f"{path}, {type(value).__name__}, makes its variables in its first update, so "
-                "there is nothing to save or restore. Update it once (a batch of zeros will do), "
-                "and call its reset_state(), before trainer.steps"
+                f"there is nothing to save or restore. U{update} trainer.steps"
+            )
+        if not value.variables and not hasattr(value, "_built"):
+            raise ModelError(
+                f"{path}, {type(value).__name__}, has no Keras variables, so there is nothing to "
+                f"save or restore. If it makes them in its first update, u{update} trainer.steps; "
+                "else make them with add_variable, or leave it out of state={...}"
             )
         return [(f"{path}/{k}:{v.name}", v) for k, v in enumerate(value.variables)]
     if isinstance(value, (keras.random.SeedGenerator, tf.random.Generator)):

@@ -250,6 +250,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
             ({"best": {"range": (0, 1)}}, "state/best/range is a tuple"),
             ({"f1": keras.metrics.F1Score()}, "state/f1, F1Score, makes its variables in"),
             ({"fit": [keras.metrics.R2Score()]}, "state/fit/0, R2Score, makes its variables"),
+            (
+                {"own": keras.metrics.Metric()},
+                "state/own, Metric, has no Keras variables.*leave it",
+            ),
         ]:
             with pytest.raises(ModelError, match=said):
                 trainer.steps(*arrays(), state=state)
