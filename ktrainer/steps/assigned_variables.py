@@ -23,7 +23,13 @@ from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.variable_assignments import ADDING, aggregation_of, assignments, constant_of
+from ktrainer.steps.variable_assignments import (
+    ADDING,
+    aggregation_of,
+    assignments,
+    constant_of,
+    is_added_to,
+)
 
 _UNCLEAR = (
     "the arguments of trainer.run have different numbers of rows, so it is unclear by how many to "
@@ -34,6 +40,11 @@ _IN_BRANCH = (
     "a branch or a loop on tensors sets {variable}, which ranks add to, as reset_state does: what "
     "they have added then depends on whether it runs. Reset it outside of branches and loops, or "
     "between two steps."
+)
+_COMPUTED = (
+    "a step sets {variable}, which ranks add to, to a value that it computes: each rank has its "
+    "own, and what it has added is unknown. Set it to a constant, then add to it: assign(0.0), "
+    "assign_add(value). Or make it with another aggregation, such as the mean."
 )
 _IN_PARTS = (
     "{name} sets a part of {variable}, whose values on all ranks are added up or averaged: ranks "
@@ -104,7 +115,8 @@ class AssignedVariables:
         """Keep the value of a variable before its first assignment in the step.
 
         Raises:
-            ModelError: a branch or a loop sets a sum: it is unclear whether it does.
+            ModelError: a branch or a loop sets a sum: it is unclear whether it does; or the step
+                sets one to a value that is computed.
         """
         if self._among is not None and id(variable) not in self._among:
             return
@@ -117,11 +129,25 @@ class AssignedVariables:
                 return
             self._found[id(inner)] = _Assigned(inner, kind, self._value_of(inner))
         found = self._found[id(inner)]
-        if found.kind != "sum" or (constant := constant_of(value)) is None:
+        if found.kind != "sum" or value is None:
             return
-        if _present_graph() is not self._graph:
+        constant = constant_of(value)
+        if constant is None:
+            # What `fit` assigns may come from outside; eager values are not known to be sums.
+            unclear = self._among is None and self._graph is not None
+            if unclear and not is_added_to(inner, tf.convert_to_tensor(value)):
+                raise ModelError(_COMPUTED.format(variable=inner.name))
+            return
+        if not self._is_certain():
             raise ModelError(_IN_BRANCH.format(variable=inner.name))
         self._found[id(inner)] = found._replace(before=constant.astype(inner.dtype.as_numpy_dtype))
+
+    def _is_certain(self) -> bool:
+        """Return whether the present part of the step always runs, once."""
+        graph = _present_graph()
+        return graph is self._graph or (
+            bool(self._context.compiled) and graph.outer_graph is self._graph
+        )
 
     def _value_of(self, variable: tf.Variable) -> tf.Tensor:
         if self._graph is None:

@@ -21,6 +21,7 @@ from ktrainer.runtime.monkeypatching import Replacement, replaced_in
 _WHOLE = ("assign", "assign_add", "assign_sub")
 ADDING = (*_WHOLE[1:], "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 _METHODS = ("assign", "scatter", "batch_scatter", "_strided_slice_assign")  # how they begin
+_KEEPING = ("Identity", "Cast", "Sub", "TensorScatterAdd", "TensorScatterSub")  # see `is_added_to`
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
 
@@ -92,6 +93,30 @@ def assign_total(variable: Any, value: Any, is_first: bool) -> None:
         with tf.device(part.device):
             part.assign(value if is_first else tf.zeros_like(value))
         is_first = False
+
+
+def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
+    """Return whether a traced value is that of `variable` plus others, not a new one."""
+    value = _outside(value)
+    if not tf.is_symbolic_tensor(value):
+        return False
+    kind, inputs = value.op.type, value.op.inputs
+    if kind == "ReadVariableOp":
+        return _outside(inputs[0]) is variable.handle
+    if kind in ("AddV2", "AddN"):
+        return sum(is_added_to(variable, each) for each in inputs) == 1
+    return kind in _KEEPING and is_added_to(variable, inputs[0])
+
+
+def _outside(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that a graph inside of another one, as a branch is, has `tensor` from."""
+    while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
+        captures = getattr(tensor.graph, "captures", ())
+        found = [outer for outer, inner in captures if inner is tensor]
+        if not found:
+            break
+        tensor = found[0]
+    return tensor
 
 
 def constant_of(value: Any) -> np.ndarray | None:

@@ -195,12 +195,15 @@ def clipped_steps(backend: str, **words: Any) -> list[str]:
             optimizer.apply_gradients([(tf.reduce_sum(x), weight)])
 
         said = []
+        raised = set()
         for step in (tf.reduce_sum, update, update):
             try:
                 it.run(step, tf.ones([2]))
                 said.append("")
             except ConfigError as error:
                 said.append(str(error))
+                raised.add(error)
+        assert len(raised) == 2
         assert float(weight) == 1
         return said
 
@@ -309,6 +312,19 @@ def sums_that_are_set(backend: str) -> dict[str, list[float]]:
         sums = {name: tf.Variable(5.0, **words) for name in [*zeros, "added"]}
         table, rows = tf.Variable(tf.zeros([3, 2], tf.float64), **words), row_counter()
         slices = tf.Variable(tf.zeros([3], tf.float64), **words)
+        more, compiled = tf.Variable(5.0, **words), row_counter()
+        metrics = [
+            keras.metrics.MeanIoU(8),
+            keras.metrics.R2Score(),
+            keras.metrics.AUC(num_thresholds=5),
+            keras.metrics.F1Score(average="micro", threshold=0.5),
+            keras.metrics.Precision(),
+        ]
+
+        @tf.function(jit_compile=True)
+        def reset_and_count(x: Any) -> None:
+            compiled.reset_state()
+            compiled.update_state(x)
 
         def step(x: Any, y: Any) -> None:
             for name, zero in zeros.items():
@@ -320,13 +336,25 @@ def sums_that_are_set(backend: str) -> dict[str, list[float]]:
             places = tf.stack([y, y % 2], 1)
             table.scatter_nd_add(places, tf.ones([tf.shape(y)[0]], tf.float64))
             slices.scatter_sub(tf.IndexedSlices(tf.reduce_sum(x, 1), y))
+            reset_and_count(x)
+            before = more.read_value()
+            if tf.reduce_sum(y) > -1:
+                more.assign(tf.reduce_sum(x) + before + 1 - 1)
+            for metric in metrics:
+                metric.update_state(1 - y[:, None] % 2, tf.nn.sigmoid(x[:, :1]))
 
-        found: dict[str, list[float]] = {name: [] for name in [*sums, "rows"]}
+        found: dict[str, list[float]] = {name: [] for name in [*sums, "rows", "compiled"]}
         for batch in batches(it):
             it.run(step, *batch)
-            for name, value in [*sums.items(), ("rows", rows.result())]:
+            counted = [("rows", rows.result()), ("compiled", compiled.result())]
+            for name, value in [*sums.items(), *counted]:
                 found[name].append(float(keras.ops.convert_to_numpy(value)))
-        return found | {"table": table.numpy().ravel(), "slices": slices.numpy()}
+        results = [round(float(metric.result()), 5) for metric in metrics]  # of float32
+        return found | {
+            "table": table.numpy().ravel(),
+            "slices": slices.numpy(),
+            "more": [float(more), *results],
+        }
 
 
 def test_sums_that_a_step_sets_are_those_of_one_process(ranks: Callable[..., Any]) -> None:
@@ -375,8 +403,20 @@ def sums_that_are_unclear() -> list[str]:
         def scatters(x: Any) -> None:
             mean.scatter_update(tf.IndexedSlices(keras.ops.sum(x, keepdims=True), [0]))
 
+        total = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
+        largest = keras.metrics.Sum()
+
+        def sets(x: Any) -> None:
+            total.assign(tf.reduce_sum(x))
+
+        def decays(x: Any) -> None:
+            total.assign(0.9 * total + tf.reduce_sum(x))
+
+        def compares(x: Any) -> None:
+            largest.total.assign(keras.ops.maximum(largest.total, keras.ops.max(x)))
+
         said = []
-        for step in (resets, slices, scatters):
+        for step in (resets, slices, scatters, sets, decays, compares):
             try:
                 it.run(step, tf.ones([4]))
             except ModelError as error:
@@ -387,8 +427,9 @@ def sums_that_are_unclear() -> list[str]:
 def test_sums_that_are_unclear_are_refused(ranks: Callable[..., Any]) -> None:
     for branch, *parts in ranks(2).run(sums_that_are_unclear):
         assert "Reset it outside of branches" in branch
-        assert len(parts) == 2
-        assert all("sets a part of Variable" in part for part in parts)
+        assert len(parts) == 5
+        assert all("sets a part of Variable" in part for part in parts[:2])
+        assert all("to a value that it computes" in part for part in parts[2:])
 
 
 def refused(name: str) -> str:
