@@ -10,7 +10,6 @@ different weights; here it happens before the first step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from ktrainer.steps.named_variables import (
     model_variables,
     view_of,
 )
-from ktrainer.steps.variable_broadcast import broadcast_variables, differing_attributes
+from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.steps.variable_placement import Placement, finalize_normalization, placement_of
 
 
@@ -37,8 +36,7 @@ class BroadcastVariables(Callback):
     """Give every rank the model's and optimizers' variables of rank `root`, before step 1.
 
     That covers weights, moving statistics, seed generators, optimizer slots, counters and
-    learning rates; not metrics, whose states belong to each rank, nor local layers, nor attributes
-    of layers that are a `tf.Variable` or `tf.random.Generator`, which Keras does not know of.
+    learning rates; not metrics, whose states belong to each rank, nor local layers.
 
     Of a model in partitions, each rank holds some variables. Those that several partitions hold
     are made equal within every replica; then all replicas get the variables of replica `root`.
@@ -72,20 +70,7 @@ class BroadcastVariables(Callback):
 
     def _broadcast(self) -> None:
         broadcast_model(self.model, self.world, self.root, self.local)
-        self._warn_of_attributes()
         self._pending = False
-
-    def _warn_of_attributes(self) -> None:
-        """Warn of `tf.Variable`s of layers that differ: ranks may want it so, as of generators."""
-        differ = differing_attributes(self.model, self.world)
-        names = [name for name, v in differ if not v.of_generator]
-        if names and self.world.is_root:
-            warnings.warn(
-                f"{', '.join(names)}: ranks have different values of this tf.Variable, and keep "
-                "them. If all are to have one value, make it with "
-                "layer.add_weight(trainable=False)",
-                stacklevel=2,
-            )
 
     def _broadcast_and_train(self, iterator: Any) -> Any:
         """The first call of Keras' `train_function`."""

@@ -64,21 +64,22 @@ def forget_programs(model: keras.Model) -> None:
 
 
 def warn_of_frozen_layers(program: Program) -> None:
-    """Warn where layers were frozen or unfrozen since the last `fit`, without `compile`.
+    """Warn where layers were frozen or unfrozen since the first `fit`, without `compile`.
 
     As in Keras, steps that are compiled keep what they train. A run that is restarted has none, so
     it would train other weights.
     """
-    model, before = program.model, program.trainable
+    model = program.model
     trained = {id(v) for v in model.trainable_variables}
-    program.trainable = now = {id(v): id(v) in trained for v in model.weights}
+    now = {id(v): id(v) in trained for v in model.weights}
+    before = program.trainable = program.trainable or now
     changed = [v for v in model.weights if before.get(id(v), now[id(v)]) != now[id(v)]]
     if changed and not model.run_eagerly:
         names = dict.fromkeys(v.path.rpartition("/")[0] for v in changed)
         warnings.warn(
-            f"{', '.join(names)} of the model {model.name!r} changed `trainable` since its last "
+            f"{', '.join(names)} of the model {model.name!r} changed `trainable` since its first "
             "fit, and it was not compiled again. As in Keras, this fit trains the weights that "
-            "the one before has trained; but a restart inside of it would not. Call model.compile "
+            "the first has trained; but a restart inside of it would not. Call model.compile "
             "after freezing or unfreezing layers",
             stacklevel=4,
         )

@@ -32,7 +32,7 @@ class Program(ABC):
         model: a compiled Keras model.
         counts_metrics: whether metrics are counted, and outputs computed, in this process. Those
             of all such processes together are the model's.
-        trainable: whether each weight, by its `id()`, was trainable at the start of the last `fit`.
+        trainable: whether each weight, by its `id()`, was trainable at the first `fit`.
     """
 
     model: keras.Model

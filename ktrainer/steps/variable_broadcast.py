@@ -1,9 +1,9 @@
-"""Broadcast of named variables from one rank to all, and comparison of those that may differ."""
+"""Broadcast of named variables from one rank to all, after a comparison of their shapes."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from ktrainer.distributed.array_transfer import broadcast_arrays, buckets
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
 from ktrainer.runtime.garbage_collection import return_freed_memory
-from ktrainer.steps.named_variables import attribute_variables, view_of
+from ktrainer.steps.named_variables import view_of
 
 
 def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: int = 0) -> None:
@@ -62,22 +62,3 @@ def _check_same_variables(
         + "; ".join(lines)
         + ". Build the same model, and its optimizers, on every rank."
     )
-
-
-def differing_attributes(
-    model: Any, world: World, ranks: Collection[int] | None = None
-) -> list[tuple[str, Any]]:
-    """Those of `attribute_variables` whose values differ between ranks. All ranks call it together,
-    between the same two steps.
-
-    Args:
-        ranks: the ranks that are compared; None: all.
-    """
-    named = attribute_variables(model)
-    if world.size == 1 or not named:
-        return []
-    digests = [zlib.crc32(view_of(v).tobytes()) for _, v in named]
-    every = world.allgather(digests, "comparison of attributes")
-    compared = every if ranks is None else [every[rank] for rank in ranks]
-    differ = [len(set(each)) > 1 for each in zip(*compared, strict=True)]
-    return [each for each, differs in zip(named, differ, strict=True) if differs]

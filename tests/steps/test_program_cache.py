@@ -84,8 +84,11 @@ def test_as_in_keras_weights_are_frozen_by_the_next_compile(data) -> None:
     name = model.layers[-1].name
     (text,) = [str(each.message) for each in said if "changed `trainable`" in str(each.message)]
     assert f"{name} of the model" in text
-    train(model, *data, verbose=0)  # said once; and not where `compile` follows
-    model.layers[-1].trainable = True
+    with pytest.warns(UserWarning, match="changed `trainable`"):  # still frozen
+        train(model, *data, verbose=0)
+    model.layers[-1].trainable = True  # as when the step was compiled
+    train(model, *data, verbose=0)
+    model.layers[-1].trainable = False
     model.compile("sgd", "mse")
     train(model, *data, verbose=0)
 

@@ -1,10 +1,9 @@
 """Capture the whole state of a run.
 
-Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, `attribute/<layer>/<name>` (of
-`tf.Variable`s and `tf.random.Generator`s that layers have as attributes), and in mid-epoch
+Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
-`callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local layers, what
-PowerSGD has yet to send, and attributes that differ, are one set per rank, `...@<rank>`.
+`callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local layers, and what
+PowerSGD has yet to send, are one set per rank, `...@<rank>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
 metric counts of each rank, names of local arrays.
 
@@ -41,14 +40,7 @@ from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import (
-    ATTRIBUTE,
-    all_variables,
-    attribute_variables,
-    built_optimizers,
-    view_of,
-)
-from ktrainer.steps.variable_broadcast import differing_attributes
+from ktrainer.steps.named_variables import all_variables, built_optimizers, view_of
 from ktrainer.steps.variable_placement import Placement, placement_of
 
 Arrays = dict[str, np.ndarray]
@@ -83,10 +75,7 @@ def capture(
     """
     placement = placement_of(model)
     # Views: an operation that updates a variable whose values are in use writes to a copy.
-    own = [name for name, _ in differing_attributes(model, world)]
-    arrays: Arrays = {
-        n: view_of(v) for n, v in named_variables(model) if n in own or _saves(n, v, placement)
-    }
+    arrays: Arrays = {n: view_of(v) for n, v in named_variables(model) if _saves(n, v, placement)}
     if progress.batch:
         metrics = metric_states(model, world)
         if placement is None or world.is_root:
@@ -98,7 +87,7 @@ def capture(
     arrays.update(more)
     arrays.update(powersgd_arrays(model))
     facts = powersgd_facts(model)
-    local = [*local_names(model, states), *error_names(facts), *own]
+    local = [*local_names(model, states), *error_names(facts)]
     if local:
         arrays = with_all_ranks(arrays, local, world)
     state = {
@@ -151,19 +140,16 @@ def local_names(model: Any, states: list[dict[str, Any]]) -> list[str]:
 
 
 def named_variables(model: Any) -> list[tuple[str, Any]]:
-    """(unique name, variable) of the model, its optimizers and Keras' global seed generator, and
-    those of TensorFlow that are attributes; the same on every rank, whether or not it holds the
-    values."""
-    return [*all_variables(model), *_global_seed(), *attribute_variables(model)]
+    """(unique name, variable) of the model, its optimizers and Keras' global seed generator; the
+    same on every rank, whether or not it holds the values."""
+    return [*all_variables(model), *_global_seed()]
 
 
 def variables_here(model: Any) -> list[tuple[str, Any]]:
     """Those of `named_variables` whose values are in this process."""
     placement = placement_of(model)
     named = named_variables(model)
-    if placement is None:
-        return named
-    return [(n, v) for n, v in named if _is_everywhere(n) or placement.holds(v)]
+    return [(n, v) for n, v in named if placement is None or n == SEED or placement.holds(v)]
 
 
 def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
@@ -172,12 +158,8 @@ def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
         return True
     if placement.replica != 0:
         return False
-    return placement.partition == 0 if _is_everywhere(name) else placement.owns(variable)
-
-
-def _is_everywhere(name: str) -> bool:
-    """Whether each process has a variable of its own, whatever part of the model it has."""
-    return name == SEED or name.startswith(ATTRIBUTE)
+    # Each process has a global seed generator of its own.
+    return placement.partition == 0 if name == SEED else placement.owns(variable)
 
 
 def _global_seed() -> list[tuple[str, Any]]:

@@ -5,7 +5,6 @@ They lie where the array of their name would be; `state["local"]` lists these na
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from ktrainer.checkpoint.contents.powersgd_state import is_error
 from ktrainer.distributed import World
 from ktrainer.distributed.array_transfer import gather_arrays, placeholder
 from ktrainer.errors import CheckpointError
-from ktrainer.steps.named_variables import ATTRIBUTE
 
 Arrays = dict[str, np.ndarray]
 
@@ -57,7 +55,7 @@ def names_of_all_ranks(names: Iterable[str], local: Iterable[str], size: int) ->
 
 def name_of_rank(name: str, state: Mapping[str, Any], rank: int) -> str:
     """The name under which a checkpoint has an array of `rank`."""
-    return f"{name}@{_source(name, state, rank)}" if name in state.get("local", ()) else name
+    return f"{name}@{rank}" if name in state.get("local", ()) else name
 
 
 def arrays_of_rank(arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], rank: int) -> Arrays:
@@ -68,31 +66,19 @@ def arrays_of_rank(arrays: Mapping[str, np.ndarray], state: Mapping[str, Any], r
         plain, _, number = name.rpartition("@")
         if plain not in local:
             found[name] = array
-        elif number == str(_source(plain, state, rank)):
+        elif number == str(rank):
             found[plain] = array
     return found
 
 
-def _source(name: str, state: Mapping[str, Any], rank: int) -> int:
-    """The rank whose array `rank` gets."""
-    return rank % int(state.get("world_size", 1)) if name.startswith(ATTRIBUTE) else rank
-
-
 def check_ranks(state: Mapping[str, Any], world: World) -> None:
-    """Refuse the local layers of another number of ranks; warn of attributes.
+    """Refuse the local layers of another number of ranks.
 
     Raises:
         CheckpointError: on all ranks.
     """
     saved = int(state.get("world_size", 1))
-    own = [name for name in state.get("local", ()) if name.startswith(ATTRIBUTE)]
-    layers = [name for name in state.get("local", ()) if not is_error(name) and name not in own]
-    if own and saved != world.size and world.is_root:
-        warnings.warn(
-            f"each of {saved} ranks had a value of its own of {', '.join(own)}, and there are "
-            f"{world.size}: rank k continues with that of rank k modulo {saved}",
-            stacklevel=4,
-        )
+    layers = [name for name in state.get("local", ()) if not is_error(name)]
     if layers and saved != world.size:
         raise CheckpointError(
             f"the checkpoint has local layers (backend.local_layers) of {saved} ranks, and there "
