@@ -35,7 +35,8 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
-from ktrainer.steps.variable_broadcast import broadcast_variables, differing_attributes
+from ktrainer.steps.named_variables import attribute_variables
+from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.training.loop_state import LoopModel
 
 if TYPE_CHECKING:
@@ -230,10 +231,8 @@ class ElasticRecovery:
         self.state.program.abandon()
         self._backup.keep()  # a hand-over that fails is undone too
         if any(order < furthest for order in orders):
-            there = [rank for rank, order in enumerate(orders) if order == furthest]
-            own = {name for name, _ in differing_attributes(self.model, self.world, there)}
-            named = [(n, v) for n, v in named_variables(self.model) if n not in own]
-            broadcast_variables(named, self.world, donor)
+            broadcast_variables(named_variables(self.model), self.world, donor)
+            self._broadcast_attributes(donor, lags=mine < furthest)
         self._restore_counts(lost, _counted_epoch(Progress.from_dict(point.progress)))
         self._restore_run(loop, point)
         self.commit(point.phase, point.logs, callbacks_up_to=point.callbacks_up_to)
@@ -241,6 +240,16 @@ class ElasticRecovery:
             self._table = {rank: row for rank, row in self._table.items() if rank not in lost}
         self._exchange_counts()
         return point.order[0]
+
+    def _broadcast_attributes(self, donor: int, lags: bool) -> None:
+        """Give a rank that lags the donor's `tf.Variable`s of layers. The other ranks keep theirs,
+        and each rank its random generators."""
+        named = {n: v for n, v in attribute_variables(self.model) if not v.of_generator}
+        values = {name: variable.numpy() for name, variable in named.items()}
+        received = self.world.broadcast(values, donor, "attributes of the furthest rank")
+        if lags:
+            for name in named.keys() & received.keys():
+                named[name].assign(received[name])
 
     def _exchange_counts(self) -> None:
         """Tell the other ranks what this one has counted, for them to take over."""

@@ -160,7 +160,7 @@ keras.src.utils.traceback_utils
         steps: set; an error of ours blames no layer
 keras.src.utils.naming
     to_snake_case(name)
-        pipeline: called; names of layers
+        pipeline, steps: called; names of layers
 keras.src.backend
     get_keras_mask(x)
         steps, pipeline: called; masks travel with tensors
@@ -533,6 +533,9 @@ tensorflow.python.autograph.core.ag_ctx
 tensorflow.python.trackable.base
     Trackable()._self_unconditional_checkpoint_dependencies, _self_unconditional_dependency_names
         steps: left out, where a layer's attributes are looked for variables
+tensorflow.python.module.module
+    Module._flatten
+        steps: called; the variables and random generators inside of a layer's attribute
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone

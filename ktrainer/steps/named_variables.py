@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras.src.utils.naming import to_snake_case
 from tensorflow.python.eager.context import context
 from tensorflow.python.eager.execute import execute
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -107,17 +109,21 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
 def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     """(unique name, variable) of each `tf.Variable`, and of the state of each
     `tf.random.Generator`, that a layer of `model` has as an attribute, or in a list, dict or
-    `tf.Module` there. Keras does not know of them.
+    `tf.Module` there. Keras does not know of them. The same names in each process.
 
-    They are a process's own, of a model that is cut into stages too: a count or a random stream
-    may differ between ranks.
+    None of a model that is cut into stages, where only the stage of a layer has its values, nor
+    variables that have a value for each replica.
     """
+    if placement_of(model) is not None:
+        return []
     known = [*model.variables, *model.metrics_variables]
     known += [v for optimizer in optimizers_of(model) for v in optimizer.variables]
     seen = {id(getattr(v, "variable", getattr(v, "_value", v))) for v in known}
     found = []
-    for layer in model._flatten_layers(include_self=True, recursive=True):
-        for each in _inside(vars(layer), f"{ATTRIBUTE}{layer.name}"):
+    layers = list(model._flatten_layers(include_self=True, recursive=True))
+    names = unique_names([_name_in_any_process(layer) for layer in layers])
+    for layer, name in zip(layers, names, strict=True):
+        for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
             if numeric and id(each.variable) not in seen:
@@ -126,13 +132,22 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     return list(zip(unique_names([each.path for each in found]), found, strict=True))
 
 
+def _name_in_any_process(layer: Any) -> str:
+    """A layer's name without the number that Keras may have given it, by the process' history."""
+    kind = to_snake_case(type(layer).__name__)
+    return kind if re.fullmatch(rf"{kind}_\d+", layer.name) else str(layer.name)
+
+
 def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
     if isinstance(value, tf.Variable):
-        yield StateVariable(path, value)
+        if value.synchronization != tf.VariableSynchronization.ON_READ:
+            yield StateVariable(path, value)
     elif isinstance(value, tf.random.Generator):
         yield StateVariable(path, value.state, of_generator=True)
     elif isinstance(value, tf.Module):
-        yield from _inside(list(value.variables), path, depth)
+        kinds = (tf.Variable, tf.random.Generator)
+        found = value._flatten(predicate=lambda each: isinstance(each, kinds))
+        yield from _inside(list(found), path, depth)
     elif depth < 3 and isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
             yield from _inside(each, f"{path}/{k}", depth + 1)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import gradient_hooks
-from ktrainer.checkpoint.contents.capture_state import named_variables
+from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.data.rank_consistency import check_consistency
 from ktrainer.errors import ConfigError, DataError
 from ktrainer.steps import Program
@@ -123,7 +123,7 @@ class Steps:
             run = StepsRun(context, self._state, call, trainer.callbacks, trainer)
             self._stack.callback(run.close)
             if context.world.heals:
-                self._user_loop.heal_steps([v for _, v in named_variables(model)])
+                self._user_loop.heal_steps([v for _, v in variables_here(model)])
                 self._stack.callback(self._user_loop.heal_steps, None)
             self._running = run.steps(trainer._recovery(run))
             self._stack.callback(self._running.close)

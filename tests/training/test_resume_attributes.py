@@ -13,10 +13,13 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Trainer, distributed
+from ktrainer.checkpoint.contents.validate_state import read_run
+from ktrainer.checkpoint.format.checkpoint_store import Store
+from ktrainer.elastic import ElasticRecovery
 from ktrainer.steps.named_variables import attribute_variables, model_variables
 from tests.training.test_resume_fit import data, settings
 
-QUIET = ["logging.progress=none", "logging.csv=false"]
+COUNT = "attribute/counter/module/0"
 SETTINGS = {"trainer__accumulate": 1, "checkpoint__every": "5ba", "health__verify": "off"}
 
 
@@ -29,29 +32,50 @@ class Plain(keras.Model):
         super().__init__(inputs, outputs, name="alternating")
 
 
-class Alternating(Plain):
-    """Every second update goes the other way; each rank has noise, and a count, of its own."""
+class Module(tf.Module):
+    """Counts updates; has noise."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.n = tf.Variable(0)
-        self.of_ranks = {"rows": [tf.Variable(0)]}
-        self.noise = tf.random.Generator.from_seed(1 + distributed.current_world().rank)
+        self.n, self.noise = tf.Variable(0), [tf.random.Generator.from_seed(1)]
+
+
+class Counter(keras.layers.Layer):
+    """Keras numbers it, differently in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Module()
+
+
+class Alternating(Plain):
+    """Every second update goes the other way, and has noise."""
+
+    def __init__(self) -> None:
+        for _ in range(distributed.current_world().rank):
+            Counter()
+        super().__init__()
+        self.counter, self.rows = Counter(), {"of": [tf.Variable(0)]}
 
     def train_step(self, batch: Any) -> Any:
         x, y = batch
-        self.n.assign_add(1)
-        self.of_ranks["rows"][0].assign_add(tf.shape(x)[0])
-        sign = tf.where(self.n % 2 == 0, -1.0, 1.0)
-        return super().train_step((sign * x + self.noise.normal(tf.shape(x)), y))
+        n, (noise,) = self.counter.module.n, self.counter.module.noise
+        n.assign_add(1)
+        self.rows["of"][0].assign_add(tf.shape(x)[0])
+        sign = tf.where(n % 2 == 0, -1.0, 1.0)
+        return super().train_step((sign * x + noise.normal(tf.shape(x)), y))
 
 
-class Together(Alternating):
-    """Stages must compute the same."""
+class Differing(Alternating):
+    """Ranks have more, and other, variables than the others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noise.reset_from_seed(1)
+        rank = distributed.current_world().rank
+        self.seeded = tf.random.Generator.from_seed(rank)
+        self.shaped = tf.Variable(tf.zeros(1 + rank))
+        if rank:
+            self.more = tf.Variable(0)
 
 
 def build(kind: Any = Alternating) -> keras.Model:
@@ -82,58 +106,68 @@ def in_parts(directory: str, kind: Any = Alternating, **more: Any) -> list[Any]:
 def test_they_continue_where_they_were(tmp_path: Path) -> None:
     whole, parts = in_parts(str(tmp_path))
     assert parts == whole
-    assert whole["attribute/alternating/n"] == 30
+    assert whole[COUNT] == 30
 
 
-def test_those_of_each_rank_are_its_own(tmp_path: Path, ranks: Callable[..., Any]) -> None:
-    (one, again), (two, _) = ranks(2).run(both_in_parts, str(tmp_path), deadline=120)
-    assert one["attribute/alternating/n"] == two["attribute/alternating/n"] == 30
-    assert one["attribute/alternating/noise"] != two["attribute/alternating/noise"]
-    assert again
-    # With fewer ranks, which a warning says; the run is over, so that is all.
-    words = settings(tmp_path / "parts", backend="local", **SETTINGS)
-    with pytest.warns(UserWarning, match="rank k continues with that of rank k modulo 2"):
-        assert train(words)["attribute/alternating/noise"] == one["attribute/alternating/noise"]
-
-
-def both_in_parts(directory: str) -> tuple[dict[str, Any], bool]:
-    whole, parts = in_parts(directory, backend="data_parallel")
-    return whole, parts == whole
-
-
-@pytest.mark.exhaustive
-def test_every_stage_has_them_again(tmp_path: Path, ranks: Callable[..., Any]) -> None:
-    for whole, parts in ranks(2).run(in_stages, str(tmp_path), deadline=120):
+def test_ranks_continue_too(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    words = {"backend": "data_parallel"}
+    for whole, parts in ranks(2).run(in_parts, str(tmp_path), **words, deadline=120):
         assert parts == whole
-        assert whole["attribute/alternating/n"] == 30
+        assert whole[COUNT] == 30
 
 
-def in_stages(directory: str) -> list[Any]:
-    words = {"backend__partitions": 2, "backend__microbatches": 2}
-    return in_parts(directory, Together, backend="pipeline", **words)
-
-
-def test_ranks_whose_variables_differ_at_the_start_are_told(ranks: Callable[..., Any]) -> None:
-    (text,), none = ranks(2).run(other_at_the_start)
-    assert text.startswith("attribute/alternating/n: ranks have different values")
+def test_what_differs_between_ranks_is_left_out(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    (counts, first), (others, none) = ranks(2).run(differing, str(tmp_path), deadline=120)
+    assert counts == others == [18, 30]
+    names = [f"attribute/alternating/{name}" for name in ("more", "seeded", "shaped")]
+    saved, restored, again = first
+    assert saved == again  # in each run once
+    assert saved.startswith(f"{', '.join(names)}: this tf.Variable or tf.random.Generator differs")
+    assert "seeded is not in the checkpoint; " in restored
+    assert "more is not in the checkpoint" in restored  # as rank 1 says
     assert none == []
 
 
-def other_at_the_start() -> list[str]:
-    model = build()
-    model.n.assign(distributed.current_world().rank)
-    words = ["backend=data_parallel", "trainer.max_steps=1", "health.verify=off", *QUIET]
-    with warnings.catch_warnings(record=True) as said, Trainer(overrides=words) as trainer:
+def differing(directory: str) -> tuple[list[int], list[str]]:
+    words = settings(Path(directory), backend="data_parallel", **SETTINGS)
+    with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(model, data())
-    return [str(each.message) for each in said if "different values" in str(each.message)]
+        first = train([*words, "trainer.max_steps=18"], Differing)
+        counts = [first[COUNT], train(words, Differing)[COUNT]]
+    return counts, [str(each.message) for each in said if "attribute" in str(each.message)]
+
+
+@pytest.mark.exhaustive
+def test_stages_save_none(tmp_path: Path, ranks: Callable[..., Any]) -> None:
+    words = {"backend__partitions": 2, "backend__microbatches": 2, "trainer__epochs": 1}
+    words = settings(tmp_path, backend="pipeline", **SETTINGS, **words)
+    ranks(2).run(train, words, deadline=120)
+    arrays, _ = read_run(Store(tmp_path / "checkpoints").entries()[0].path)
+    assert not [name for name in arrays if name.startswith("attribute/")]
+
+
+class Donor(distributed.SingleWorld):
+    """A rank whose count is 5, and which has drawn."""
+
+    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+        return {name: np.full_like(each, 5) for name, each in value.items()}
+
+
+@pytest.mark.parametrize(("lags", "count"), [(True, 5), (False, 0)])
+def test_ranks_that_lag_take_variables_from_the_donor(lags: bool, count: int) -> None:
+    recovery, model = object.__new__(ElasticRecovery), build()
+    recovery.model, recovery.world = model, Donor()  # type: ignore[assignment]
+    before = model.counter.module.noise[0].state.numpy()
+    recovery._broadcast_attributes(0, lags)
+    assert model.counter.module.n.numpy() == count
+    np.testing.assert_array_equal(model.counter.module.noise[0].state.numpy(), before)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "says"),
     [
-        (Plain, Alternating, "/n is not in the checkpoint"),
-        (Alternating, Plain, "/n is in the checkpoint only"),
+        (Plain, Alternating, "module/0 is not in the checkpoint"),
+        (Alternating, Plain, "module/0 is in the checkpoint only"),
     ],
 )
 def test_a_checkpoint_without_them(tmp_path: Path, first: Any, second: Any, says: str) -> None:

@@ -1,6 +1,7 @@
 """Capture the whole state of a run.
 
-Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, and in mid-epoch
+Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, `attribute/<layer>/<name>` (of
+`tf.Variable`s and `tf.random.Generator`s that layers have as attributes), and in mid-epoch
 `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
 `callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local layers, and what
 PowerSGD has yet to send, are one set per rank, `...@<rank>`.
@@ -13,8 +14,11 @@ those of the whole model, so a checkpoint fits any number of stages.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -40,13 +44,21 @@ from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import all_variables, built_optimizers, view_of
+from ktrainer.steps.named_variables import (
+    ATTRIBUTE,
+    all_variables,
+    attribute_variables,
+    built_optimizers,
+    view_of,
+)
 from ktrainer.steps.variable_placement import Placement, placement_of
 
 Arrays = dict[str, np.ndarray]
 Pairs = list[tuple[Any, str]]  # (variable, name of its array)
 
 SEED = "seed/global"
+
+_told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # attributes named in a warning
 
 
 def capture(
@@ -76,6 +88,7 @@ def capture(
     placement = placement_of(model)
     # Views: an operation that updates a variable whose values are in use writes to a copy.
     arrays: Arrays = {n: view_of(v) for n, v in named_variables(model) if _saves(n, v, placement)}
+    arrays.update(_common_attributes(model, world))
     if progress.batch:
         metrics = metric_states(model, world)
         if placement is None or world.is_root:
@@ -119,7 +132,7 @@ def names_to_save(model: Any, arrays: Mapping[str, Any], state: Mapping[str, Any
         arrays, state: the result of `capture` on rank 0.
     """
     names = [name for name, _ in named_variables(model)]
-    names += [name for name in arrays if name.startswith(("metrics/", "data/"))]
+    names += [name for name in arrays if name.startswith((ATTRIBUTE, "metrics/", "data/"))]
     names += callback_arrays(state["callbacks"])
     names += powersgd_names(state)
     return names_of_all_ranks(names, state.get("local", ()), state["world_size"])
@@ -146,10 +159,12 @@ def named_variables(model: Any) -> list[tuple[str, Any]]:
 
 
 def variables_here(model: Any) -> list[tuple[str, Any]]:
-    """Those of `named_variables` whose values are in this process."""
+    """Those of `named_variables` whose values are in this process, and `attribute_variables`."""
     placement = placement_of(model)
     named = named_variables(model)
-    return [(n, v) for n, v in named if placement is None or n == SEED or placement.holds(v)]
+    if placement is None:
+        return [*named, *attribute_variables(model)]
+    return [(n, v) for n, v in named if n == SEED or placement.holds(v)]
 
 
 def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
@@ -160,6 +175,31 @@ def _saves(name: str, variable: Any, placement: Placement | None) -> bool:
         return False
     # Each process has a global seed generator of its own.
     return placement.partition == 0 if name == SEED else placement.owns(variable)
+
+
+def _common_attributes(model: Any, world: World) -> Arrays:
+    """The values of `attribute_variables` that all ranks have alike. All ranks call it together.
+
+    The others are left out, with a warning: a value of one rank would be wrong on the others, and
+    another number of ranks may resume.
+    """
+    arrays = {name: view_of(variable) for name, variable in attribute_variables(model)}
+    if world.size == 1 or placement_of(model) is not None:
+        return arrays
+    here = {(n, a.shape, a.dtype.name, zlib.crc32(a.tobytes())) for n, a in arrays.items()}
+    every = world.allgather(here, "comparison of attributes")  # of those that have none, too
+    common = {name for name, *_ in set.intersection(*every)}
+    told = _told.setdefault(model, set())
+    differ = sorted({name for name, *_ in set.union(*every)} - common - told)
+    told.update(differ)
+    if differ and world.is_root:
+        warnings.warn(
+            f"{', '.join(differ)}: this tf.Variable or tf.random.Generator differs between ranks, "
+            "so checkpoints do not hold it. Make it with layer.add_weight(trainable=False), which "
+            "ranks keep equal, or restore it yourself",
+            stacklevel=4,
+        )
+    return {name: array for name, array in arrays.items() if name in common}
 
 
 def _global_seed() -> list[tuple[str, Any]]:

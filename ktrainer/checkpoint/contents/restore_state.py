@@ -49,8 +49,9 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
     """
     problems = _build_optimizers(model, state.get("optimizers", []))
-    named = [(n, v) for n, v in named_variables(model) if not n.startswith(ATTRIBUTE)]
-    pairs, mismatches = match_arrays(_part(saved, "model/", "optimizer/", "seed/"), named)
+    pairs, mismatches = match_arrays(
+        _part(saved, "model/", "optimizer/", "seed/"), named_variables(model)
+    )
     problems += [*mismatches, *powersgd_problems(model, saved, state)]
     local = local_variables(model)
     problems += [
@@ -68,18 +69,21 @@ def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: W
 
 
 def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
-    """Pair `attribute_variables` with saved arrays. Those that do not fit are left as they are,
-    with a warning: checkpoints of earlier versions have none, and a step may make some.
+    """Pair `attribute_variables` with saved arrays. Those that do not fit on some rank are left as
+    they are there, with a warning: checkpoints have none that differed, and a step may make some.
+    All ranks call it together.
 
     Args:
         saved: as for `pair_variables`.
     """
     saved = _part(saved, ATTRIBUTE)
     pairs, problems = match_arrays(saved, attribute_variables(model))
-    if problems and world.is_root:
+    every = world.allgather(problems, "attributes that do not fit a checkpoint")
+    if any(every) and world.is_root:
+        said = dict.fromkeys(problem for each in every for problem in each)
         warnings.warn(
             "a tf.Variable or tf.random.Generator that is an attribute of a layer is not restored, "
-            f"and begins as the script makes it: {'; '.join(problems)}",
+            f"and begins as the script makes it: {'; '.join(said)}",
             stacklevel=4,
         )
     return [(v, key) for v, key in pairs if _differs(v, saved[key]) is None]
