@@ -44,7 +44,7 @@ def data_fingerprint(feed: Feed, config: Config) -> dict[str, Any]:
 def restore_position(feed: Feed, config: Config, state: Mapping[str, Any]) -> None:
     """Restore the order of the data before a run resumes from the `state` of a checkpoint.
 
-    If no seed is set, the checkpoint's is used.
+    If no seed was chosen, the order is the checkpoint's.
 
     Raises:
         CheckpointError: it is inside an epoch, or with `steps_per_epoch` inside a pass, whose
@@ -53,10 +53,8 @@ def restore_position(feed: Feed, config: Config, state: Mapping[str, Any]) -> No
     saved, progress = state.get("data"), state["progress"]
     if saved is None:
         return  # saved by a loop that does not count batches
-    chosen = config.seed is not None or (
-        feed.shuffle_order is not None and feed.shuffle_order.keras
-    )
-    if feed.shuffle_order is not None and not chosen and "seed" in saved:
+    order = feed.shuffle_order
+    if order is not None and not order.keras and "seed" in saved:  # no seed was chosen
         feed.set_shuffle_order(
             ShuffleOrder(int(saved["seed"]), bool(saved.get("order of Model.fit")))
         )

@@ -192,8 +192,8 @@ class Seven(keras.utils.PyDataset):
         return numbered(4)[0] + index, np.full(4, index)
 
 
-def test_a_drawn_order_is_taken_from_the_checkpoint() -> None:
-    config = Config(seed=None)
+def test_an_order_that_was_not_chosen_is_taken_from_the_checkpoint() -> None:
+    config = Config()
     for make in (Seven, lambda: numbered(40)):
         first, second = feed(make(), seed=5), feed(make(), seed=6)
         expected = rows(first.epoch(1))
@@ -202,7 +202,7 @@ def test_a_drawn_order_is_taken_from_the_checkpoint() -> None:
         restore_position(second, config, state)
         assert rows(second.epoch(1, skip=1)) == expected[1:]
         with pytest.raises(CheckpointError, match="seed: 5 then, 6 now"):
-            restore_position(feed(make(), seed=6), Config(seed=6), state)
+            restore_position(feed(make(), order=ShuffleOrder(6, keras=True)), config, state)
 
 
 def forty_rows(steps: int | None = None, batch_size: int = 4, **options: Any) -> Any:

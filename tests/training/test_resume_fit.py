@@ -371,6 +371,29 @@ def test_each_fit_of_a_script_has_checkpoints_of_its_own(tmp_path: Path) -> None
     assert script() == first, "both are restored, each from its own"
 
 
+class FailsInsideEpoch(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 3:
+            raise InterruptedError
+
+
+def test_a_second_fit_resumes_in_a_script_without_the_first(tmp_path: Path) -> None:
+    def fine_tune(name: str, callbacks: Any = (), first: bool = True, **more: Any) -> list[float]:
+        keras.utils.clear_session()
+        words = settings(tmp_path / name, trainer__epochs=2, **more)
+        with Trainer(overrides=words) as trainer:
+            it = model()
+            if first:
+                trainer.fit(it, data())
+            return trainer.fit(it, data(), callbacks=callbacks).history["loss"]
+
+    whole = fine_tune("whole")
+    with pytest.raises(InterruptedError):
+        fine_tune("parts", [FailsInsideEpoch()])
+    newest = max((tmp_path / "parts" / "checkpoints-2").iterdir())
+    assert fine_tune("alone", first=False, checkpoint__resume=newest) == whole
+
+
 def called(words: list[str]) -> tuple[dict[str, list[float]], list[int], list[bytes]]:
     """History, its epochs and the bits of all weights after a `fit` with arguments of Keras."""
     keras.utils.clear_session()
