@@ -36,6 +36,7 @@ from ktrainer.steps.step_helpers import (
     average_statistics,
     check_applied,
     is_uniform,
+    local_output,
     moved_by_padding,
     python_step,
     rows_of,
@@ -178,9 +179,7 @@ class CompiledProgram(Program):
         function = self._function("predict", local_batch.examples == 0)
         outputs = self._call([local_batch], function, local_batch.batch, _weight(local_batch))
         kept = slice(None) if local_batch.examples else slice(0)
-        return keras.tree.map_structure(
-            lambda t: t[kept] if isinstance(t, tf.RaggedTensor) else t.numpy()[kept], outputs
-        )
+        return keras.tree.map_structure(lambda t: local_output(t)[kept], outputs)
 
     def is_built(self, training: bool) -> bool:
         """Return whether all variables are there that `train`, or `test`, needs."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.random.seed_generator import global_seed_generator
 
@@ -30,6 +31,11 @@ def rows_of(batch: Any) -> int | tf.Tensor | None:
         if len(shape) > 0:
             return tf.shape(leaf, out_type=tf.int64)[0] if shape[0] is None else int(shape[0])
     return None
+
+
+def local_output(output: Any) -> Any:
+    """An output of `predict` as a NumPy array, or as the ragged tensor that it is."""
+    return output if isinstance(output, tf.RaggedTensor) else np.asarray(output)
 
 
 def check_applied(context: StepContext, model: keras.Model) -> None:

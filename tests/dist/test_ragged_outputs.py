@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer import Trainer
+from tests.tf_distribute.running import make_devices, under
 
 LENGTHS = [1, 1, 1, 1, 3, 2, 1, 2, 3]  # of one batch alike, then uneven ones
 
@@ -22,12 +23,13 @@ class Ragged(keras.Model):
         return {"rows": tf.RaggedTensor.from_row_lengths(rows, x[:, 0]), "lengths": x}
 
 
-def predicted(backend: str) -> tuple[str, Any, Any]:
+def predicted(backend: str, **settings: Any) -> tuple[str, Any, Any]:
     x = np.array(LENGTHS, "int64")[:, None]
     if backend == "keras":
         found = Ragged().predict(x, batch_size=4, verbose=0)
     else:
-        with Trainer({"backend": backend, "logging": {"progress": "none"}}) as trainer:
+        given = {"backend": {"name": backend, **settings}, "logging": {"progress": "none"}}
+        with Trainer(given) as trainer:
             found = trainer.predict(Ragged(), x, batch_size=4)
     return type(found["rows"]).__name__, found["rows"].to_list(), found["lengths"].tolist()
 
@@ -36,3 +38,9 @@ def test_ragged_outputs_are_those_of_keras(ranks: Callable[..., Any]) -> None:
     expected = predicted("keras")
     assert predicted("local") == expected
     assert ranks(2).run(predicted, "data_parallel") == [expected] * 2
+    assert under(ranks, "mirrored", predicted_by_replicas) == [expected]
+
+
+def predicted_by_replicas() -> tuple[str, Any, Any]:
+    make_devices()
+    return predicted("tf_distribute", strategy="mirrored", devices=2)

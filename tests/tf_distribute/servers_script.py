@@ -28,6 +28,7 @@ from tests.contracts.test_backends import compare as compare_zoo
 from tests.dist import losses
 from tests.dist.cases import CASES, difference, several, with_optimizers
 from tests.dist.harness import keras_state
+from tests.dist.test_ragged_outputs import predicted
 from tests.loops.cases import CASES as LOOPS
 from tests.loops.cases import largest_difference, outcomes
 from tests.tf_distribute.running import make_devices
@@ -119,6 +120,7 @@ def loops() -> dict[str, Any]:
     pairs = zip(outcomes("parameter_server", names), outcomes("local", names), strict=True)
     gaps = {n: largest_difference(*pair) for n, pair in zip(names, pairs, strict=True)}
     found = {"gaps": gaps, "scheduled": scheduled(), "in a function": in_a_function()}
+    found["ragged"] = predicted("tf_distribute", strategy="parameter_server")
     return found | {"counted": counted_by_sums(), "reset": reset_in_a_step()}
 
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.dist.harness.group import ROOT
+from tests.dist.test_ragged_outputs import predicted
 from tests.distributed.test_cluster_world import free_ports
 from tests.tf_distribute.launching import (
     LAUNCH,
@@ -71,6 +72,7 @@ def test_loops_of_a_users_own(start: Start, tmp_path: Path) -> None:
     assert found["counted"] == [240.0] * 3
     assert found["reset"].startswith("ModelError: a step of Resetting resets a metric (loss/")
     assert "call trainer.run or schedule outside of it" in found["in a function"]
+    assert found["ragged"] == list(predicted("keras"))
 
 
 @pytest.mark.exhaustive

@@ -33,7 +33,7 @@ from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
-from ktrainer.steps.step_helpers import global_seed, python_step
+from ktrainer.steps.step_helpers import global_seed, local_output, python_step
 from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
 
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
@@ -141,7 +141,7 @@ class ReplicatedProgram(Program):
         with self._explained([local_batch]):
             counts = batch_counts([local_batch])
             outputs = self._function("predict")(self._on_host(local_batch.batch), *counts)
-        return keras.tree.map_structure(lambda t: t.numpy(), outputs)
+        return keras.tree.map_structure(local_output, outputs)
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         return self._logged[kind].sources

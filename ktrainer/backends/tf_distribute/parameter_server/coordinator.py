@@ -38,6 +38,7 @@ from ktrainer.steps import StepOptions
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import require_sums
 from ktrainer.steps.program_interface import LocalBatchLike, Logs
+from ktrainer.steps.step_helpers import local_output
 from ktrainer.steps.variable_assignments import aggregation_of
 
 Places = tuple[int, ...]
@@ -186,7 +187,7 @@ class CoordinatedProgram(ReplicatedProgram):
             _tensors(local_batch.batch, *batch_counts([local_batch])),
             "a prediction",
         )
-        return keras.tree.map_structure(np.asarray, outputs)
+        return keras.tree.map_structure(local_output, outputs)
 
     def finish(self) -> Logs | None:
         """Wait for all workers, and add up their counts."""

@@ -54,10 +54,10 @@ class WorkerPool:
             return self._coordinator.schedule(function, args=tuple(args))
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], what: str) -> Any:
-        """Have a worker run it, wait, and return its result."""
+        """Have a worker run it, wait, and return its result, as tensors."""
         result = self.schedule(function, args)
         self.wait_for([result], what)
-        return result.fetch()
+        return result.get()  # `fetch` makes arrays of ragged tensors, too
 
     def wait_for(self, results: Sequence[Any], what: str = "updates of the workers") -> None:
         """Wait until all of `results` are computed.
