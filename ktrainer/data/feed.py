@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ktrainer.data.batch_source import close_iterator
@@ -229,7 +230,8 @@ def limited(num_batches: int | None, limit: int | float | None) -> int | None:
                 f"a limit of {limit:g} of all batches needs data whose length is known; "
                 "give a whole number of batches instead"
             )
-        return min(num_batches, max(1, int(num_batches * limit))) if limit > 0 else 0
+        batches = min(num_batches, max(1, int(num_batches * limit))) if limit > 0 else 0
+        return min(batches, keras.config.max_steps_per_epoch() or batches)
     return int(limit) if num_batches is None else min(num_batches, int(limit))
 
 

@@ -52,8 +52,10 @@ def limit_steps(steps: int | None) -> int | None:
 
 
 def _exceeds(value: Any, limit: int | None, name: str) -> bool:
-    """Whether a value is more than a limit, or may be, with a warning."""
-    if not limit or (isinstance(value, (int, np.integer)) and value <= limit):
+    """Whether a value is more than a limit, or may be, with a warning. A fraction is left to the
+    feed, which knows of how many batches."""
+    known = isinstance(value, (int, np.integer))
+    if not limit or isinstance(value, float) or (known and value <= limit):
         return False
     warnings.warn(f"Limiting {name} to {limit}", stacklevel=5)
     return True

@@ -283,6 +283,11 @@ def test_keras_limits_for_debugging(quiet: dict[str, Any]) -> None:
         expected = model.evaluate(x, y, 5, 0, return_dict=True)
         assert trainer.evaluate(model, x, y, 5) == expected
         assert len(trainer.predict(model, x, 5)) == len(model.predict(x, 5, 0)) == 15
+    for fraction, steps in ((0.1, 2), (0.9, 3)):
+        words = [f"trainer.limit_train_batches={fraction}", "trainer.epochs=1"]
+        with Trainer(quiet, overrides=words) as trainer:
+            trainer.fit(build(), x, y, batch_size=1)
+            assert trainer.progress.step == steps
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
