@@ -28,7 +28,8 @@ class OneBatch(Feed):
     """One batch, the same on every rank, of which this rank has its local batch.
 
     Args:
-        batch: `(x,)` or `(x, y, sample_weight)`, of arrays or tensors; `y` and weights may be None.
+        batch: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, of arrays or tensors; `y` and weights
+            may be None.
         world: the ranks.
         known: the spec of batches before this one, or None.
     """
@@ -126,7 +127,12 @@ class BatchMethods:
         self, kind: str, model: keras.Model, parts: tuple[Any, ...]
     ) -> tuple[Program, OneBatch]:
         """The program of `model`, and a batch of which this rank takes its part; ranks compare the
-        first one. Its parts are those that Keras' method hands to a step, None among them."""
+        first one. A step of the user's own is given all parts, as by Keras' method; Keras' own
+        steps those that feeds have, so that the compiled step is the same."""
+        step = getattr(model, f"{kind}_step")
+        if getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step"):
+            while len(parts) > 1 and parts[-1] is None:
+                parts = parts[:-1]
         program = self.trainer.program_for(model)
         specs = self._specs.setdefault(program, {})
         given = (kind, *(part is not None for part in parts))

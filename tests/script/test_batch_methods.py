@@ -50,3 +50,31 @@ def results(methods: Any) -> list[float]:
 def test_steps_are_given_three_parts() -> None:
     with Trainer({"logging": {"progress": "none"}}) as trainer:
         assert results(BatchMethods(trainer)) == results(keras.Model)
+
+
+class Counting(keras.Model):
+    """Counts how often it is traced."""
+
+    traces = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        self.traces += 1
+        return self.dense(x)
+
+
+def test_batches_between_calls_are_not_traced_again() -> None:
+    model, x, y = Counting(), np.ones((8, 2), "f"), np.ones((8, 1), "f")
+    model.compile("sgd", "mse")
+    with Trainer({"logging": {"progress": "none"}}) as trainer:
+        methods, traces = BatchMethods(trainer), []
+        for _ in range(3):
+            trainer.fit(model, x, y, batch_size=8)
+            methods.train_on_batch(model, x, y)
+            trainer.evaluate(model, x, y, batch_size=8)
+            methods.test_on_batch(model, x, y)
+            traces.append(model.traces)
+    assert traces == traces[:1] * 3
