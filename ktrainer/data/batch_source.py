@@ -75,6 +75,9 @@ class Source(ABC):
         """Count a batch as used, not just read; return False if another call has used it."""
         return True
 
+    def use(self, batches: int) -> None:  # noqa: B027 - most can be opened again
+        """Count so many batches of an unread source as used, for the calls after this one."""
+
     def look(self) -> Piece | None:
         """A batch that was read as the source was made, like the first one of an epoch; None if
         `open` shows the first."""

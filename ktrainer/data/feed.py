@@ -162,7 +162,8 @@ class Feed(ABC):
         """Go on as after so many passes over all data, which were made before a resume."""
 
     def read_up_to(self, epoch: int, skip: int) -> None:  # noqa: B027 - most can be read again
-        """Leave data that can be read only once at a position, for the calls after this one."""
+        """Leave data that can be read only once at a position, for the calls after this one, the
+        first of which passes over what comes before."""
 
     def slow_stage(self) -> str | None:
         """The stage of this rank's input that takes most, and how long; None if it is unknown."""

@@ -77,6 +77,10 @@ class GeneratorSource(PythonSource):
     def take(self, piece: Piece) -> bool:
         return self._reader is None or self._reader.use(piece.end)
 
+    def use(self, batches: int) -> None:
+        if self._reader is not None:
+            self._reader.use(self._reader.begin + batches)
+
     def _pass_over(self, epoch: int) -> None:
         """Begin all epochs before this one, as an order may be drawn then; no more of them is read,
         so what an order draws on the way is missed."""

@@ -57,8 +57,10 @@ class SourceFeed(Feed):
         self._cursor.resume_from(state)
 
     def read_up_to(self, epoch: int, skip: int) -> None:
-        if not self.source.reopens:
-            self._cursor.start(epoch - self.first_epoch, skip)
+        batches = (epoch - self.first_epoch) * (self.pass_batches or 0) + skip
+        if batches and not self.source.reopens:
+            self._cursor.drop_peeked()  # else its thread would pass over them
+            self.source.use(batches)
 
     def replay_passes(self, passes: int) -> None:
         source = self.source

@@ -172,8 +172,6 @@ class Loop:
         progress = state.progress
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
-        if self._finished():  # before a resume: calls after this one go on from there
-            state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
         self._cut_logs(resumed=state.progress is not start)
@@ -248,6 +246,9 @@ class Loop:
                 logs = yield from self._epoch()
         except PreemptionRequested as request:
             self._exit(request)
+        if self._first_call:  # all updates came before a resume: the calls after this one go on
+            progress = self.state.progress
+            self.state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
         self._gather_times()
