@@ -24,7 +24,6 @@ from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
-from ktrainer.steps.named_variables import ATTRIBUTE
 
 _REMEDY = (
     "Give the function that builds the model, with --model MODULE:FUNCTION (which runs that "
@@ -159,8 +158,7 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     if not model.compiled:
         arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
         state = {**state, "optimizers": []}
-    names = [name for name, _ in named_variables(model) if not name.startswith(ATTRIBUTE)]
-    arrays = _renamed(arrays, names, of_function)
+    arrays = _renamed(arrays, [name for name, _ in named_variables(model)], of_function)
     for variable, name in pair_variables(model, arrays, state, SingleWorld()):
         variable.assign(arrays[name])
     return model
