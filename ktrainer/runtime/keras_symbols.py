@@ -391,7 +391,7 @@ tensorflow.python.framework.ops
     Graph._variable_creator_stack
         steps: changed; the scope of a strategy in a compiled step
     Graph._get_function(self, name)
-        pipeline: called; operations inside of functions
+        pipeline, steps: called; operations inside of functions
     Operation._add_control_inputs
         pipeline: called; the order of gradients
     Operation._set_attr(self, attr_name, attr_value)
@@ -481,6 +481,15 @@ tensorflow.python.ops.gen_random_ops
         steps: replaced; ranks draw different numbers for their examples
     multinomial(logits, num_samples, seed, seed2, output_dtype, name)
         steps: replaced; ranks draw different numbers for their examples
+tensorflow.python.ops.map_fn
+    map_fn_v2
+        steps: replaced; gradients of single examples are not summed over ranks
+tensorflow.python.ops.while_loop
+    while_loop_v2
+        steps: replaced; likewise
+tensorflow.python.ops.parallel_for.control_flow_ops
+    vectorized_map
+        steps: replaced; likewise
 tensorflow.python.ops.random_ops
     random_normal(shape, mean, stddev, dtype, seed, name)
         verify: replaced; draws that do not depend on the batch

@@ -7,7 +7,8 @@ the sum over ranks. So
 |---|---|
 | `tf.clip_by_global_norm`, `tf.linalg.global_norm`, `tf.clip_by_norm` | the norm is that of the sums; parts are only scaled by it |
 | `tf.clip_by_value` | refused |
-| another change that is not linear | a warning where an optimizer applies the gradients |
+| any of them inside of a loop, a branch or a function with `jit_compile=True` | TensorFlow's own: it may act on gradients of single examples |
+| a change that is not linear, or cannot be followed | a warning where an optimizer applies the gradients, unless the step runs eagerly |
 
 Replacements for functions of TensorFlow; see `steps.keras_patches`.
 """  # noqa: E501
@@ -15,45 +16,77 @@ Replacements for functions of TensorFlow; see `steps.keras_patches`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from ktrainer.errors import ModelError
 from ktrainer.steps.embedding_gradients import mark_common
+from ktrainer.steps.gradient_flow import LOCAL, reference
 from ktrainer.steps.reduce_gradients import reduce_gradients
-from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_context import StepContext, present_graph, with_shape_of
 
 _INSTEAD = "Use the optimizer's {}, or trainer.clip, which act on the sum"
-# Operations that are linear in each input, in one of them, and in the first one.
-_LINEAR = {
-    *("Add", "AddN", "AddV2", "Sub", "Neg", "Sum", "Mean", "UnsortedSegmentSum", "Cast"),
-    *("Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "CheckNumericsV2"),
-    *("CheckNumerics", "Reshape", "Squeeze", "ExpandDims", "Transpose", "ConcatV2", "Pack"),
-    *("Unpack", "Split", "SplitV", "Slice", "StridedSlice", "GatherV2", "BroadcastTo"),
-}
-_PRODUCTS = {"Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "Einsum"}
-_QUOTIENTS = {"RealDiv", "DivNoNan"}
-_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike", "BroadcastGradientArgs"}
 
 
 def note_gradients(context: StepContext, sources: Any, gradients: Any) -> None:
     """Remember which tensors are this part's gradients of weights."""
     for gradient, source in zip(tf.nest.flatten(gradients), tf.nest.flatten(sources), strict=True):
-        if gradient is not None and isinstance(source, (tf.Variable, keras.Variable)):
-            context.part_gradients[_key(gradient)] = gradient
+        if gradient is None or not isinstance(source, (tf.Variable, keras.Variable)):
+            continue
+        # Local variables are known as those of Keras.
+        keras_variable = isinstance(source, keras.Variable)
+        local = id(source) in context.local if keras_variable else bool(context.local)
+        context.flow.note(gradient, local)
+        if _is_outermost(context) and not local:
+            context.part_gradients[reference(gradient)] = (gradient, source)
+
+
+def inside_of_loop(context: StepContext, original: Callable[..., Any]) -> Any:
+    """Loops that TensorFlow may trace in the graph of the step, or run eagerly."""
+
+    def loop(*args: Any, **named: Any) -> Any:
+        graph, context.graph = context.graph, "that of a loop"
+        try:
+            return original(*args, **named)
+        finally:
+            context.graph = graph
+
+    return loop
 
 
 def global_norm(context: StepContext, original: Callable[..., Any]) -> Any:
+    """The norm alone, which may only be logged: where it cannot be summed, it is the part's."""
+
+    def norm(t_list: Any, *args: Any, **named: Any) -> Any:
+        values = list(t_list)
+        of_part = not context.compares and _is_part(context, values)
+        reason = _why_not_summed(context, values) if of_part else ""
+        if not reason:
+            return norm_to_clip_by(context, original)(values, *args, **named)
+        warnings.warn(
+            f"tf.linalg.global_norm of gradients is that of a part: {reason}", stacklevel=3
+        )
+        return original(values, *args, **named)
+
+    return norm
+
+
+def norm_to_clip_by(context: StepContext, original: Callable[..., Any]) -> Any:
+    """The norm in `tf.clip_by_global_norm`."""
+
     def norm(t_list: Any, *args: Any, **named: Any) -> Any:
         values = list(t_list)
         if _compares(context):
             return tf.ones([], next((v.dtype for v in values if v is not None), tf.float32))
         if not _is_part(context, values):
             return original(values, *args, **named)
-        return _whole(context, original(_summed(context, values), *args, **named))
+        total = original(_summed(context, values), *args, **named)
+        context.flow.end(total)
+        return total
 
     return norm
 
@@ -64,12 +97,22 @@ def clip_by_norm(context: StepContext, original: Callable[..., Any]) -> Any:
             return t
         if not _is_part(context, [t]):
             return original(t, clip_norm, axes, name)
+        slices = isinstance(t, tf.IndexedSlices)
+        if slices and axes is not None:
+            raise ModelError(
+                "tf.clip_by_norm with `axes` is given the gradient of an embedding, whose slices "
+                "are those of this rank. Make it dense by tf.convert_to_tensor"
+            )
         (total,) = _summed(context, [t])
-        squares = tf.reduce_sum(tf.square(_values(total)), axes, keepdims=True)
-        scale = _whole(context, clip_norm / tf.maximum(tf.sqrt(squares), clip_norm))
-        if isinstance(t, tf.IndexedSlices):
-            return tf.IndexedSlices(t.values * scale, t.indices, t.dense_shape)
-        return tf.ensure_shape(t * scale, t.shape)
+        values, sums = (each.values if slices else each for each in (t, total))
+        limit: Any = clip_norm  # treated as in TensorFlow's own
+        scalar = np.isscalar(limit)
+        limit = max(limit, 0) if scalar else tf.cast(tf.maximum(limit, 0), values.dtype)
+        norm = tf.sqrt(tf.reduce_sum(sums * sums, axes, keepdims=True))
+        divisor = tf.maximum(norm, limit)
+        context.flow.end(divisor)
+        clipped = tf.ensure_shape(values * limit / divisor, values.shape)
+        return tf.IndexedSlices(clipped, t.indices, t.dense_shape) if slices else clipped
 
     return clip
 
@@ -89,129 +132,99 @@ def clip_by_value(context: StepContext, original: Callable[..., Any]) -> Any:
 
 
 def warn_of_changes(context: StepContext, gradients: Sequence[Any]) -> None:
-    """Warn of gradients that a step applies after it has changed them, other than linearly."""
-    if context.compares or (context.collectives is None and not context.capture):
+    """Warn of gradients that a step applies after it has changed them, other than linearly, or
+    that it may have changed out of sight."""
+    several = context.collectives is not None or context.capture
+    if context.compares or not several or tf.executing_eagerly() or not context.flow:
         return
-    found = _Dependence(context, gradients).nonlinear
+    flows = _changes(context, gradients)
+    found = frozenset().union(*flows) - {LOCAL}
     if found:
-        warnings.warn(
-            f"the step changes gradients ({', '.join(sorted(found))}) before an optimizer applies "
-            "them, which is where they are summed over ranks or parts of the update: each part is "
-            "changed by itself, which is not what one process does. Scale them only, or change "
-            "them after the sum: by trainer.clip, clipnorm, global_clipnorm or clipvalue of the "
-            "optimizer, or on_gradients of a callback",
-            stacklevel=2,
+        what = (
+            f"changes gradients ({', '.join(sorted(found))}) before an optimizer applies them, "
+            "which is where they are summed over ranks or parts of the update: each part is "
+            "changed by itself, which is not what one process does. Scale them only, or change"
         )
+    elif not flows and any(gradient is not None for gradient in gradients):
+        what = (
+            "applies gradients that cannot be followed to tape.gradient, such as those of a loop "
+            "or a variable. Factors, sums and changes of single examples' gradients are right; "
+            "other changes act on each part by itself, before parts are summed over ranks, which "
+            "is not what one process does. Change"
+        )
+    else:
+        return
+    warnings.warn(
+        f"the step {what} them after the sum: by trainer.clip, clipnorm, global_clipnorm or "
+        "clipvalue of the optimizer, or on_gradients of a callback",
+        stacklevel=2,
+    )
 
 
 def _compares(context: StepContext) -> bool:
     """Whether to leave norms of gradients out. The step runs eagerly then, so what is computed from
     its gradients cannot be told from the rest."""
-    return context.compares and bool(context.part_gradients)
+    return context.compares and bool(context.flow)
+
+
+def _is_outermost(context: StepContext) -> bool:
+    """Whether what is computed now is in no loop, branch or compiled function of the step."""
+    return context.graph is present_graph()
+
+
+def _changes(context: StepContext, values: Sequence[Any]) -> list[frozenset[str]]:
+    """The changes of those of `values` that are computed from this part's gradients."""
+    return [c for c in map(context.flow.changes, values) if c is not None]
 
 
 def _is_part(context: StepContext, values: Sequence[Any]) -> bool:
     """Whether some of `values` are this part's gradients, at most scaled or added, which have not
-    been summed with those of others. Outputs of weights that a gradient has moved are not."""
+    been summed with those of others. Outputs of weights that a gradient has moved are not.
+
+    Raises:
+        ModelError: that is known of some of them only, as the step runs eagerly.
+    """
     several = context.collectives is not None or context.capture
-    if not several or context.applying or not context.part_gradients:
+    if not several or context.applying or not _is_outermost(context):
         return False
-    found = _Dependence(context, values)
-    return any(found.of_part) and not found.nonlinear
+    flows = _changes(context, values)
+    if flows and tf.executing_eagerly() and len(flows) < sum(v is not None for v in values):
+        raise ModelError(
+            "the step runs eagerly, and takes a norm of gradients as tape.gradient returned them "
+            "together with other tensors, which may be changed gradients. Take it of the former "
+            "alone, or remove run_eagerly=True"
+        )
+    return bool(flows) and not frozenset().union(*flows) - {LOCAL}
+
+
+def _why_not_summed(context: StepContext, values: Sequence[Any]) -> str:
+    """The reason why gradients cannot be summed over ranks before they are applied, if any."""
+    if context.capture or context.collectives is None:
+        return (
+            "others follow, since trainer.accumulate is above 1, or XLA compiles what each "
+            "replica computes"
+        )
+    if any(LOCAL in each for each in _changes(context, values)):
+        return "gradients of backend.local_layers are not summed over ranks"
+    return ""
 
 
 def _summed(context: StepContext, values: list[Any]) -> list[Any]:
-    """`values` summed over ranks as gradients are."""
-    collectives = context.collectives
-    if context.capture or collectives is None:
+    """`values`, of which those of this part are summed over ranks as gradients are. The first
+    message has all gradients of the step so far."""
+    reason, collectives = _why_not_summed(context, values), context.collectives
+    if reason or collectives is None:
         raise ModelError(
-            "the step takes the norm of gradients, of which it has a part: others follow, since "
-            "trainer.accumulate is above 1, or XLA compiles what each replica computes. "
+            f"the step clips gradients by a norm, of which it has a part: {reason}. "
             + _INSTEAD.format("global_clipnorm or clipnorm")
         )
-    if context.local:
-        raise ModelError(
-            "the step takes the norm of gradients, which backend.local_layers does not know which "
-            f"to sum of. {_INSTEAD.format('global_clipnorm or clipnorm')}"
-        )
-    context.refuse_compiled("it takes the norm of gradients")
-    weight = context.weight if context.gradient_weight is None else context.gradient_weight
-    places = [i for i, of_part in enumerate(_Dependence(context, values).of_part) if of_part]
-    parts = [mark_common(values[i], context.rows) for i in places]
-    sums, _ = reduce_gradients(collectives, parts, [], weight, context.order)
-    for i, total in zip(places, sums, strict=True):
-        values[i] = total
-    return values
-
-
-def _whole(context: StepContext, tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor`, noted as the same in all parts."""
-    context.of_all_parts[_key(tensor)] = tensor
-    return tensor
-
-
-class _Dependence:
-    """How tensors depend on this part's gradients; in an eager step that is known of these alone.
-
-    Attributes:
-        of_part: whether each of them does.
-        nonlinear: the types of the operations between, other than linear ones.
-    """
-
-    def __init__(self, context: StepContext, tensors: Iterable[Any]) -> None:
-        self._context = context
-        self._known: dict[Any, bool] = {}
-        self._begun: set[Any] = set()  # a loop of TensorFlow 1 is a circle
-        self.nonlinear: set[str] = set()
-        self.of_part = [t is not None and self._is_of_part(_values(t)) for t in tensors]
-
-    def _is_of_part(self, tensor: Any) -> bool:
-        waiting = [tensor]
-        while waiting:
-            tensor = waiting[-1]
-            unknown = [] if self._is_known(tensor) else self._unknown_inputs(tensor)
-            waiting += unknown
-            if not unknown:
-                waiting.pop()
-                if not self._is_known(tensor):
-                    self._visit(tensor.op)
-        return self._known[_key(tensor)]
-
-    def _is_known(self, tensor: Any) -> bool:
-        key = _key(tensor)
-        if key not in self._known:
-            if key in self._context.part_gradients:
-                self._known[key] = True
-            elif key in self._context.of_all_parts or not tf.is_symbolic_tensor(tensor):
-                self._known[key] = False
-        return key in self._known
-
-    def _unknown_inputs(self, tensor: Any) -> list[Any]:
-        if tensor.op.type in _SHAPES or _key(tensor) in self._begun:
-            return []
-        self._begun.add(_key(tensor))
-        inputs = [x for x in tensor.op.inputs if not self._is_known(x)]
-        return [x for x in inputs if _key(x) not in self._begun]
-
-    def _visit(self, op: Any) -> None:
-        """Conclude from an operation's inputs."""
-        inputs = [] if op.type in _SHAPES else op.inputs
-        parts = [self._known.get(_key(x), False) for x in inputs]
-        linear = (
-            op.type in _LINEAR
-            or (op.type in _PRODUCTS and sum(parts) == 1)
-            or (op.type in _QUOTIENTS and not parts[1])
-            or (op.type in ("Select", "SelectV2") and not parts[0])
-        )
-        if any(parts) and not linear:
-            self.nonlinear.add(op.type)
-        self._known |= {_key(x): self._known.get(_key(x), any(parts)) for x in op.outputs}
-
-
-def _key(gradient: Any) -> Any:
-    tensor = _values(gradient)
-    return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else id(tensor)
-
-
-def _values(gradient: Any) -> Any:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    sums = context.summed_gradients
+    parts = {reference(v): v for v in values if context.flow.changes(v) is not None}
+    if parts.keys() - sums:
+        for key, (gradient, source) in context.part_gradients.items():
+            parts[key] = with_shape_of(gradient, source)
+        parts = {k: mark_common(v, context.rows) for k, v in parts.items() if k not in sums}
+        weight = context.weight if context.gradient_weight is None else context.gradient_weight
+        found, _ = reduce_gradients(collectives, list(parts.values()), [], weight, context.order)
+        sums |= zip(parts, found, strict=True)
+    return [sums.get(reference(v), v) for v in values]

@@ -10,6 +10,7 @@ puts them back:
 | `Model._aggregate_additional_loss` | a vector given to `add_loss` is summed over all parts |
 | `tf.GradientTape.gradient` | so is a vector that is differentiated |
 | `tf.linalg.global_norm`, `tf.clip_by_norm`, `..._value` | gradients have the norm of their sums |
+| `tf.map_fn`, `tf.vectorized_map`, `tf.while_loop` | but those of single examples have not |
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
@@ -47,6 +48,8 @@ from ktrainer.steps.clipped_gradients import (
     clip_by_norm,
     clip_by_value,
     global_norm,
+    inside_of_loop,
+    norm_to_clip_by,
     warn_of_changes,
 )
 from ktrainer.steps.inner_functions import traced_with_the_step
@@ -75,10 +78,11 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (loss_module, "reduce_weighted_values", reduce_weighted_values),
         (tf_trainer.TensorFlowTrainer, "_aggregate_additional_loss", aggregate_added),
         (tf.GradientTape, "gradient", gradient_of_sums),
-        (clip_ops, "global_norm", global_norm),  # tf.clip_by_global_norm calls it
+        (clip_ops, "global_norm", norm_to_clip_by),  # tf.clip_by_global_norm calls it
         (tf.linalg, "global_norm", global_norm),
         (tf, "clip_by_norm", clip_by_norm),
         (tf, "clip_by_value", clip_by_value),
+        *((tf, name, inside_of_loop) for name in ("map_fn", "vectorized_map", "while_loop")),
         (reduction_metrics.Mean, "update_state", update_mean),
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),

@@ -28,10 +28,16 @@ from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import entered_here, entered_in_this_thread
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
 from ktrainer.steps.embedding_gradients import mark_common
+from ktrainer.steps.gradient_flow import GradientFlow
 from ktrainer.steps.powersgd import PowerSgd, Remainder
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import UpdateGuard, all_finite
+
+
+def present_graph() -> Any:
+    """The graph that is being traced; None where nothing is."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,11 @@ class StepContext(TracedContext):
             where an optimizer assigns.
         updating: an optimizer assigns now.
         applying: gradients are summed, and hooked, clipped and applied now.
-        part_gradients: this part's gradients of weights, by a key; see `steps.clipped_gradients`.
-        of_all_parts: what is computed of them there and is the same in all parts, likewise.
+        graph: that in which the step is traced; None if it runs eagerly.
+        flow: which tensors are computed from this part's gradients of weights.
+        part_gradients: those that the step took in `graph`, and their weights, by reference.
+        summed_gradients: their sums over ranks, where those are known; see
+            `steps.clipped_gradients`.
         compares: gradients are compared, and not applied: clipping leaves them as they are.
         uneven: a loss has not as many values as the part's examples ask for, where gradients are
             compared.
@@ -140,8 +149,10 @@ class StepContext(TracedContext):
     on_assign: Callable[[Any, Any], None] | None = None
     updating: bool = False
     applying: bool = False
-    part_gradients: dict[Any, Any] = field(default_factory=dict)
-    of_all_parts: dict[Any, Any] = field(default_factory=dict)
+    graph: Any = field(default_factory=present_graph)
+    flow: GradientFlow = field(default_factory=GradientFlow)
+    part_gradients: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    summed_gradients: dict[Any, Any] = field(default_factory=dict)
     compares: bool = False
     uneven: bool = False
     local: Collection[int] = frozenset()

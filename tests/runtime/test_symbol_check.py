@@ -123,6 +123,7 @@ def test_every_private_name_is_listed_with_the_packages_that_use_it() -> None:
 
 def public_name(name: str) -> str:
     """`tf.random.stateless_uniform` is `stateless_random_uniform` where it is defined."""
+    name = name.removesuffix("_v2")
     return name.removeprefix("random_").replace("stateless_random_", "stateless_")
 
 
