@@ -170,14 +170,14 @@ class RankLoop(UserLoop):
         concrete = step.function.get_concrete_function(*specs)
         self._traced.add(key)
         if step.needs_equal:
-            self._make_equal(concrete)
+            self._make_equal(concrete, step.applies)
 
-    def _make_equal(self, concrete: Any) -> None:
+    def _make_equal(self, concrete: Any, applies: bool) -> None:
         """Give variables that a step has used for the first time the values of rank 0."""
         handles = {id(variable.handle): variable for variable in concrete.variables}
         used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
         new = [v for v in used if v.ref() not in self._equal]
-        if not new and self._heals:
+        if self._heals and (not new or not applies):
             return  # a rank that has joined traces alone
         if self._heals:
             raise ModelError(

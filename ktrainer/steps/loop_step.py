@@ -43,8 +43,9 @@ class LoopStep:
 
     Attributes:
         function: the compiled step.
-        needs_equal: whether ranks must begin it with the same variables: a trace of it has applied
-            an optimizer, or assigns to variables of TensorFlow that are left as each rank does.
+        applies: whether a trace of it has applied an optimizer.
+        needs_equal: whether ranks must begin it with the same variables: it applies one, or assigns
+            to variables of TensorFlow that are left as each rank does.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LoopStep:
     ) -> None:
         self._step = as_function(step)
         self._collectives, self._rank, self._on_start = collectives, rank, on_start
-        self.needs_equal = False
+        self.applies = self.needs_equal = False
         self.function = tf.function(self._on_this_rank, autograph=False)
 
     def _on_this_rank(self, *args: Any) -> Any:
@@ -66,7 +67,8 @@ class LoopStep:
         with loop_patches(context), as_one_of_ranks(context), assigned.noted():
             result = self._step(*args)
         assigned.reduce()
-        self.needs_equal = self.needs_equal or context.applies > 0 or assigned.leaves
+        self.applies = self.applies or context.applies > 0
+        self.needs_equal = self.needs_equal or self.applies or assigned.leaves
         return result
 
     def _count(self, context: StepContext) -> None:

@@ -21,7 +21,13 @@ from ktrainer.runtime.monkeypatching import Replacement, replaced_in
 _WHOLE = ("assign", "assign_add", "assign_sub")
 ADDING = (*_WHOLE[1:], "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
 _METHODS = ("assign", "scatter", "batch_scatter", "_strided_slice_assign")  # how they begin
-_KEEPING = ("Identity", "Cast", "Sub", "TensorScatterAdd", "TensorScatterSub")  # see `is_added_to`
+# See `is_added_to`: of their inputs one is added to, the first one is, and some may be.
+_ADDITIONS = ("AddV2", "AddN", "BiasAdd")  # the last by Keras, of a matrix and a vector
+_KEEPING = {
+    *("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient", "Sub"),
+    *("TensorScatterAdd", "TensorScatterSub"),
+}
+_UNKNOWN = ("If", "StatelessIf", "While", "StatelessWhile")
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
 
@@ -96,16 +102,18 @@ def assign_total(variable: Any, value: Any, is_first: bool) -> None:
 
 
 def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
-    """Return whether a traced value is that of `variable` plus others, not a new one."""
+    """Return whether a traced value is, or may be, that of `variable` plus others."""
     value = _outside(value)
     if not tf.is_symbolic_tensor(value):
         return False
     kind, inputs = value.op.type, value.op.inputs
     if kind == "ReadVariableOp":
         return _outside(inputs[0]) is variable.handle
-    if kind in ("AddV2", "AddN"):
+    if kind in _ADDITIONS:
         return sum(is_added_to(variable, each) for each in inputs) == 1
-    return kind in _KEEPING and is_added_to(variable, inputs[0])
+    if kind == "SelectV2":
+        return all(is_added_to(variable, each) for each in inputs[1:])
+    return kind in _UNKNOWN or (kind in _KEEPING and is_added_to(variable, inputs[0]))
 
 
 def _outside(tensor: tf.Tensor) -> tf.Tensor:

@@ -320,6 +320,8 @@ def sums_that_are_set(backend: str) -> dict[str, list[float]]:
             keras.metrics.F1Score(average="micro", threshold=0.5),
             keras.metrics.Precision(),
         ]
+        vectors = keras.metrics.Metric(dtype="float64")
+        vectors.total = vectors.add_variable((1, 2), "zeros")
 
         @tf.function(jit_compile=True)
         def reset_and_count(x: Any) -> None:
@@ -337,6 +339,7 @@ def sums_that_are_set(backend: str) -> dict[str, list[float]]:
             table.scatter_nd_add(places, tf.ones([tf.shape(y)[0]], tf.float64))
             slices.scatter_sub(tf.IndexedSlices(tf.reduce_sum(x, 1), y))
             reset_and_count(x)
+            vectors.total.assign_add(keras.ops.sum(x[:, :2], 0, keepdims=True))  # by tf.nn.bias_add
             before = more.read_value()
             if tf.reduce_sum(y) > -1:
                 more.assign(tf.reduce_sum(x) + before + 1 - 1)
@@ -353,6 +356,7 @@ def sums_that_are_set(backend: str) -> dict[str, list[float]]:
         return found | {
             "table": table.numpy().ravel(),
             "slices": slices.numpy(),
+            "vectors": vectors.total.numpy().ravel(),
             "more": [float(more), *results],
         }
 
