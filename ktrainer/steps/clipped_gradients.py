@@ -42,7 +42,7 @@ def note_gradients(context: StepContext, sources: Any, gradients: Any) -> None:
         local = id(source) in context.local if keras_variable else bool(context.local)
         context.flow.note(gradient, local)
         if _is_outermost(context) and not local:
-            context.part_gradients[reference(gradient)] = (gradient, source)
+            context.part_gradients[id(source)] = (gradient, source)
 
 
 def inside_of_loop(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -211,7 +211,7 @@ def _why_not_summed(context: StepContext, values: Sequence[Any]) -> str:
 
 def _summed(context: StepContext, values: list[Any]) -> list[Any]:
     """`values`, of which those of this part are summed over ranks as gradients are. The first
-    message has all gradients of the step so far."""
+    message has the last gradient of each weight, too."""
     reason, collectives = _why_not_summed(context, values), context.collectives
     if reason or collectives is None:
         raise ModelError(
@@ -221,8 +221,8 @@ def _summed(context: StepContext, values: list[Any]) -> list[Any]:
     sums = context.summed_gradients
     parts = {reference(v): v for v in values if context.flow.changes(v) is not None}
     if parts.keys() - sums:
-        for key, (gradient, source) in context.part_gradients.items():
-            parts[key] = with_shape_of(gradient, source)
+        for gradient, source in context.part_gradients.values():
+            parts[reference(gradient)] = with_shape_of(gradient, source)
         parts = {k: mark_common(v, context.rows) for k, v in parts.items() if k not in sums}
         weight = context.weight if context.gradient_weight is None else context.gradient_weight
         found, _ = reduce_gradients(collectives, list(parts.values()), [], weight, context.order)

@@ -33,6 +33,7 @@ class GradientFlow:
 
     def __init__(self) -> None:
         self._changes: dict[Any, frozenset[str] | None] = {}  # by reference
+        self._begun: set[Any] = set()  # gradients, whatever they are computed from
         self._followed: dict[Any, int] = {}  # operations of each graph
 
     def __bool__(self) -> bool:
@@ -41,6 +42,7 @@ class GradientFlow:
 
     def note(self, gradient: Any, local: bool) -> None:
         """Let the flow begin at a tensor."""
+        self._begun.add(reference(gradient))
         self._changes[reference(gradient)] = frozenset([LOCAL] if local else [])
 
     def end(self, tensor: tf.Tensor) -> None:
@@ -73,13 +75,15 @@ class GradientFlow:
 
     def _follow_into(self, call: Any) -> None:
         for name in called_functions(call.node_def):
-            results = call.graph._get_function(name).graph.outputs
-            for output, result in zip(call.outputs, results, strict=False):
+            graph = getattr(call.graph._get_function(name), "graph", None)  # None: imported
+            for output, result in zip(call.outputs, graph.outputs if graph else (), strict=False):
                 self._add(output, self.changes(result))
 
     def _add(self, tensor: Any, changes: frozenset[str] | None) -> None:
         key = tensor.ref()
-        if changes is not None and self._changes.get(key, changes) is not None:
+        if key in self._begun or changes is None:
+            return
+        if self._changes.get(key, changes) is not None:  # None: the flow ends there
             self._changes[key] = changes | (self._changes.get(key) or frozenset())
 
     def _after(self, operation: Any) -> frozenset[str] | None:

@@ -108,7 +108,8 @@ class StepContext(TracedContext):
         applying: gradients are summed, and hooked, clipped and applied now.
         graph: that in which the step is traced; None if it runs eagerly.
         flow: which tensors are computed from this part's gradients of weights.
-        part_gradients: those that the step took in `graph`, and their weights, by reference.
+        part_gradients: the last ones that the step took in `graph`, and their weights, by the
+            `id()` of a weight.
         summed_gradients: their sums over ranks, where those are known; see
             `steps.clipped_gradients`.
         compares: gradients are compared, and not applied: clipping leaves them as they are.

@@ -48,7 +48,7 @@ def changed(way: str, gradients: list[Any]) -> list[Any]:
 
 
 def build(way: str) -> Any:
-    """An embedding, whose gradients are slices, and a Dense layer."""
+    """An embedding, whose gradients are slices, and Dense layers, normalized where `scaled`."""
     import keras
     import tensorflow as tf
 
@@ -102,14 +102,15 @@ def build(way: str) -> Any:
 
     inputs = keras.Input((4,))
     embedded = keras.layers.Flatten()(keras.layers.Embedding(7, 3, name="embedding")(inputs))
+    if way == "scaled":  # a gradient of a normalization is one that others are computed from
+        normal = keras.layers.BatchNormalization(synchronized=True)
+        embedded = normal(keras.layers.Dense(3)(embedded))
     model = Clips(inputs, keras.layers.Dense(2)(embedded))
     optimizer = keras.optimizers.SGD(10.0) if way == "half" else keras.optimizers.Adam(0.01)
     model.compile(optimizer, "mse", run_eagerly=way.startswith("eager"))
     if way == "adversarial":
         model.second = keras.optimizers.SGD(0.1)
         model.second.build(model.trainable_variables[1:])
-    return model
-
     return model
 
 
