@@ -6,7 +6,7 @@ keras_patches.py, step_context.py                  how Keras' step is traced as 
 inner_functions.py                                 a tf.function that a step calls
 step_helpers.py                                    a batch's rows, averaged statistics, a check
 update_in_parts.py, accumulated_update.py          accumulation: the algorithm; on one rank
-loss_denominators.py                               what losses of rows on several ranks are divided by
+loss_denominators.py                               by what losses of several ranks are divided
 loss_scope.py, all_gather.py, unreduced_losses.py     losses over the examples of several ranks
 random_numbers.py                                  draws that differ between ranks
 clipped_gradients.py, gradient_flow.py             gradients that a step clips itself, or changes
