@@ -152,7 +152,7 @@ def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
         path, size = log_end(logger) or (None, 0)
         match getattr(logger, LOG_END) if resumed else [path, size if logger.append else 0]:
             case [str(known), int(length)] if known == path and 0 <= length <= size:
-                os.truncate(known, length)  # it is open to append, so it goes on there
+                os.truncate(known, length)  # it is open to append, so it continues there
                 logger.append_header = length == 0
 
 

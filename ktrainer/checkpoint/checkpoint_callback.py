@@ -142,7 +142,7 @@ class Checkpoint(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self._at_cut = None  # training goes on, where the stop was called off
+        self._at_cut = None  # training continues, where the stop was called off
 
     def max_updates_per_call(self) -> int | None:
         return self.every.updates_until_due(self.progress)
@@ -300,7 +300,7 @@ class Checkpoint(Callback):
     def _pruning(self) -> Callable[[Store], None]:
         """The function that removes older checkpoints after a new one is written."""
         mode = self._best.direction(self.model) if self.best else "min"
-        step = self._best.step  # of now: this runs while training goes on
+        step = self._best.step  # of now: this runs while training continues
         return lambda store: store.prune(self.keep, self.best, mode, step)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:

@@ -159,7 +159,7 @@ class Feed(ABC):
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
 
     def replay_passes(self, passes: int) -> None:  # noqa: B027 - most feeds draw nothing
-        """Go on as after so many passes over all data, which were made before a resume."""
+        """Continue as after so many passes over all data, which were made before a resume."""
 
     def read_up_to(self, epoch: int, skip: int) -> None:  # noqa: B027 - most can be read again
         """Leave data that can be read only once at a position, for the calls after this one, the

@@ -44,7 +44,7 @@ class GeneratorSource(PythonSource):
         self._orders_differ = False
         if callable(data) and not isinstance(data, types.GeneratorType):
             self._make, world = data, options["world"]
-            # Where surviving ranks go on, two calls were compared, and found to be alike.
+            # Where surviving ranks continue, two calls were compared, and found to be alike.
             alike = world.heals and check and 1 < world.size == world.replicas
             self._orders_differ = not alike
             self.endless, self.reopens = False, True

@@ -61,7 +61,7 @@ class _Shared:
 
     Attributes:
         items: read and not known to be used, from number `first` on.
-        used: how many items are used; those that nobody has read are passed over by the next read.
+        used: how many items are used; unread ones are passed over by the next read.
         newest: a token of the reader that was made last, or has used some since.
         error: of the iterator after these items; each reader that comes to it raises it.
         held: the data and its iterator, where neither may end before this.

@@ -136,7 +136,7 @@ class PyDatasetSource(PythonSource):
                 self.dataset.on_epoch_end()
 
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
-        self._has_begun = True  # to the dataset, epoch 0 goes on when it is opened again
+        self._has_begun = True  # to the dataset, epoch 0 continues when it is opened again
         super().drop_peeked(pieces)
 
     @contextmanager

@@ -65,7 +65,7 @@ def restore_position(feed: Feed, config: Config, state: Mapping[str, Any]) -> No
     if not changed:
         return
     if not batch and epoch == feed.first_epoch:
-        return  # `initial_epoch`: the data begins anew
+        return  # `initial_epoch`: the data starts over
     if batch:
         _refuse(f"after update {batch} of epoch {epoch + 1}", "epoch", "an epoch", changed)
     if any(_ends_inside_pass(facts, epoch) for facts in (saved, now)) or (

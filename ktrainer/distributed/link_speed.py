@@ -108,7 +108,7 @@ def _by_all(world: World, pair: tuple[int, int]) -> Callable[[int], float]:
         sent = bytes(size if world.rank in pair else 0)
         begin = time.perf_counter()
         world.allgather(sent, _WHAT)
-        # All ranks go on by the same time.
+        # All ranks continue by the same time.
         return float(world.oob_allreduce(time.perf_counter() - begin, "max", _WHAT))
 
     return seconds

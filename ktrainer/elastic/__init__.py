@@ -117,7 +117,7 @@ def check_functions(run: Run, world: ElasticWorld) -> None:
             "world.heal=true needs data that can be read again in the same order, and a second "
             f"call of the function that makes it gave another {', '.join(changed)}: give its "
             "shuffles a seed (shuffle(..., seed=1)), and its random numbers a generator that each "
-            "call makes anew"
+            "call makes again"
         )
 
 

@@ -246,7 +246,7 @@ class Loop:
                 logs = yield from self._epoch()
         except PreemptionRequested as request:
             self._exit(request)
-        if self._first_call:  # all updates came before a resume: the calls after this one go on
+        if self._first_call:  # all updates came before a resume: later calls continue from there
             progress = self.state.progress
             self.state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
         self.program.finalize_weights()
