@@ -80,16 +80,17 @@ test-gpu:
 
 # Beside the newest Keras, which .venv has: the package alone, in a folder that comes first. Left
 # out are callbacks of our own, Keras' on several ranks and under strategies, three ranks, PowerSGD.
-# KERAS_TESTS chooses among the rest, as pytest's -m does.
+# KERAS_TESTS chooses among the rest, as pytest's -m does, and KERAS_PATHS the files.
 OLDEST_KERAS := 3.14
 KERAS_TESTS ?= not horovod
+KERAS_PATHS ?= tests/contracts tests/steps
 STOCK_CALLBACKS := tests/contracts/test_stock_callbacks.py
 BACKENDS := tests/contracts/test_backends.py
 test-keras: setup
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	  --target build/keras-$(OLDEST_KERAS) "keras==$(OLDEST_KERAS).*"
 	PYTHONPATH=$(CURDIR)/build/keras-$(OLDEST_KERAS) $(PYTEST) \
-	  -m "$(KERAS_TESTS)" tests/contracts tests/steps tests/runtime/test_symbol_check.py \
+	  -m "$(KERAS_TESTS)" $(KERAS_PATHS) tests/runtime/test_symbol_check.py \
 	  --ignore tests/contracts/test_callbacks.py --deselect $(STOCK_CALLBACKS)::test_on_ranks \
 	  --deselect $(STOCK_CALLBACKS)::test_under --ignore tests/steps/test_powersgd.py \
 	  --deselect "$(BACKENDS)::test_models_equal_one_process[3]" $(PYTEST_ARGS)
