@@ -88,7 +88,7 @@ def with_trainer() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
 def test_ranks_have_the_numbers_of_fit(ranks: Callable[..., Any]) -> None:
     expected = outcomes(keras.Model.fit)
-    for rank in ranks(3).run(with_trainer, deadline=200):
+    for rank in ranks(2).run(with_trainer, deadline=200):
         for (history, epochs, weights), theirs, name in zip(rank, expected, calls(), strict=True):
             assert epochs == theirs[1]
             assert list(history) == list(theirs[0])
