@@ -83,7 +83,7 @@ def allreduce(
     compression = checked_compression(compression)
     value = _scaled(value, prescale_factor)
     if not group.single:
-        value = _reduced(group.gradients, value, op, operation, compression)
+        value = reduce_one(group.gradients, value, op, operation, compression)
     return _scaled(value, postscale_factor)
 
 
@@ -187,12 +187,6 @@ def _broadcast(group: RankGroup, tensor: tf.Tensor, root: int, operation: str) -
 def sum_of_gradients(channel: Channel, upstream: tf.Tensor, operation: str) -> tf.Tensor:
     """The sum over ranks of the gradients of a collective's output."""
     return reduce_list(channel, [upstream], ReduceOp.SUM, f"gradient of {operation}")[0]
-
-
-def _reduced(
-    channel: Channel, value: Any, op: ReduceOp, operation: str, compression: Compression
-) -> Any:
-    return reduce_group(channel, [value], op, operation, compression)[0]
 
 
 def _scaled(value: Any, factor: float) -> Any:

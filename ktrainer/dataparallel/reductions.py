@@ -68,8 +68,8 @@ def reduce_list(
 
 
 def reduce_one(
-    channel: Channel, tensor: tf.Tensor, op: ReduceOp, operation: str, compression: Compression
-) -> tf.Tensor:
+    channel: Channel, tensor: Gradient, op: ReduceOp, operation: str, compression: Compression
+) -> Any:
     """A tensor reduced over ranks; differentiable as `reduce_group` is."""
     return reduce_group(channel, [tensor], op, operation, compression)[0]
 

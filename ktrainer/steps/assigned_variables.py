@@ -22,7 +22,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
-from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_context import StepContext, present_graph
 from ktrainer.steps.variable_assignments import (
     ADDING,
     aggregation_of,
@@ -72,7 +72,7 @@ class AssignedVariables:
 
     def __init__(self, context: StepContext, among: Collection[int] | None = None) -> None:
         self._context, self._among = context, among
-        self._graph = _present_graph()
+        self._graph = present_graph()
         self._found: dict[int, _Assigned] = {}
         self._others: set[int] = set()
         self.leaves = False
@@ -144,7 +144,7 @@ class AssignedVariables:
 
     def _is_certain(self) -> bool:
         """Return whether the present part of the step always runs, once."""
-        graph = _present_graph()
+        graph = present_graph()
         return graph is self._graph or (
             bool(self._context.compiled) and graph.outer_graph is self._graph
         )
@@ -155,10 +155,6 @@ class AssignedVariables:
         # The assignment may be in a branch or a loop of the step; the value is read ahead of it.
         with self._graph.as_default(), tf.control_dependencies(None):
             return tf.identity(variable)
-
-
-def _present_graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def over_all_ranks(

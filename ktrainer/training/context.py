@@ -65,13 +65,15 @@ class RunContext:
         Each `fit` of a script has a folder of its own (`checkpoints`, `checkpoints-2`, ...), so
         that a script that trains in several parts resumes in the right one.
         """
-        path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
-        return of_fit(path, state.fits, state.inside)
+        return self._checkpoint_dir(state, state.fits)
 
     def later_fit_began(self, state: TrainState) -> bool:
         """Whether the next `fit` of the script has saved, before this one is run again."""
+        return self._checkpoint_dir(state, state.fits + 1).exists()
+
+    def _checkpoint_dir(self, state: TrainState, fit: int) -> Path:
         path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
-        return of_fit(path, state.fits + 1, state.inside).exists()
+        return of_fit(path, fit, state.inside)
 
     @property
     def has_common_logs(self) -> bool:
