@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 from ktrainer.backends.pipeline.backend import Pipeline
-from ktrainer.backends.pipeline.check_supported import has_own_steps, refuse_model
+from ktrainer.backends.pipeline.check_supported import refuse_model
 from ktrainer.backends.pipeline.program import PipelineProgram
 from ktrainer.backends.pipeline.runtime.transport import WaitTime
 from ktrainer.backends.pipeline.schedules.actions import Action
@@ -19,6 +19,7 @@ from ktrainer.errors import ConfigError, ModelError
 from ktrainer.plan_report.pipeline_scaling_model import MeasuredStages
 from ktrainer.plan_report.scaling_measurement import Train
 from ktrainer.plan_report.scaling_model import MeasuredStep
+from ktrainer.steps.step_helpers import has_own_steps
 from ktrainer.training.fit_settings import step_options
 
 if TYPE_CHECKING:

@@ -18,6 +18,13 @@ from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.variable_assignments import aggregation_of
 
+STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
+
+
+def has_own_steps(model: keras.Model) -> bool:
+    """Return whether a model has a `train_step`, `test_step` or `predict_step` of its own."""
+    return any(getattr(type(model), n) is not getattr(keras.Model, n) for n in STEPS.values())
+
 
 def is_uniform(batch: Any) -> bool:
     """Return whether all dimensions but the first are static, in every tensor of `batch`."""

@@ -20,7 +20,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import has_own_steps
 from ktrainer.config import Config, PipelineConfig
 from ktrainer.data import Feed
 from ktrainer.data.local_batch import count_rows, take_slice
@@ -28,6 +27,7 @@ from ktrainer.distributed import World
 from ktrainer.plan.run_plan import Plan
 from ktrainer.runtime.garbage_collection import return_freed_memory
 from ktrainer.steps.loss_scope import explain_coupled_call
+from ktrainer.steps.step_helpers import has_own_steps
 from ktrainer.steps.strategy_scope import outside_strategy_scope
 from ktrainer.steps.variable_placement import placement_of
 from ktrainer.verify.batch_invariant_random import RandomDraws

@@ -493,15 +493,16 @@ trainer.fit(model, batches)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BUSY)
-    words = ["backend=data_parallel", "logging.progress=none", f"run.dir={tmp_path}/run"]
-    done = ktrainer("run", "-n", 2, "--threads", 1, "train.py", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = said(done.stdout)
+    found: list[Any] = []
+    for attempt in range(2):  # others may take the cores of both ranks, once
+        words = ["backend=data_parallel", "logging.progress=none", f"run.dir={tmp_path}/{attempt}"]
+        done = ktrainer("run", "-n", 2, "--threads", 1, "train.py", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        if found := said(done.stdout):
+            break
     if any(cause == "cpu" and (rank == 0 or step < 30) for step, rank, cause, _ in found):
         pytest.skip("other processes took a rank's core")  # which is named once
     ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
-    if not ours and others_want_cores(own=3):
-        pytest.skip("other processes took the cores of both ranks")
     assert ours, (found, done.stdout, done.stderr)
     assert 30 <= ours[0][0] <= 45  # 36 where nothing else runs
     assert "of the processor time that its threads asked for" in ours[0][3]
@@ -580,19 +581,12 @@ def test_a_link_that_becomes_slow_is_named_without_mpi(
     check_link(made, outputs[0][0])
 
 
-def others_want_cores(own: int) -> bool:
-    """Whether more processes have lately wanted a core than the `own` of a test."""
-    return os.getloadavg()[0] > own + 1
-
-
 def check_link(made: Hosts, output: str) -> None:
     found = said(output)
     links = [each for each in found if each[2] == "link"]
     assert links, (found, output)
     assert all(name in links[0][3] for name in made.names)
     assert links[0][3].count("MB/s") == 2  # now and before
-    if links[0][0] < 60 and others_want_cores(own=2):
-        pytest.skip("other processes made a link slow")
     assert links[0][0] >= 60
     if any(cause == "cpu" for _, _, cause, _ in found):
         pytest.skip("other processes took a rank's core: how soon a link is named was not tested")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ktrainer.backends.backend import Backend
 from ktrainer.backends.pipeline.check_supported import (
-    has_own_steps,
     refuse_callbacks,
     refuse_model,
 )
@@ -29,6 +28,7 @@ from ktrainer.errors import ConfigError, ModelError
 from ktrainer.runtime.devices import accelerator
 from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps.move_out_of_strategy import unwrap_variables
+from ktrainer.steps.step_helpers import has_own_steps
 
 if TYPE_CHECKING:
     import keras

@@ -15,7 +15,6 @@ from ktrainer.errors import ConfigError, ModelError
 from ktrainer.steps import StepOptions
 from ktrainer.steps.optimizers import optimizers_of
 
-STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 _WHOLE_MODEL = ("BackupAndRestore", "OrbaxCheckpoint")
 
 
@@ -74,11 +73,6 @@ def explain_assigned_weight(layer: str) -> str:
         "pipeline would do so once for each microbatch, and one process once for the batch; use "
         "backend=data_parallel"
     )
-
-
-def has_own_steps(model: keras.Model) -> bool:
-    """Return whether a model has a `train_step`, `test_step` or `predict_step` of its own."""
-    return any(getattr(type(model), n) is not getattr(keras.Model, n) for n in STEPS.values())
 
 
 def refuse_settings(model: keras.Model, options: StepOptions, config: PipelineConfig) -> None:

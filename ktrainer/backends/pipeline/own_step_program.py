@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import STEPS, refuse_layers, refuse_settings
+from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_settings
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.program import StageProgram
@@ -52,7 +52,7 @@ from ktrainer.steps import Clip, CompiledProgram, StepOptions
 from ktrainer.steps.compiled_program import trace_once
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_context import StepContext, current_step
-from ktrainer.steps.step_helpers import global_seed, python_step
+from ktrainer.steps.step_helpers import STEPS, global_seed, python_step
 from ktrainer.steps.step_options import GradientHook
 
 

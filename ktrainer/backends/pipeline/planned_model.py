@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import has_own_steps
 from ktrainer.backends.pipeline.graph.nodes import Graph, Tensor
 from ktrainer.backends.pipeline.graph.trace import trace, trace_open
 from ktrainer.backends.pipeline.partition.costs import node_costs, state_factor
@@ -31,6 +30,7 @@ from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import DataError, ModelError
 from ktrainer.steps.loss_scope import explain_coupled_call
 from ktrainer.steps.remote_variable import zeros_if_remote
+from ktrainer.steps.step_helpers import has_own_steps
 from ktrainer.steps.variable_placement import Placement
 
 PLANNED = "_ktrainer_planned"  # attribute of a model that was cut: its `PlannedModel`

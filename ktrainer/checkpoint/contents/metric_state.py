@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.steps.named_variables import unique_names
+from ktrainer.steps.step_helpers import has_own_steps
 from ktrainer.steps.variable_placement import placement_of
 
 Arrays = dict[str, np.ndarray]
@@ -67,15 +67,10 @@ def restore_metrics(
         counted.take_over(every, sources if world.rank in here else [], there)
     if world.rank in here:
         _restore_states(model, arrays, there, here.index(world.rank), len(here))
-    elif placement and _has_own_step(model) and _fit(arrays, _metric_variables(model), there):
+    elif placement and has_own_steps(model) and _fit(arrays, _metric_variables(model), there):
         # Such a step counts in all stages, and its logs are compared. Keras' own step does so only
         # in the last stages, and their counts are added to what the others have: nothing.
         _restore_states(model, arrays, there, placement.replica, len(here))
-
-
-def _has_own_step(model: Any) -> bool:
-    steps = ("train_step", "test_step", "predict_step")
-    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in steps)
 
 
 def _restore_states(

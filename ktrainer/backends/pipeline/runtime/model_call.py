@@ -16,7 +16,6 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from ktrainer.backends.pipeline.check_supported import STEPS
 from ktrainer.backends.pipeline.graph.nodes import Graph
 from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
 from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
@@ -26,6 +25,7 @@ from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.compiled_program import trace
 from ktrainer.steps.step_context import StepContext
+from ktrainer.steps.step_helpers import STEPS
 
 # of(outputs), of losses added -> gradients of the variables held here, and of the inputs
 Backward = Callable[[list[Any], Any], tuple[list[Any], list[Any]]]
