@@ -179,7 +179,9 @@ class Checkpoint(Callback):
             "progress": progress,
             "history": self._history(epoch, logs, progress),
         }
-        if self.best is not None and self._save_if_better(logs or {}, **at_end):
+        if self.best is not None and self._save_if_better(
+            logs or {}, missing_is_fine=self._is_of_other_epochs(logs or {}), **at_end
+        ):
             return
         if due:
             self.save(logs, **at_end)
@@ -217,6 +219,12 @@ class Checkpoint(Callback):
         if not saved:
             self._best.value, self._best.step = before
         return saved
+
+    def _is_of_other_epochs(self, logs: Mapping[str, Any]) -> bool:
+        """Whether the metric `best` is one of validation, and this epoch is not validated."""
+        of_validation = self.best is not None and self.best.startswith("val_")
+        validated = any(name.startswith("val_") for name in logs)
+        return of_validation and not validated and self.train_state.validation is not None
 
     # -- saving
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError, ConfigError
 from tests.callbacks.helpers import fit, small_model
 from tests.small import build, data, trainer
+from tests.small import fit as small_fit
 
 
 def steps(directory: Path) -> list[int]:
@@ -161,6 +163,16 @@ def test_a_monitor_that_is_not_there(tmp_path) -> None:
         fit(small_model(), [Checkpoint(tmp_path, best="acuracy", mode="max")])
     with pytest.raises(ConfigError, match=r"checkpoint\.mode"):
         fit(small_model(), [Scores(1.0), Checkpoint(tmp_path, best="score")])
+
+
+def test_an_epoch_without_validation_has_no_metric_of_it(tmp_path) -> None:
+    words = {"run__dir": tmp_path, "trainer__epochs": 4, "trainer__validate_every": "2ep"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        small_fit(validation=data(), checkpoint__best="val_loss", **words)
+    with pytest.warns(UserWarning, match="'val_los' is not in the logs") as said:
+        small_fit(validation=data(), checkpoint__best="val_los", checkpoint__mode="min", **words)
+    assert sum("val_los" in str(each.message) for each in said) == 2
 
 
 def test_direction() -> None:
