@@ -28,6 +28,7 @@ class Plan:
         rank_batches: examples of a full batch that each replica trains on, by replica; for arrays.
             A replica is one rank, but for a pipeline, whose replicas are `partitions` ranks each.
         global_batch: examples of one update, over `accumulate` batches; for arrays.
+        batch: the batch in words, where the data brings its own of unknown size.
         notes: settings that are allowed, but may be unintended.
         partitions: processes that hold one copy of the model together.
         layout: the pipeline in words, if there is one.
@@ -45,6 +46,7 @@ class Plan:
     partitions: int = 1
     layout: str | None = None
     strategy: StrategyPlan | None = None
+    batch: str | None = None
 
     @property
     def replicas(self) -> int:
@@ -56,11 +58,11 @@ class Plan:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         least, most = min(self.rank_batches), max(self.rank_batches)
         per_rank = str(most) if least == most else f"{least} to {most}"
+        per_rank += f" a {'replica' if self.layout else 'rank'} and step"
         lines = [
             f"backend   {self.backend}" + (f", engine {self.engine}" if self.engine else ""),
             f"processes {processes} on {self.device}, {threads} each",
-            f"batch     {self.global_batch} examples an update, {per_rank} a "
-            f"{'replica' if self.layout else 'rank'} and step",
+            f"batch     {self.batch or f'{self.global_batch} examples an update, {per_rank}'}",
         ]
         if self.layout:
             lines.insert(1, f"pipeline  {self.layout}")
@@ -81,11 +83,7 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
     replicas, batch = facts.size // partitions, config.data.batch_size
     engine = _engine(config, facts, replicas)
     _check_engine(config, facts, engine)
-    if config.data.batch == "per_worker":
-        rank_batches = (batch,) * replicas
-    else:
-        base, extra = divmod(batch, replicas)
-        rank_batches = tuple(base + (rank < extra) for rank in range(replicas))
+    rank_batches = cut_batch(config, batch, replicas)
     return Plan(
         backend=config.backend.name,
         engine=engine,
@@ -99,6 +97,14 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
         layout=_layout(config, pipeline, replicas) if pipeline else None,
         strategy=_strategy(config, facts),
     )
+
+
+def cut_batch(config: Config, batch: int, replicas: int) -> tuple[int, ...]:
+    """Examples that each replica trains on, of batches of so many."""
+    if config.data.batch == "per_worker":
+        return (batch,) * replicas
+    base, extra = divmod(batch, replicas)
+    return tuple(base + (rank < extra) for rank in range(replicas))
 
 
 def _check_backend(config: Config, facts: Hardware) -> None:

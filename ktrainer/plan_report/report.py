@@ -13,7 +13,7 @@ from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
 from ktrainer.config import Config, DataParallelConfig, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
-from ktrainer.plan.run_plan import Plan, make_plan
+from ktrainer.plan.run_plan import Plan, cut_batch, make_plan
 from ktrainer.plan_report.planned_trace import add_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, check_request, plan_request, pretend
 from ktrainer.plan_report.rendering import bytes_text, draw, grid_text, table
@@ -74,10 +74,10 @@ def show_model(
 
         show_scaling(context, model, data, request.scaling)
     check_request(config)
+    plan = _with_batch_of(data, plan, config)
     print(plan)
     if isinstance(config.backend, PipelineConfig):
-        inputs, rows = _inputs(context, data)
-        share = plan.rank_batches[0] if rows is None else math.ceil(rows / plan.replicas)
+        inputs, share = _inputs(context, data), plan.rank_batches[0]
         refuse_callbacks(callbacks)
         backend = effective_pipeline(config, config.backend)
         _show_pipeline(model, inputs, share, config, backend, plan)
@@ -260,14 +260,28 @@ def _schedule(config: Config, backend: PipelineConfig, share: int) -> Schedule:
     )
 
 
-def _inputs(context: RunContext, data: Any) -> tuple[Any, int | None]:
-    """Specs of the model's inputs, and the rows of a batch where the data says."""
+def _with_batch_of(data: Any, plan: Plan, config: Config) -> Plan:
+    """The plan with the batch of data that brings its own."""
+    from ktrainer.data.data_arguments import kind_of
+
+    kind, rows = kind_of(data), _rows(data)
+    if kind in ("arrays", "random access"):
+        return plan
+    if rows is None:
+        return replace(plan, batch=f"that of the {kind}; data.batch_size is for arrays")
+    batches = cut_batch(config, rows, plan.replicas)
+    return replace(
+        plan, rank_batches=batches, global_batch=sum(batches) * config.trainer.accumulate
+    )
+
+
+def _inputs(context: RunContext, data: Any) -> Any:
+    """Specs of the model's inputs."""
     import keras
 
     from ktrainer.data import ShuffleOrder, make_feed
     from ktrainer.training.fit_settings import data_config
 
-    rows = _rows(data)
     feed = make_feed(
         data,
         world=context.world,
@@ -277,7 +291,7 @@ def _inputs(context: RunContext, data: Any) -> tuple[Any, int | None]:
         check=False,
     )
     try:
-        return keras.utils.unpack_x_y_sample_weight(feed.spec)[0], rows
+        return keras.utils.unpack_x_y_sample_weight(feed.spec)[0]
     finally:
         feed.close()
 

@@ -182,7 +182,13 @@ def test_a_model_that_is_not_built_and_a_dataset_with_its_own_batches(tmp_path, 
     assert "microbatches of 5 examples; costs are seconds" in out
     assert "dense_" in out
     assert main.main(["plan", str(path)]) == 0
-    assert "mine: built by its first batch" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "mine: built by its first batch" in out
+    assert "batch     20 examples an update, 20 a rank and step\n" in out
+    path.write_text(SUBCLASSED.replace(", drop_remainder=True", ""))
+    assert main.main(["plan", str(path)]) == 0
+    said = "batch     that of the tf.data.Dataset; data.batch_size is for arrays\n"
+    assert said in capsys.readouterr().out
 
 
 def test_a_configuration_alone(config, capsys):
