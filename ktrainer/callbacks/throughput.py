@@ -26,7 +26,7 @@ class EpochSpeed:
     Attributes:
         epoch: its number, from 0.
         seconds: from its beginning to its end on rank 0, validation included.
-        steps: updates in it.
+        steps: updates made in it, also those that a rollback has undone.
         examples: examples in it over all ranks; None when not counted (plain Keras).
         examples_per_second: over all ranks.
         data_wait, communication_wait: seconds that each rank waited for data, and for other
@@ -46,7 +46,10 @@ Rates = tuple[float | None, ...]  # steps and examples per second
 
 
 class Meter:
-    """Steps and examples per second, and the wait for data, over the last few seconds."""
+    """Steps and examples per second, and the wait for data, over the last few seconds.
+
+    Counts the updates of the present epoch: a rollback makes `progress.step` smaller.
+    """
 
     WINDOW = 5.0  # seconds
 
@@ -62,13 +65,13 @@ class Meter:
             waited: seconds that this rank has waited for data so far.
         """
         self._last = self.rates
-        self._epoch = (progress.step, progress.examples)
-        self._marks = [(time.perf_counter(), progress.step, progress.examples, waited)]
+        self._epoch = (progress.batch, progress.examples)
+        self._marks = [(time.perf_counter(), progress.batch, progress.examples, waited)]
 
     def update(self, progress: Progress, waited: float = 0.0) -> None:
         """Read the clock after a step."""
         now = time.perf_counter()
-        self._marks.append((now, progress.step, progress.examples, waited))
+        self._marks.append((now, progress.batch, progress.examples, waited))
         while len(self._marks) > 2 and now - self._marks[1][0] > self.WINDOW:
             self._marks.pop(0)
 
@@ -95,7 +98,7 @@ class Meter:
 
     def of_epoch(self, progress: Progress, seconds: float) -> Rates:
         """(steps, examples) per second since `reset`."""
-        steps, examples = progress.step - self._epoch[0], progress.examples - self._epoch[1]
+        steps, examples = progress.batch - self._epoch[0], progress.examples - self._epoch[1]
         seconds = max(seconds, 1e-9)
         return steps / seconds, (examples / seconds if examples else None)
 
@@ -131,8 +134,8 @@ class Throughput(Callback):
         self._start = self._now()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_epoch_end(epoch, logs)
         end = self._now()
+        super().on_epoch_end(epoch, logs)
         spent = {key: end[key] - self._start.get(key, 0.0) for key in end}
         every = self.world.allgather(spent, "throughput of an epoch")
         seconds = every[0]["seconds"]
@@ -173,7 +176,7 @@ class Throughput(Callback):
         progress = self.progress
         now = {
             "seconds": time.perf_counter(),
-            "steps": progress.step,
+            "steps": progress.batch,
             "examples": progress.examples,
         }
         if self.trainer is None:

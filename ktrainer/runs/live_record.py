@@ -121,15 +121,28 @@ class LiveRecord(RunRecord):
     def steps(self) -> int | None:
         """Updates that there will be in all; None if unknown."""
         last = self.starts[-1] if self.starts else {}
-        epochs, length = last.get("epochs"), last.get("steps_per_epoch")
-        if not is_number(length):
+        epochs, length, undone = last.get("epochs"), last.get("steps_per_epoch"), 0.0
+        if is_number(length):
+            undone = self._undone(length)
+        else:
             ends = [row for row in self.outer if row["event"] == "epoch" and row["epoch"] > 0]
             length = ends[-1]["step"] / ends[-1]["epoch"] if ends else None
-        whole = epochs * length if is_number(epochs) and length else None
+        whole = epochs * length - undone if is_number(epochs) and length else None
         limit = last.get("settings", {}).get("trainer")
         most = limit.get("max_steps") if isinstance(limit, dict) else None
         known = [each for each in (whole, most) if is_number(each) and each]
         return round(min(known)) if known else None
+
+    def _undone(self, length: Any) -> float:
+        """Updates that rollbacks have undone: the epochs so far have more than count.
+
+        Args:
+            length: updates of an epoch.
+        """
+        back = next((event for event in reversed(self.outer) if event["event"] in RETURNS), {})
+        if not is_number(back.get("batch")):  # an older record
+            return 0.0
+        return float(back["epoch"] * length + back["batch"] - back["step"])
 
     @property
     def steps_per_second(self) -> float | None:

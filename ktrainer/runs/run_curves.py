@@ -88,7 +88,8 @@ def row_axes(rows: Sequence[Event], steps_per_epoch: Any = None) -> RowAxes:
 
 
 def _first_steps(rows: Sequence[Event], ends: dict[int, int], known: Any) -> dict[int, int]:
-    """Updates done when each epoch began; estimated for one that began in another run's record.
+    """Updates done when each epoch began; estimated for one that began in another run's record, or
+    in which a rollback returned to before its beginning.
 
     Args:
         ends: updates done at the ends of epochs.
@@ -99,7 +100,7 @@ def _first_steps(rows: Sequence[Event], ends: dict[int, int], known: Any) -> dic
         epoch = row["epoch"]
         if epoch in found:
             continue
-        if epoch - 1 in ends:
+        if epoch - 1 in ends and ends[epoch - 1] < row["step"]:  # no rollback beyond it
             found[epoch] = ends[epoch - 1]
         elif known and epoch in ends:
             found[epoch] = max(ends[epoch] - known, 0)

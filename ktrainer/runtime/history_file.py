@@ -16,8 +16,9 @@
 
 Every event has `fit`, the number of the script's call of `fit`; `inside`, the number of a call that
 a callback has made in it; and `time`, in seconds since 1970. In `start`, `rollback` and `ranks`,
-`epoch` counts the finished epochs. Rows after the `step` of one of these were trained again:
-`current_rows` leaves them out.
+`epoch` counts the finished epochs, and `batch` the updates of the present one. Rows after the
+`step` of one of these were trained again, as were epochs after its `epoch`: `current_rows` leaves
+them out. An epoch that had ended before a rollback keeps its row, at the step at which it ended.
 
 Imports only the standard library.
 """

@@ -70,7 +70,8 @@ class HistoryLog(Reporter):
 
     def on_restore(self, progress: Progress) -> None:
         if self._started:
-            self._append("rollback", step=progress.step, epoch=progress.epoch)
+            where = {"step": progress.step, "epoch": progress.epoch, "batch": progress.batch}
+            self._append("rollback", **where)
         else:
             self._start(progress)
 
@@ -96,7 +97,8 @@ class HistoryLog(Reporter):
         }
         if progress.step == 0:  # later, the optimizer's settings are those of the moment
             facts["model"] = recorded_model_facts(self.model)
-        self._append("start", step=progress.step, epoch=progress.epoch, **facts)
+        where = {"step": progress.step, "epoch": progress.epoch, "batch": progress.batch}
+        self._append("start", **where, **facts)
         launcher_events.report_history(str(self.path))
 
     # -- rows
@@ -187,6 +189,7 @@ class HistoryLog(Reporter):
             "ranks",
             step=back.step,
             epoch=back.epoch,
+            batch=back.batch,
             ranks=self.world.size,
             lost=list(last.lost) if last else [],
             joined=last.joined if last else None,

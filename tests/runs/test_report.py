@@ -301,6 +301,9 @@ def test_the_place_of_a_step_on_the_axes() -> None:
     assert row_axes(resumed, 8).epochs == [2.375, 2.625, 3.0, 3.25]
     assert row_axes(resumed[:2], 8).epochs == [2.375, 2.625]
     assert row_axes(resumed[:2], None).epochs[0] > 2.0  # no earlier epoch
+    # A rollback to step 3, in the second batch of the second epoch.
+    back = [log(2), log(4, event="epoch"), log(4, 2), log(5, 2), log(5, 2, event="epoch")]
+    assert row_axes(back, 4).epochs == [0.5, 1.0, 1.75, 2.0, 2.0]
 
 
 def test_shares_of_time_are_added_up(tmp_path: Path) -> None:

@@ -153,6 +153,15 @@ def test_rates_and_what_is_left(tmp_path: Path) -> None:
     assert live.curves["loss"] == [(10, 1.0)]
 
 
+def test_the_end_of_a_run_that_went_back(tmp_path: Path) -> None:
+    """To step 30, from the tenth update of the second epoch."""
+    append(tmp_path / NAME, "start", **START, batch=0)
+    append(tmp_path / NAME, "rollback", step=30, epoch=1, batch=10)
+    assert LiveRecord(tmp_path).steps == 30 + 40 + 2 * 50
+    append(tmp_path / NAME, "start", **{**START, "step": 60, "epoch": 1}, batch=40)
+    assert LiveRecord(tmp_path).steps == 60 + 10 + 2 * 50
+
+
 def test_long_records_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_record, "_AT_ONCE", 50_000)
     append(tmp_path / NAME, "start", **START)

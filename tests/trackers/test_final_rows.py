@@ -149,3 +149,24 @@ def test_each_fit_has_its_own_rows(tmp_path: Path) -> None:
     record.start()
     second.read()
     assert second.returned
+
+
+def test_an_epoch_that_a_rollback_has_gone_back_over(tmp_path: Path) -> None:
+    """Its row stands, but trackers take steps in order only."""
+    record = Record(tmp_path)
+    rows = FinalRows(record.path, (1, 0), live=False)
+    record.start()
+    record.rows(1, 2, 3, 4)
+    record.saved(2)
+    record.add("epoch", step=4, epoch=1, metrics={"loss": 0.5})
+    record.add("rollback", step=2, epoch=1)
+    assert sent(rows) == [1]
+    record.rows(3, value=0.25)
+    record.add("epoch", step=3, epoch=2, metrics={"loss": 0.25})
+    record.rows(4)
+    record.add("end", reason="finished")
+    rows.read()
+    values = {point.step: point.values for point in rows.points()}
+    assert list(values) == [2, 3, 4]
+    assert values[3] == {"train/loss": 3.25, "epoch/loss": 0.25}
+    assert values[4] == {"train/loss": 4.0}

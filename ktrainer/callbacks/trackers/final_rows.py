@@ -4,6 +4,9 @@ A row is final once a checkpoint of a later step is on the disk, or the run has 
 resumes from there, and does not repeat the step. All rows of a step (of logs, of validation, of the
 epoch) are final together, so a step is complete when it is sent.
 
+Trackers take steps in order only: of an epoch that had ended beyond the step that a rollback
+returns to they do not get the row, which the files keep.
+
 A finished run that is extended trains again what followed its last checkpoint, and was sent: it
 gives the same rows, or what was sent is not what happened.
 """
@@ -95,6 +98,8 @@ class FinalRows:
         self._rows = [row for row in self._rows if counts_after(row, event)]
         if place(event) == self.fit:
             self._final = min(self._final, event["step"])
+            # An epoch that has ended stands; its step comes again, with the rows of other epochs.
+            self._rows = [row for row in self._rows if row["step"] <= event["step"]]
 
     def _repeats(self, event: Event) -> bool:
         """Whether training repeats the ending of a finished run, after which nothing was sent."""

@@ -26,7 +26,8 @@ from ktrainer.config.redact import redact_text
 from ktrainer.runtime.code_version import uncommitted_changes
 from ktrainer.runtime.private_file import write_private
 
-_NOT_SHOWN = ("event", "fit", "inside", "time", "step", "epoch", "settings", "pid", "resume")
+_POSITION = ("event", "fit", "inside", "time", "step", "epoch", "batch")
+_NOT_SHOWN = (*_POSITION, "settings", "pid", "resume")
 _DIFF_BYTES = 10 * 2**20
 
 Opener = Callable[[Mapping[str, Any], RunFacts], TrackerRun]
