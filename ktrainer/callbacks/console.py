@@ -2,7 +2,7 @@
 
 Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_log` (metrics),
 `on_test_begin`, `on_test_batch_end`, `on_test_end`, `on_validation_end`, `on_epoch_end`,
-`on_slow`, `on_train_end` (the summary), `close`.
+`on_restore` (epochs and time before a resume), `on_slow`, `on_train_end` (the summary), `close`.
 
     RichProgress    a live bar on a terminal, a line per epoch above it
     PlainProgress   a line every `logging.every` and one per epoch, for logs
@@ -23,6 +23,7 @@ from typing import Any
 
 from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.console_text import (
+    epochs_of,
     final_report,
     headline,
     metrics_text,
@@ -34,6 +35,7 @@ from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.throughput import Meter, Throughput
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration
+from ktrainer.state.progress import Progress
 from ktrainer.state.slowness import Slow
 
 SHOWN_WAIT = 0.1  # share of the time from which on a wait for data is shown
@@ -54,13 +56,16 @@ class _Progress(Reporter):
         self.throughput: Throughput | None = None
         self.newest: Callable[[], Path | None] = lambda: None
         self._epochs: dict[int, dict[str, float]] = {}
-        self._changes_before = 0
+        self._judged = True  # each epoch's loss of validation is known
+        self._changes_before = self._first_step = 0
+        self._resumed = False
         self._began_at = self._epoch_began = time.perf_counter()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._epochs = {}
+        self._epochs, self._judged, self._resumed = {}, True, False
         self._began_at = time.perf_counter()
+        self._first_step = self.progress.step
         self._changes_before = len(self.train_state.healed)  # in earlier fits
         self.meter.reset(self.progress, self.waited)
 
@@ -68,6 +73,16 @@ class _Progress(Reporter):
         super().on_epoch_begin(epoch, logs)
         self._epoch_began = time.perf_counter()
         self.meter.reset(self.progress, self.waited)
+        if not self.progress.examples:  # Keras' BackupAndRestore may have skipped epochs
+            self._first_step = self.progress.step
+
+    def on_restore(self, progress: Progress) -> None:
+        """Have the summary tell of what was before a resume, too."""
+        began = time.perf_counter() - progress.elapsed
+        if began < self._began_at:  # no rollback
+            self._began_at, self._resumed = began, True
+        epochs, self._judged = epochs_of(self.model.history)
+        self._epochs = epochs | self._epochs
 
     @property
     def epochs(self) -> int | None:
@@ -112,9 +127,17 @@ class _Progress(Reporter):
         """The text at the end of training."""
         seconds = time.perf_counter() - self._began_at
         speeds = self.throughput.epochs if self.throughput is not None else []
-        facts = summary(self.progress, seconds, speeds, self.world.size) | self._files()
+        facts = summary(
+            self.progress, seconds, speeds, self.world.size, self._first_step, self._resumed
+        )
         state = self.train_state
-        said = final_report(facts, self._epochs, state.end.get("why"), self._stood_out())
+        said = final_report(
+            facts | self._files(),
+            self._epochs,
+            state.end.get("why"),
+            self._stood_out(),
+            self._judged,
+        )
         return f"{said}\n\n  stopped because {state.stop_reason}" if state.stop_reason else said
 
     def _files(self) -> dict[str, str]:
@@ -158,10 +181,10 @@ class PlainProgress(_Progress):
         self._print(f"{self.position()}  step {self.progress.batch}  {metrics_text(logs)}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_epoch_end(epoch, logs)
         values = as_floats(logs)
         self._epochs[epoch] = values
         self._print(self.epoch_line(epoch, values))
+        super().on_epoch_end(epoch, logs)
 
     def on_slow(self, slow: Slow) -> None:
         self._print(slow.message)
@@ -238,12 +261,12 @@ class RichProgress(_Progress):
         self._draw(force=True)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._draw(force=True)  # the full bar, before the counters are reset
-        super().on_epoch_end(epoch, logs)
+        self._draw(force=True)
         values = as_floats(logs)
         self._epochs[epoch] = values
         if self._live is not None:
             self._say(self.epoch_line(epoch, values))
+        super().on_epoch_end(epoch, logs)  # resets the counters
 
     def on_slow(self, slow: Slow) -> None:
         if self._live is not None:

@@ -76,6 +76,7 @@ def final_report(
     epochs: Mapping[int, Mapping[str, float]],
     interrupted: str | None = None,
     stood_out: Sequence[str] = (),
+    judged: bool = True,
 ) -> str:
     """The text at the end of training.
 
@@ -94,28 +95,40 @@ def final_report(
             are those of validation.
         interrupted: what has interrupted it; None: nothing has.
         stood_out: a line for each thing worth a look.
+        judged: all epochs' losses of validation are known; else no epoch is called the best.
     """
     width = max(map(len, facts), default=0)
     said = [f"  {label.ljust(width)}  {fact}" for label, fact in facts.items()]
     said += [f"  {line}" for line in stood_out]
-    table = _aligned(_metrics_table(epochs))
+    table = _aligned(_metrics_table(epochs, judged))
     first = f"training interrupted by {interrupted}" if interrupted else "training finished"
     return "\n".join([first, *said, *(["", *table] if table else [])])
 
 
-def _metrics_table(epochs: Mapping[int, Mapping[str, float]]) -> list[list[str]]:
+def epochs_of(history: Any) -> tuple[dict[int, dict[str, float]], bool]:
+    """Logs by epoch, from 0, and whether the losses of validation are among them. A
+    `keras.callbacks.History` does not say of which epochs a metric is that some do not have."""
+    epochs, metrics = history.epoch, history.history
+    whole = {name: values for name, values in metrics.items() if len(values) == len(epochs)}
+    logs = {epoch: {k: v[i] for k, v in whole.items()} for i, epoch in enumerate(epochs)}
+    return {epoch: as_floats(each) for epoch, each in logs.items()}, not (
+        "val_loss" in metrics and "val_loss" not in whole
+    )
+
+
+def _metrics_table(epochs: Mapping[int, Mapping[str, float]], judged: bool) -> list[list[str]]:
     """A row for each metric below a row of headings; nothing without epochs."""
     if not epochs:
         return []
     last = epochs[max(epochs)]
     columns = {"training": dict(last)}
     losses = ((logs.get("val_loss", math.nan), i) for i, logs in epochs.items())
-    judged = [(loss, i) for loss, i in losses if not math.isnan(loss)]
+    known = [(loss, i) for loss, i in losses if not math.isnan(loss)]
     if any(name.startswith("val_") for name in last):
         columns["training"] = {k: v for k, v in last.items() if not k.startswith("val_")}
         columns["validation"] = _of_validation(last)
-    if judged and len(epochs) > 1:
-        _, best = min(judged)
+    if judged and known and len(epochs) > 1:
+        _, best = min(known)
         columns[f"best, epoch {best + 1}"] = _of_validation(epochs[best])
     names = sorted({name for values in columns.values() for name in values}, key=_loss_first)
     rows = [
@@ -138,14 +151,30 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def summary(progress: Progress, seconds: float, speeds: Sequence[Any], size: int) -> dict[str, str]:
-    """Facts about the training as a whole, by label."""
+def summary(
+    progress: Progress,
+    seconds: float,
+    speeds: Sequence[Any],
+    size: int,
+    first_step: int = 0,
+    resumed: bool = False,
+) -> dict[str, str]:
+    """Facts about the training as a whole, by label.
+
+    Args:
+        seconds: of all starts.
+        speeds: an `EpochSpeed` for each epoch of this start.
+        first_step: where training began, as by `initial_epoch`.
+        resumed: there were others before this start.
+    """
     said = {
         "epochs": str(progress.epoch),
         "steps": str(progress.step),
         "time": span_text(seconds),
     }
     if progress.examples:
+        if first_step:
+            said["steps"] += f" (began at {first_step})"
         said["examples"] = count_text(progress.examples)
     rates = [s.examples_per_second for s in speeds if s.examples_per_second]
     if rates:
@@ -157,7 +186,7 @@ def summary(progress: Progress, seconds: float, speeds: Sequence[Any], size: int
         waits = [getattr(s, field) for s in speeds if getattr(s, field)]
         if waits:
             per_rank = [sum(rank) for rank in zip(*waits, strict=False)]
-            said[label] = ", ".join(span_text(wait) for wait in per_rank) + (
-                " (by rank)" if size > 1 else ""
-            )
+            notes = ["by rank"] * (size > 1) + ["since the resume"] * resumed
+            said[label] = ", ".join(map(span_text, per_rank))
+            said[label] += f" ({', '.join(notes)})" if notes else ""
     return said

@@ -20,6 +20,7 @@ from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.distributed import World
 from ktrainer.errors import ConfigError
+from ktrainer.runtime.run_folder import of_fit
 from ktrainer.state.durations import Duration
 from ktrainer.state.progress import Progress
 
@@ -34,8 +35,8 @@ class CSVLog(Reporter):
     The column `event` is `log`, `validation` or `epoch`; `epoch` counts from 1.
 
     Args:
-        path: the file; default: `metrics.csv` in the run's folder, `metrics-2.csv` for a second
-            `fit`. Needed without a trainer.
+        path: the file; default: `metrics.csv` in the run's folder. Needed without a trainer. With
+            one, each `fit` has a file of its own: `metrics-2.csv` for the second.
         every: see `Reporter`.
         world: the ranks; default: the trainer's, or this process's.
     """
@@ -54,7 +55,10 @@ class CSVLog(Reporter):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        path = self._given or self.run_path("metrics.csv")
+        state = self.train_state
+        path = self.run_path("metrics.csv")
+        if self._given is not None:
+            path = of_fit(self._given, state.fits, state.inside)
         if path is None:
             raise ConfigError("give the path of the file: CSVLog('metrics.csv').", path="path")
         self._kept = self._kept and path == self.path

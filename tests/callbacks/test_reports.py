@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from ktrainer import distributed
 from ktrainer.callbacks import (
+    Callback,
     CSVLog,
     PlainProgress,
     RichProgress,
@@ -25,6 +27,7 @@ from ktrainer.callbacks import (
 )
 from ktrainer.callbacks.console_text import (
     count_text,
+    epochs_of,
     final_report,
     headline,
     metrics_text,
@@ -33,8 +36,10 @@ from ktrainer.callbacks.console_text import (
 )
 from ktrainer.callbacks.throughput import Meter
 from ktrainer.errors import ConfigError
+from ktrainer.runs.live_record import LiveRecord
 from ktrainer.state.progress import Progress
 from ktrainer.state.train_state import TrainState
+from tests import small
 from tests.callbacks.helpers import data, fit, small_model
 
 
@@ -328,3 +333,115 @@ def test_meter_forgets_pauses() -> None:
     assert before[0] is not None
     meter.reset(progress)
     assert meter.rates == before  # until there is something newer
+
+
+class Judged(Callback):
+    """Gives epochs losses of validation."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        logs["val_loss"] = (0.5, 0.1, 0.6, 0.4)[epoch]
+
+
+def test_the_table_of_a_resumed_run(tmp_path, capsys) -> None:
+    def table(epochs: int, **arguments: Any) -> list[str]:
+        words = {"logging__progress": "plain", "run__dir": tmp_path, "checkpoint__every": "1ep"}
+        with small.trainer([Judged()], checkpoint__resume="auto", **words) as it:
+            it.fit(small.build, small.data(), epochs=epochs, **arguments)
+            elapsed.append(it.progress.elapsed)
+        _, _, said = capsys.readouterr().out.partition("training finished\n")
+        return said.splitlines()
+
+    elapsed: list[float] = []
+    assert "best, epoch 2" in table(2)[-3]
+    began = time.perf_counter()
+    said = table(4)
+    here = time.perf_counter() - began
+    assert re.match(r" *epoch 4 +training +validation +best, epoch 2$", said[-3])
+    assert said[-2].split()[-2:] == ["0.4", "0.1"]
+    facts = dict(line.split(maxsplit=1) for line in said[: said.index("")])
+    assert (facts["steps"], facts["examples"]) == ("24", "96")
+    seconds = float(facts["time"].removesuffix("s"))
+    assert elapsed[1] - 0.1 <= seconds <= elapsed[0] + here + 0.1
+
+
+def test_the_table_where_training_began_later(tmp_path, capsys) -> None:
+    with small.trainer(logging__progress="plain", run__dir=tmp_path) as it:
+        it.fit(small.build, small.data(), initial_epoch=1, epochs=2)
+    said = capsys.readouterr().out
+    assert re.search(r"steps +12 \(began at 6\)\n", said)
+    assert re.search(r"examples +24\n", said)
+
+
+def test_epochs_of_a_history_that_not_all_were_validated_in() -> None:
+    history = SimpleNamespace(epoch=[0, 1], history={"loss": [0.5, 0.25], "val_loss": [0.75]})
+    epochs, judged = epochs_of(history)
+    assert (epochs, judged) == ({0: {"loss": 0.5}, 1: {"loss": 0.25}}, False)
+    epochs |= {2: {"loss": 0.125, "val_loss": 1.0}}
+    assert "best" not in final_report({}, epochs, judged=judged)
+
+
+class GoesBack(Callback):
+    """Asks for a rollback once, after `step` updates."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if step == self.step:
+            self.step = 0
+            self.trainer.request_rollback("of a test")
+
+
+def test_back_over_the_end_of_an_epoch(tmp_path, capsys) -> None:
+    """From step 9 to step 5: the epoch that ended at step 6 stands, with its validation."""
+    words = {"logging__csv": True, "logging__tensorboard": True, "logging__progress": "plain"}
+    words |= {"logging__every": "1ba", "run__dir": tmp_path, "checkpoint__every": "5ba"}
+    words |= {"trainer__validate_every": "2ba", "trainer__epochs": 2}
+    with (
+        small.trainer([GoesBack(9)], **words) as it,
+        pytest.warns(UserWarning, match="back to the checkpoint of step 5"),
+    ):
+        it.fit(small.build, small.data(), validation_data=small.data())
+    assert it.progress.step == 8
+    ends = [row for row in rows(tmp_path / "metrics.csv") if row["event"] == "epoch"]
+    assert [row["step"] for row in ends] == ["6", "8"]
+    for part, name in (("epoch", "loss"), ("validation", "val_loss")):
+        shown = scalars(tmp_path / "tensorboard" / part)["loss"]
+        for row in ends:
+            assert (int(row["step"]), pytest.approx(float(row[name]))) in shown
+    validated = [step for step, _ in scalars(tmp_path / "tensorboard" / "validation")["loss"]]
+    assert sorted(validated) == [2, 4, 6, 6, 8]  # step 8 of before is dropped
+    said = capsys.readouterr().out
+    assert not re.search(r"-\d\S* (steps|examples)/s|eta -", said)
+    assert LiveRecord(tmp_path).steps == it.progress.step
+
+
+class Fails(Callback):
+    """Fails at a step of the second `fit`."""
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        if self.train_state.fits == 2 and step == 9:
+            raise ZeroDivisionError
+
+
+def test_csv_of_ones_own_over_two_fits(tmp_path) -> None:
+    """A restart inside the second one leaves the rows of the first."""
+
+    def run(*more: Callback) -> None:
+        own = CSVLog(tmp_path / "own.csv")
+        words = {"run__dir": tmp_path, "checkpoint__every": "1ep", "checkpoint__resume": "auto"}
+        with small.trainer([own, *more], **words) as it:
+            model = small.build()
+            for epochs in (3, 2):
+                it.fit(model, small.data(), epochs=epochs)
+
+    with pytest.raises(ZeroDivisionError):
+        run(Fails())
+    run()
+    steps = {
+        name: [row["step"] for row in rows(tmp_path / name) if row["event"] == "epoch"]
+        for name in ("own.csv", "own-2.csv")
+    }
+    assert steps == {"own.csv": ["6", "12", "18"], "own-2.csv": ["6", "12"]}
