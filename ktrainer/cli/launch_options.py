@@ -1,4 +1,4 @@
-"""Command-line options of `ktrainer run` and `ktrainer verify`."""
+"""Command-line options of `ktrainer run`, and of the commands that run scripts as it does."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
         "divided by the processes)",
     )
     parser.add_argument("--timeout", type=positive(float), metavar="S", help="end after S seconds")
+
+
+def process_count(args: argparse.Namespace) -> int:
+    """The processes that the options of `add_size_options` start; a cluster has a coordinator."""
+    if args.workers is None and args.servers is None:
+        return int(args.ranks or 1)
+    return 1 + int(args.workers or 1) + int(args.servers or 1)
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:

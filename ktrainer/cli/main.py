@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ktrainer.errors import KtrainerError, nearest
+from ktrainer.errors import ConfigError, KtrainerError, nearest
 
 # name -> (module with add_arguments(parser) and run(args) -> int, summary)
 COMMANDS = {
@@ -56,6 +56,7 @@ COMMANDS = {
         "build Horovod for the installed TensorFlow, and keep the wheel",
     ),
 }
+_READ_LATER_OPTIONS = ("plan", "sweep")  # those after the script, too
 _SEPARATOR = "\0"  # in place of a `--` while words are parsed; no word can be it
 
 
@@ -90,6 +91,8 @@ def _run(name: str, words: list[str]) -> int:
             args = parser.parse_intermixed_args(words)
         else:
             args = parse_words(parser, words)
+        if name not in _READ_LATER_OPTIONS:
+            _refuse_later_options(parser, args)
         return int(module.run(args))
     except KtrainerError as error:
         print(f"ktrainer {name}: error: {error}", file=sys.stderr)
@@ -114,6 +117,25 @@ def parse_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
         return parser.parse_args(words)
     args.args = ["--" if word == _SEPARATOR else word for word in args.args]
     return args
+
+
+def _refuse_later_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse options of the command among the script's words, where they would have no effect.
+
+    Raises:
+        ConfigError: naming the first one before `--`.
+    """
+    words = getattr(args, "args", [])
+    if not getattr(args, "check", True):  # all words are the script's
+        return
+    known = parser._option_string_actions.keys() - {"-h", "--help"}
+    for word in words[: words.index("--")] if "--" in words else words:
+        name = word[:2] if word[2:].isdigit() else word.partition("=")[0]  # -n2, --ranks=2
+        if name in known:
+            raise ConfigError(
+                f"{name} follows the script, but is an option of {parser.prog}: write it before "
+                "the script. If the script has an option of that name, write that after --."
+            )
 
 
 def _usage() -> str:

@@ -36,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `ktrainer run`."""
     parser.description = (
         "Run a Keras script, unmodified or with a Trainer of its own, in one process or several, "
-        "on this host or on --hosts, and end them all when one fails. Overrides key=value and "
-        "--config FILE are ktrainer's, and checked before anything is started; all other words, "
-        "and whatever comes after --, are the script's."
+        "on this host or on --hosts, and end them all when one fails. Options stand before the "
+        "script. After it, overrides key=value and --config FILE are ktrainer's, and checked "
+        "before anything is started; all other words, and whatever comes after --, are the "
+        "script's."
     )
     add_run_options(parser)
 

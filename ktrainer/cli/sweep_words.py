@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktrainer.cli.launch_config import checked_config, naming_the_separator
+from ktrainer.cli.launch_options import process_count
 from ktrainer.cli.script_trial import launch_options
 from ktrainer.config import parse_known_cli
 from ktrainer.config.config_sources import read_overrides
@@ -61,7 +62,6 @@ class SweepWords:
                 "key=uniform(low,high) or key=int(low,high) after the script."
             )
         cluster = args.workers is not None or args.servers is not None
-        ranks = 1 + (args.workers or 1) + (args.servers or 1) if cluster else args.ranks or 1
         return cls(
             tuple(launch_options(vars(args))),
             args.script,
@@ -69,7 +69,7 @@ class SweepWords:
             tuple(fixed),
             config,
             tuple(own),
-            ranks,
+            process_count(args),
             (args.workers or 1) if cluster else None,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ktrainer.cli import run_command
 from ktrainer.cli.launch_config import checked_config
-from ktrainer.cli.launch_options import add_script, add_size_options, positive
+from ktrainer.cli.launch_options import add_script, add_size_options, positive, process_count
 from ktrainer.cli.main import parse_words
 from ktrainer.cli.script_trial import launch_options, run_script
 from ktrainer.errors import ConfigError
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             "fit has made no update, so there is nothing to compare: a callback stops it as it "
             "begins, or trainer.max_time is over. Verify without that."
         )
-    print(_report(found))
+    print(_report(found, args))
     return 0 if found.equal else 1
 
 
@@ -69,15 +69,17 @@ def _check(words: Sequence[str]) -> None:
         refuse_own_batches(config)
 
 
-def _report(found: Comparison) -> str:
+def _report(found: Comparison, args: argparse.Namespace) -> str:
+    size = process_count(args)
+    processes = "1 process" if size == 1 else f"{size} processes"
     if found.equal:
         last = (
-            f"equal: {found.updates} updates as configured are those of one process, but for "
-            "rounding."
+            f"equal: {found.updates} updates as configured, in {processes}, are those of one "
+            "process with the batch unsplit, but for rounding."
         )
     else:
         wrong = sum(row.differs for row in found.rows)
-        last = f"different: {wrong} of {len(found.rows)} items. {found.cause}"
+        last = f"different: {wrong} of {len(found.rows)} items, in {processes}. {found.cause}"
     return f"{found}\n\n{last}"
 
 

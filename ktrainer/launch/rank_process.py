@@ -73,8 +73,9 @@ _FOLLOWER_WAITS = 1.0  # seconds
 # (class, words of its message) -> the remedy, when there are several ranks.
 _REMEDIES = {
     ("builtins.BlockingIOError", "unable to lock file"): "every rank writes this HDF5 file. Save "
-    "with trainer.save(path), or on one rank: `if trainer.world.is_root:`, or a function under "
-    "@ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no change.",
+    'with trainer.save("NAME.keras"), or on one rank: `if trainer.world.is_root:`, or a function '
+    "under @ktrainer.rank_zero_only. A script without a Trainer under `ktrainer run` needs no "
+    "change.",
     ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
     "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
     ("builtins.EOFError", "EOF when reading a line"): "there is no terminal to read from. Give the "

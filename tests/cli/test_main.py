@@ -101,6 +101,26 @@ def test_unknown_commands(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, option",
+    [
+        (["run", "train.py", "seed=1", "-n", "2"], "-n"),
+        (["launch", "train.py", "-n2"], "-n"),
+        (["run", "-n", "2", "train.py", "--heal", "--", "x"], "--heal"),
+        (["verify", "train.py", "--ranks=2"], "--ranks"),
+        (["lr-find", "train.py", "--own", "--updates", "30"], "--updates"),
+        (["submit", "train.py", "--nodes", "2"], "--nodes"),
+    ],
+)
+def test_options_after_the_script_are_refused(words, option, capsys):
+    """There is no such script, so an option that is not refused has another message."""
+    assert main.main(words) == 2
+    err = capsys.readouterr().err
+    assert f"{option} follows the script, but is an option of ktrainer {words[0]}: write" in err
+    assert main.main([words[0], "train.py", "--own", "--", option, "2"]) == 2
+    assert "there is no script 'train.py'" in capsys.readouterr().err
+
+
 def test_other_words(capsys):
     assert main.main(["--version"]) == 0
     assert main.main([]) == 0

@@ -29,7 +29,7 @@ NAMES = {symbol.name for symbol in SYMBOLS} | {symbol.owner for symbol in SYMBOL
 FOREIGN = ("keras.src", "tensorflow.python", "tensorflow.compiler")
 PRIVATE = re.compile(r"_[a-z]\w*")
 NOT_THEIRS = {
-    "_exit", "_getframe", "_run_exitfuncs", "_error",  # of Python's
+    "_exit", "_getframe", "_run_exitfuncs", "_error", "_option_string_actions",  # of Python's
     "_storage", "_trial_id",  # of Optuna's, which pyproject.toml holds at one major version
     "_alone", "_by_root", "_initializing", "_class", "_target_", "_only_forward",  # ours, of files
 }  # fmt: skip

@@ -61,7 +61,7 @@ def test_a_sound_script_in_two_stages(script: str, tmp_path: Path) -> None:
     out = done.stdout
     for name in ("loss +loss", "metric +mae", "gradient +hidden/kernel", "weight +head/bias"):
         assert re.search(rf"^{name} .* equal to rounding$", out, re.M), out
-    assert "equal: 2 updates" in out
+    assert "equal: 2 updates as configured, in 2 processes," in out
     assert "reached" not in out
     assert sorted(os.listdir(tmp_path)) == ["run.yaml", "train.py"]  # no run folder, no log
 
@@ -161,5 +161,5 @@ def test_a_script_that_has_never_heard_of_ktrainer(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     out = done.stdout
     assert re.search(r"^weight +head/kernel .* equal to rounding$", out, re.M), out
-    assert "equal: 2 updates" in out
+    assert "equal: 2 updates as configured, in 1 process," in out
     assert "reached" not in out
