@@ -13,6 +13,7 @@ from ktrainer.cli.launch_options import add_script, positive
 from ktrainer.config import Config
 from ktrainer.errors import RUN_AGAIN, ConfigError, SetupError
 from ktrainer.launch.cluster_job import SCHEDULERS, ClusterJob
+from ktrainer.script.plain_script import is_plain
 
 _MINUTES = 60
 _NOT_OF_ALL = ("time", "grace", "image", "runtime")
@@ -68,9 +69,11 @@ def run(args: argparse.Namespace) -> int:
     """Write the job's file; return the exit status, with `--start` the scheduler's.
 
     Raises:
-        ConfigError: the options or the configuration cannot work, or there is another file.
+        ConfigError: the options, the script or the configuration cannot work, or there is another
+            file.
         SetupError: the file cannot be written, or the scheduler's program is not here.
     """
+    _check_script(args.script)
     _check_options(args)
     with naming_the_separator(args.args):
         ranks = args.nodes * args.ranks
@@ -83,13 +86,23 @@ def run(args: argparse.Namespace) -> int:
     return _start(start) if args.start else 0
 
 
+def _check_script(script: str) -> None:
+    """Refuse a script that trains in several processes only where `ktrainer run` starts them."""
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script!r}; give the path from the current folder")
+    if is_plain(Path(script).read_bytes()):
+        raise ConfigError(
+            f"{script} makes no Trainer, so each process of the job would train by itself: only "
+            "`ktrainer run` distributes such a script. Call fit of a Trainer: trainer = "
+            "Trainer.from_cli(), then trainer.fit(model, ...); or start `ktrainer run` in a job of "
+            "your own. If a module that it imports makes the Trainer, add `from ktrainer import "
+            "Trainer` to the script, too."
+        )
+
+
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse options of another scheduler, and those that are missing for this one."""
     scheduler = SCHEDULERS[args.to]
-    if not Path(args.script).is_file():
-        raise ConfigError(
-            f"there is no script {args.script!r}; give the path from the current folder"
-        )
     for option in _NOT_OF_ALL:
         if getattr(args, option) and option not in scheduler.options:
             has = [name for name, each in SCHEDULERS.items() if option in each.options]

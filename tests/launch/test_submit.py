@@ -126,7 +126,9 @@ def _command(job: dict[str, Any]) -> list[str]:
 def test_what_cannot_work_is_refused(
     script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (plain := tmp_path / "plain.py").write_text("import keras\nkeras.Sequential().fit()\n")
     for words, said in {
+        (str(plain), "backend=data_parallel"): "makes no Trainer, so each process of the job would",
         ("--to", "mpijob", str(script)): "give --image",
         ("--name", "My_Job", str(script)): "cannot name a job",
         ("--time", "0:01", str(script)): "90 s are no less than the time limit",
