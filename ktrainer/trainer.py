@@ -294,6 +294,9 @@ class Trainer(CustomLoop):
         """Write the model as an ordinary `.keras` file, by rank 0, whole or not at all.
 
         Local layers are written as rank 0 has them.
+
+        Args:
+            path: ends in `.keras`. `ktrainer checkpoint export` writes `.weights.h5` files.
         """
         from ktrainer.checkpoint import save_model
 

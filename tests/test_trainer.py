@@ -15,7 +15,15 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from ktrainer import Callback, ConfigError, DataError, ModelError, PeerLost, Trainer
+from ktrainer import (
+    Callback,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PeerLost,
+    Trainer,
+)
 from ktrainer.config.command_line import give_words
 from tests.small import BATCH, Watch, build, data, fit, trainer
 
@@ -32,6 +40,8 @@ def test_evaluate_predict_and_save(tmp_path: Path) -> None:
         evaluated = it.evaluate(model, (x, y))
         predicted = it.predict(model, x)
         it.save(tmp_path / "saved" / "model.keras")
+        with pytest.raises(CheckpointError, match=r"checkpoint export RUN NAME\.weights\.h5"):
+            it.save(tmp_path / "saved" / "model.weights.h5")
     assert evaluated == model.evaluate(x, y, batch_size=BATCH, verbose=0, return_dict=True)
     np.testing.assert_array_equal(predicted, model.predict(x, batch_size=BATCH, verbose=0))
     assert os.listdir(tmp_path / "saved") == ["model.keras"]

@@ -82,6 +82,8 @@ class LossGuard(Callback):
         self.stopped_at = None
         self._skipped_before = self._skipped_in_all()
         self._start(self.progress)
+        if self.spike is not None:
+            self._warn_of_few_updates()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
@@ -189,6 +191,20 @@ class LossGuard(Callback):
     def _set_limit(self) -> None:
         if self.guard is not None and self.on_spike == "skip":
             self.guard.limit.assign(self._limit())
+
+    def _warn_of_few_updates(self) -> None:
+        """Warn if this fit ends before any loss can be a spike, as far as its length is known."""
+        settings = self.trainer.config.trainer if self.trainer is not None else None
+        if settings is not None and settings.fast_dev_run:  # such a run is short in everything
+            return
+        steps, epochs = self.steps_per_epoch, (self.params or {}).get("epochs")
+        ends = [steps * epochs if steps and epochs else None, settings and settings.max_steps]
+        updates, window = min(filter(None, ends), default=math.inf), self.losses.maxlen or 0
+        if updates <= window:
+            self._warn(
+                f"health.spike has no effect: this fit has {updates} updates, and none is a spike "
+                f"before there are {window} losses (health.spike_window). Set that lower."
+            )
 
     # -- actions
 

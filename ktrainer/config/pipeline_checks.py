@@ -132,7 +132,7 @@ def _check_callbacks(config: Config) -> None:
         if kind is not None:
             raise ConfigError(
                 f"{kind} needs the weights of the whole model, which no rank of a pipeline has: "
-                "use checkpoint.every, checkpoint.best, or trainer.save(PATH) in the script.",
+                "use checkpoint.every, checkpoint.best, or trainer.save(NAME.keras) in the script.",
                 path=f"callbacks.{name}.type",
                 value=kind,
             )

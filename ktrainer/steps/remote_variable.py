@@ -78,7 +78,7 @@ def not_in_one_process(what: str) -> ModelError:
         f"the model is cut into stages, each in a process of its own, and {what}, not in this "
         "process. Instead of model.evaluate, model.predict or a call of the model, use "
         "trainer.evaluate(model, data) or trainer.predict(model, data); instead of model.save or "
-        "reading weights, trainer.save(path), then keras.models.load_model(path) where all of the "
+        "reading weights, trainer.save(NAME.keras), then keras.models.load_model where all of the "
         "model is needed; all processes make these calls together. In a script without a Trainer "
         "they may be evaluate, predict, save and save_weights of the model, or of one made of some "
         "of its layers, which has get_weights too. compute_loss and metrics see "

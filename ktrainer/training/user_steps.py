@@ -287,7 +287,7 @@ def setting_of_updates(config: Config) -> ConfigError | None:
         ("trainer.accumulate", trainer.accumulate, trainer.accumulate != 1),
         ("trainer.steps_per_call", trainer.steps_per_call, trainer.asks_for_several_steps),
         ("trainer.xla", trainer.xla, trainer.xla),
-        ("trainer.loss_scope", trainer.loss_scope, config.is_set("trainer.loss_scope")),
+        ("trainer.loss_scope", trainer.loss_scope, trainer.loss_scope == "global"),
         ("trainer.clip.global_norm", clip.global_norm, clip.global_norm is not None),
         ("trainer.clip.norm", clip.norm, clip.norm is not None),
         ("trainer.clip.value", clip.value, clip.value is not None),

@@ -182,6 +182,15 @@ def test_row_20_a_spike_stops(tmp_path: Path) -> None:
     assert "the median before" in found.said[0]
 
 
+def test_row_20_a_fit_that_is_too_short_for_spikes(tmp_path: Path) -> None:
+    """Before there is a window of losses none is a spike."""
+    words = ("health.spike=5", "health.spike_window=15", "trainer.epochs=2")
+    assert train(tmp_path / "long", words).said == []
+    found = train(tmp_path / "short", (*words, "trainer.max_steps=15"), {5: 1000.0})
+    assert found.step == 15
+    assert "health.spike has no effect: this fit has 15 updates" in found.said[0]
+
+
 def test_what_cannot_be_done() -> None:
     servers = ("backend=tf_distribute", "backend.strategy=parameter_server")
     for words, says in (

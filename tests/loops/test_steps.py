@@ -215,6 +215,7 @@ def test_what_one_step_has_logged_is_the_epochs(tmp_path: Path) -> None:
 def test_each_piece_alone(tmp_path: Path) -> None:
     """Only the data; then a model only, without files."""
     off = ("checkpoint.every=null", "trainer.interrupt.signals=[]", "health.nan=ignore")
+    off += ("trainer.loss_scope=local",)
     with make(tmp_path / "data", *off) as trainer:
         rows = [len(x) for x, _ in trainer.steps(*arrays(), batch_size=8, epochs=2)]
         assert rows == [8, 8, 8, 8, 1] * 2

@@ -27,7 +27,7 @@ from ktrainer.errors import CheckpointError
 
 _REMEDY = (
     "Give the function that builds the model, with --model MODULE:FUNCTION (which runs that "
-    "module), or call trainer.save(FILE) in the script."
+    "module), or call trainer.save(NAME.keras) in the script."
 )
 
 # Keras' safe mode refuses Lambda layers, but imports any module that a description names. Here only

@@ -29,10 +29,14 @@ def save_model(model: Any, path: str | os.PathLike[str], world: World) -> None:
     stages, rank 0's host memory holds all weights meanwhile.
 
     Raises:
-        CheckpointError: on every rank, when rank 0 cannot write it.
+        CheckpointError: on every rank, for another ending, or when rank 0 cannot write it.
     """
     if not os.fspath(path).endswith(".keras"):
-        raise CheckpointError(f"{path} does not end in .keras, the only format that is written")
+        raise CheckpointError(
+            f"{path} does not end in .keras, the only format that trainer.save writes: give it "
+            "NAME.keras. For weights alone, `ktrainer checkpoint export RUN NAME.weights.h5`; or, "
+            "but for a pipeline, model.save_weights under `if trainer.world.is_root:`."
+        )
     write_keras_file(model, path, world)
 
 
