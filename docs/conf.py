@@ -59,7 +59,7 @@ def write_cli(folder: Path) -> None:
         "The help of each command, as `ktrainer COMMAND --help` prints it.",
     ]
     commands = [name for name in main.COMMANDS if name != "launch"]
-    actions = [f"checkpoint {name}" for name in ("list", "show", "verify", "export")]
+    actions = [f"checkpoint {name}" for name in ("list", "show", "verify", "export", "import")]
     at = commands.index("checkpoint") + 1
     for name in [*commands[:at], *actions, *commands[at:]]:
         text = io.StringIO()

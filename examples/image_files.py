@@ -86,6 +86,7 @@ class Rate(Callback):
         self.ends: list[float] = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
         self.ends.append(time.perf_counter())
 
     def examples_per_second(self, examples: int) -> float:

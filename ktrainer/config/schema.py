@@ -259,10 +259,12 @@ class LrConfig:
     """The learning rate over time, on top of the one that the optimizer was made with.
 
     Attributes:
-        scale: factor by the number of processes: none: 1, linear: their number, sqrt: its square
-            root. Meant for data.batch=per_worker, where more processes make a larger batch.
-        warmup: raise the learning rate from 1/size of it to all of it over this long, such as "5ep"
-            or "1000ba" (Goyal et al., 2017); without effect on one process. null: no warm-up.
+        scale: factor by the number of processes, in a pipeline of replicas (each of several
+            processes): none: 1, linear: their number, sqrt: its square root. Meant for
+            data.batch=per_worker, where more of them make a larger batch.
+        warmup: raise the learning rate from 1/N of it, with the N of `scale`, to all of it over
+            this long, such as "5ep" or "1000ba" (Goyal et al., 2017); without effect where N is 1.
+            null: no warm-up.
         schedule: multipliers of the learning rate, as
             [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.
@@ -355,9 +357,10 @@ class HealthConfig:
             finite). rollback: restore the last checkpoint and continue with the next batch.
             ignore: none, and checkpoints are saved nevertheless.
         spike: a loss above this many times the median of the last `spike_window` losses is a
-            spike, such as 3. null: none is. For losses above 0.
+            spike, such as 3. null: none is. For losses above 0. None is among the first
+            `spike_window` updates of a fit.
         on_spike: action on a spike: stop, skip or rollback, as for `nan`.
-        spike_window: number of updates in the median.
+        spike_window: number of updates in the median. Fewer make `spike` act earlier.
         max_skips: stop after this many skipped updates in a row.
         max_rollbacks: rollbacks, after which the next one stops training.
         audit_every: how often to compare checksums of all weights between ranks, such as "1ep",
@@ -427,7 +430,12 @@ class Config:
         health: checks that training is sound.
         world: the group of processes.
         callbacks: your own callbacks, as NAME: {type: REGISTERED_NAME, argument: value, ...}.
-            NAME is yours to choose; NAME: null removes one.
+            NAME is yours to choose; NAME: null removes one. Registered are Keras'
+            backup_and_restore, csv_logger, early_stopping, model_checkpoint, reduce_lr_on_plateau,
+            remote_monitor, swap_ema_weights, tensorboard and terminate_on_nan; ktrainer's audit,
+            average_metrics, broadcast_variables, checkpoint, csv_log, learning_rate, loss_guard,
+            plain_progress, rich_progress, tensorboard_log and throughput; and those of
+            @ktrainer.register(NAME).
         allow: prefixes of import paths that a callback's `type` may name, such as
             ["my_package.callbacks"]. Any other `type` is never imported.
         user: parameters of the script's own, `trainer.config.user.NAME`. Only those that the script

@@ -1,6 +1,7 @@
 """The callbacks of a run, in their fixed order.
 
 broadcast            equal variables before anything reads them
+trace                of `trainer.profile`
 learning rate        set before the step
 metrics              logs of all ranks, before any callback reads logs
 watched values       added to the logs of `on_log`, before any callback reads them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ktrainer.config import callback_registry
+from ktrainer.config.key_reference import describe
 from ktrainer.errors import ConfigError
 
 
@@ -35,6 +37,13 @@ def test_register_and_build():
     assert "seen_it" in callback_registry.names()
     with pytest.raises(ConfigError, match="Did you mean 'seen_it'"):
         callback_registry.check("seen_i")
+
+
+def test_all_names_are_written_where_a_user_looks():
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "callbacks.md"
+    for text in (guide.read_text(), describe("callbacks")):
+        words = set(re.findall(r"\w+", text))
+        assert set(callback_registry._BUILT_IN) <= words
 
 
 def test_functions_can_be_registered():

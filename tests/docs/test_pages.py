@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,6 +192,16 @@ def test_the_reference_has_all_public_names() -> None:
     text = (REFERENCE / "api.md").read_text() + (REFERENCE / "errors.md").read_text()
     names = {name for name in ktrainer.__all__ if not name.startswith("__")}
     assert {name for name in names if f":: ktrainer.{name}\n" not in text} == set()
+
+
+def test_the_command_line_has_all_actions_of_checkpoint(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_cli"](tmp_path)
+    text = (tmp_path / "cli.md").read_text()
+    (actions,) = re.findall(r"^usage: ktrainer checkpoint \[-h\] \{(.*)\}", text, re.MULTILINE)
+    titles = re.findall(r"^### `ktrainer checkpoint (\w+)`$", text, re.MULTILINE)
+    assert titles == actions.split(",")
 
 
 def test_the_order_of_events_has_all_events() -> None:
