@@ -99,6 +99,7 @@ class BatchMethods:
                 examples=counted,
                 last_examples=counted,
                 sources=program.sources("train"),
+                of_step=True,
             )
         return results if return_dict else model._flatten_metrics_in_order(results)
 
@@ -114,7 +115,8 @@ class BatchMethods:
         model._assert_compile_called("test_on_batch")
         program, batch = self._open("test", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
-            results = evaluate(program, batch, _no_callbacks(model), self.trainer.world)
+            callbacks = _no_callbacks(model)
+            results = evaluate(program, batch, callbacks, self.trainer.world, of_step=True)
         return results if return_dict else model._flatten_metrics_in_order(results)
 
     def predict_on_batch(self, model: keras.Model, x: Any) -> Any:

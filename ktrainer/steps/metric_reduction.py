@@ -48,6 +48,7 @@ def global_results(
     examples: float | None = None,
     last_examples: float | None = None,
     sources: Mapping[LogPath, LogSource | None] | None = None,
+    of_step: bool = False,
 ) -> dict[str, Any]:
     """Results of `metrics` over the data of all ranks, without changing any rank's states.
 
@@ -67,6 +68,8 @@ def global_results(
             Default: `examples`.
         sources: the metrics behind a log, by path; see `ktrainer.steps.metric_logs`. None: a log is
             the result of the metric of its name.
+        of_step: keep a log that is no metric's also where the keys are those of the metrics. At the
+            end of an epoch Keras puts the metric's result in its place; in logs of steps it stays.
 
     Returns:
         Floats by name, in the metrics' order; arrays for results that are not scalar.
@@ -82,7 +85,7 @@ def global_results(
     if world.size > 1:
         reduction.check()
         reduction.sum_over_ranks(examples, last_examples)
-    return reduction.results()
+    return reduction.results(of_step)
 
 
 class _Reduction:
@@ -190,9 +193,10 @@ class _Reduction:
         inner = [key for key in path if isinstance(key, str)]
         return inner[-1] if inner and (self._by_inner_name or len(path) == 1) else None
 
-    def results(self) -> dict[str, Any]:
+    def results(self, of_step: bool) -> dict[str, Any]:
         found = self._metric_results()
-        if not self.given or set(self.given) == set(found):
+        keeps_logs = of_step and (self.world.size == 1 or None in self.sources.values())
+        if not self.given or (set(self.given) == set(found) and not keeps_logs):
             return found
         values: dict[LogPath, Any] = dict(self.logs)
         if self.world.size > 1:

@@ -34,12 +34,14 @@ def evaluate(
     world: Any,
     agree: Callable[[bool], bool] | None = None,
     common_logs: bool = False,
+    of_step: bool = False,
 ) -> dict[str, Any]:
     """Loss and metrics over all of `feed`, over all ranks.
 
     Args:
         agree: whether any rank wants to stop; all of them call it after each batch.
         common_logs: give callbacks the logs of all ranks after each batch.
+        of_step: return the logs of the last step, as Keras does for a single batch.
     """
     agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
     program.build(feed.spec, training=False)
@@ -56,7 +58,9 @@ def evaluate(
             counts.logs = program.test(local)
             counts.last = local.examples if program.counts_metrics else 0
             counts.examples += counts.last
-            logs = _global_logs(program, world, counts, "test") if common_logs else counts.logs
+            logs = counts.logs
+            if common_logs:
+                logs = _global_logs(program, world, counts, "test", of_step=True)
             callbacks.on_test_batch_end(batch, logs)
             if agree(bool(program.model.stop_evaluating)):
                 break
@@ -66,13 +70,17 @@ def evaluate(
             "yields batches"
         )
     counts.logs = program.finish() or counts.logs
-    found = _global_logs(program, world, counts, "test")
+    found = _global_logs(program, world, counts, "test", of_step)
     callbacks.on_test_end(found)
     return found
 
 
 def _global_logs(
-    program: Program, world: World, counts: MetricCounts, kind: Literal["train", "test"]
+    program: Program,
+    world: World,
+    counts: MetricCounts,
+    kind: Literal["train", "test"],
+    of_step: bool,
 ) -> dict[str, Any]:
     """Logs of all ranks, which call this together."""
     return global_results(
@@ -82,6 +90,7 @@ def _global_logs(
         sources=program.sources(kind),
         examples=counts.examples,
         last_examples=counts.last,
+        of_step=of_step,
     )
 
 
@@ -155,15 +164,19 @@ def _joined(*parts: Any) -> Any:
     return tf.concat(parts, axis=0) if ragged else np.concatenate(parts, axis=0)
 
 
-def logs_so_far(state: TrainState, world: World) -> dict[str, Any]:
-    """Logs of the epoch up to now, of all ranks, which call this together."""
+def logs_so_far(state: TrainState, world: World, of_step: bool = False) -> dict[str, Any]:
+    """Logs of the epoch up to now, of all ranks, which call this together.
+
+    Args:
+        of_step: logs that are no metric's are those of the last step.
+    """
     counted, program = state.counted, state.program
     with state.times.of("compute"):
         counted.logs = program.finish() or counted.logs
     if state.progress.counted <= 0:
         return {}  # all updates were skipped or undone: that is no loss of 0
     with state.times.of("metrics"):
-        return _global_logs(program, world, counted, "train")
+        return _global_logs(program, world, counted, "train", of_step)
 
 
 def run_over_data(

@@ -392,11 +392,12 @@ class Loop:
             for every in (self._validate_every, self._log_every):
                 every.start(progress)
         common = self.context.has_common_logs
-        batch_logs = logs_so_far(state, self.world) if common else logs
+        batch_logs = logs_so_far(state, self.world, of_step=True) if common else logs
         self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
         if self._due(self._log_every) or state.log_due:
             state.log_due = False
-            emit(ours, "on_log", progress.step, dict(logs_so_far(state, self.world)))
+            so_far = logs_so_far(state, self.world, of_step=True)
+            emit(ours, "on_log", progress.step, dict(so_far))
         if self._due(self._validate_every):
             self._validate_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)

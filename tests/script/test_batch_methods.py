@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 from ktrainer import Trainer
 from ktrainer.script.batch_methods import BatchMethods
@@ -50,6 +53,44 @@ def results(methods: Any) -> list[float]:
 def test_steps_are_given_three_parts() -> None:
     with Trainer({"logging": {"progress": "none"}}) as trainer:
         assert results(BatchMethods(trainer)) == results(keras.Model)
+
+
+class OwnLoss(OwnSteps):
+    """Logs its own loss under the name of the tracker that `compile` makes, and never updates."""
+
+    def results(self, x: Any, y: Any, weight: Any) -> Any:
+        return {"loss": super().results(x, y, weight)["error"]}
+
+
+def own_losses(methods: Any, run: Any) -> list[float]:
+    """The losses that single batches return and log; the tracker has 0."""
+    model, seen = OwnLoss(), []
+    model.compile("sgd")
+    x, y = np.arange(8, dtype="f").reshape(4, 2), np.ones((4, 1), "f")
+    for name in ("train_on_batch", "test_on_batch"):
+        seen.append(getattr(methods, name)(model, x, y))
+    note = keras.callbacks.Callback()
+    note.on_train_batch_end = note.on_test_batch_end = lambda _, logs: seen.append(logs["loss"])
+    given = {"sample_weight": np.ones(4, "f"), "batch_size": 4, "verbose": 0, "callbacks": [note]}
+    run.fit(model, x, y, **given)
+    run.evaluate(model, x, y, **given)
+    return [float(loss) for loss in seen]
+
+
+def own_losses_of_ranks(backend: str, folder: str) -> list[float]:
+    logging = {"progress": "none", "batch_logs": "all"}
+    with Trainer({"backend": backend, "logging": logging, "run": {"dir": folder}}) as trainer:
+        return own_losses(BatchMethods(trainer), trainer)
+
+
+def test_a_loss_of_the_models_own_is_that_of_the_batch(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    expected = own_losses(keras.Model, keras.Model)
+    assert min(expected) > 0
+    of_ranks = ranks(2).run(own_losses_of_ranks, "data_parallel", str(tmp_path / "two"))
+    for losses in (own_losses_of_ranks("local", str(tmp_path / "one")), *of_ranks):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 class Counting(keras.Model):
