@@ -28,6 +28,7 @@ from ktrainer.steps.named_variables import (
     model_variables,
     view_of,
 )
+from ktrainer.steps.program_interface import Program
 from ktrainer.steps.variable_broadcast import broadcast_variables
 from ktrainer.steps.variable_placement import Placement, finalize_normalization, placement_of
 
@@ -113,6 +114,17 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
     own |= {*slots_of(built_optimizers(model), own), *local_variables(model)}
     broadcast_variables([(name, v) for name, v in named if id(v) not in own], world, root)
     finalize_normalization(model)
+
+
+def broadcast_once(program: Program, world: World) -> None:
+    """Broadcast the variables of a program's model, unless that was done since it was compiled, or
+    it has none yet."""
+    needed = not program.is_shared and _has_variables(program.model)
+    if world.heals:  # a rank that has joined may have another history
+        needed = world.any(needed, "are variables to be broadcast")
+    if needed:
+        broadcast_model(program.model, world)
+        program.is_shared = True
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:

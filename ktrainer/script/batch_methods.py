@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import keras
 from keras.src.trainers.data_adapters import data_adapter_utils
 
-from ktrainer.callbacks.broadcast import broadcast_model
+from ktrainer.callbacks.broadcast import broadcast_model, broadcast_once
 from ktrainer.data.batch_specs import spec_of, widen
 from ktrainer.data.data_digests import array_digest
 from ktrainer.data.feed import Feed
@@ -86,7 +86,7 @@ class BatchMethods:
         program, batch = self._open("train", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
             program.build(batch.spec)
-            if program not in self._equal:
+            if program not in self._equal:  # the optimizer's, too, which evaluating has not made
                 broadcast_model(model, self.trainer.world)
                 self._equal.add(program)
             model.reset_metrics()
@@ -101,6 +101,7 @@ class BatchMethods:
                 sources=program.sources("train"),
                 of_step=True,
             )
+                program.is_shared = True
         return results if return_dict else model._flatten_metrics_in_order(results)
 
     def test_on_batch(
@@ -127,6 +128,8 @@ class BatchMethods:
 
     def _open(
         self, kind: str, model: keras.Model, parts: tuple[Any, ...]
+            program.build(batch.spec, training=False)
+            broadcast_once(program, self.trainer.world)
     ) -> tuple[Program, OneBatch]:
         """The program of `model`, and a batch of which this rank takes its part; ranks compare the
         first one. A step of the user's own is given all parts, as by Keras' method; Keras' own
@@ -135,6 +138,7 @@ class BatchMethods:
         if getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step"):
             while len(parts) > 1 and parts[-1] is None:
                 parts = parts[:-1]
+            broadcast_once(program, self.trainer.world)
         program = self.trainer.program_for(model)
         specs = self._specs.setdefault(program, {})
         given = (kind, *(part is not None for part in parts))

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import on_rank, overrides
+from ktrainer.callbacks.broadcast import broadcast_once
 from ktrainer.data import make_feed, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.errors import DataError
@@ -211,6 +212,9 @@ def run_over_data(
         if check and world.size > 1:
             check_consistency(world, data_facts=data_facts(feed, "given"))
         with context.backend.watching():
+            if run is not predict:
+                program.build(feed.spec, training=False)
+            broadcast_once(program, world)
             return run(program, feed, callbacks, world)
     finally:
         feed.close()

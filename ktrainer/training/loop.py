@@ -299,8 +299,8 @@ class Loop:
         assigned, as when it halves the learning rate, and what came after: they stay so."""
         progress = self.state.progress
         with unmoved(_state_of(self.model) if progress.begun else []):
-            self.callbacks.on_epoch_begin(epoch)
-        progress.begun = True
+            self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
+        progress.begun = self.program.is_shared = True
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""

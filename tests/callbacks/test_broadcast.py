@@ -45,6 +45,33 @@ def test_before_the_first_step(ranks, optimizer: str, dtype: str) -> None:
         assert of_root.tobytes() == a.tobytes() == b.tobytes()
 
 
+def _of_own_weights(single: bool) -> list[tuple[float, float]]:
+    """The losses that two models are found to have, and have with the weights of this rank."""
+    from ktrainer import Trainer
+    from ktrainer.script.batch_methods import BatchMethods
+
+    x, y = np.arange(8, dtype="f").reshape(4, 2), np.ones((4, 1), "f")
+    with Trainer({"backend": "data_parallel", "logging": {"progress": "none"}}) as trainer:
+        models, losses, methods = [], [], BatchMethods(trainer)
+        for number in range(2):
+            keras.utils.set_random_seed(10 * number + trainer.world.rank)
+            models.append(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+            models[-1].compile("sgd", "mse")
+            losses.append(float(np.mean((x @ models[-1].get_weights()[0] - y) ** 2)))
+        evaluate = methods.test_on_batch if single else trainer.evaluate
+        predict = methods.predict_on_batch if single else trainer.predict
+        evaluated = evaluate(models[0], x, y, return_dict=True)["loss"]
+        predicted = np.mean((predict(models[1], x) - y) ** 2)
+    return list(zip(map(float, (evaluated, predicted)), losses, strict=True))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_before_the_first_evaluation(ranks, single: bool) -> None:
+    for root, other in zip(*ranks(2).run(_of_own_weights, single), strict=True):
+        assert root[0] == other[0] == pytest.approx(root[1], rel=1e-6)
+        assert root[1] != other[1]
+
+
 def _restored_by_root(size_of_bucket: int) -> list:
     import ktrainer.distributed.array_transfer as arrays
 
