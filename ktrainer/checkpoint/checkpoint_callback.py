@@ -264,9 +264,10 @@ class Checkpoint(Callback):
         return True
 
     def run_facts(self, step: int) -> dict[str, Any]:
-        """The manifest's entries about the run: its name, and the best value if it is that of
-        `step`, saved for the first time or again."""
-        return {"run": self._run, **self._best.facts(self.model, step)}
+        """The manifest's entries about the run: its name, facts of its call of `fit`, and the best
+        value if it is that of `step`, saved for the first time or again."""
+        call = {} if self.trainer is None else {"call": self.train_state.call_facts}
+        return {"run": self._run, **call, **self._best.facts(self.model, step)}
 
     def save_in_time(self, seconds: float) -> None:
         """Save, unless this state is saved already, or a save is likely to take longer than

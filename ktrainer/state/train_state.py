@@ -62,6 +62,7 @@ class TrainState:
         differences_said: those that were printed where there is no display, in all fits.
         epoch_complete: in `on_epoch_end`, whether the epoch was not cut short by a stop.
         data_facts: facts of the data by which two runs can be compared.
+        call_facts: facts by which a `fit` is told from the script's others.
         first_batch: digests of the first batch, until they are recorded.
         end: how the run has ended, and why; see `ktrainer.training.run_facts.end_facts`.
         log_due: whether a callback wants logs after this update; on all ranks alike.
@@ -93,6 +94,7 @@ class TrainState:
     differences: tuple[str, ...] = ()
     differences_said: set[str] = field(default_factory=set)
     data_facts: dict[str, str] = field(default_factory=dict)
+    call_facts: dict[str, str] = field(default_factory=dict)
     first_batch: dict[str, str] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     epoch_complete: bool = True

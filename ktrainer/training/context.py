@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,9 +69,18 @@ class RunContext:
         """
         return self._checkpoint_dir(state, state.fits)
 
+    def later_fits(self, state: TrainState) -> Iterator[tuple[int, Path]]:
+        """Numbers and folders of the next calls of `fit` of the script that have saved, before this
+        one is run again."""
+        for fit in itertools.count(state.fits + 1):
+            path = self._checkpoint_dir(state, fit)
+            if not path.exists():
+                return
+            yield fit, path
+
     def later_fit_began(self, state: TrainState) -> bool:
         """Whether the next `fit` of the script has saved, before this one is run again."""
-        return self._checkpoint_dir(state, state.fits + 1).exists()
+        return any(self.later_fits(state))
 
     def _checkpoint_dir(self, state: TrainState, fit: int) -> Path:
         path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")

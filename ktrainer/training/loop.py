@@ -165,7 +165,7 @@ class Loop:
         with logs_of_keras_kept(self.callbacks.callbacks):
             self.callbacks.on_train_begin()
         with state.times.of("checkpoint"):
-            resume_run(self.context, state, self.callbacks)
+            of_another_call = resume_run(self.context, state, self.callbacks)
         said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
         skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()
@@ -175,6 +175,12 @@ class Loop:
         if self.triggers.max_seconds is not None:
             self._check_time_left()
         self._cut_logs(resumed=state.progress is not start)
+        if of_another_call and self._finished() and self.world.is_root:
+            warnings.warn(
+                f"nothing is trained, because {of_another_call}, and it has done all epochs of "
+                "this one",
+                stacklevel=4,
+            )
 
     def _cut_logs(self, resumed: bool) -> None:
         """Have Keras' CSVLogger continue where training does, unless a later `fit` of the script

@@ -9,6 +9,7 @@ words_to_resume         at the end, what to add to the command
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ktrainer.callbacks.base import emit
 from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.data import restore_position
 from ktrainer.distributed.restart_records import run_before
+from ktrainer.errors import CheckpointError
 
 if TYPE_CHECKING:
     import keras
@@ -30,13 +33,21 @@ if TYPE_CHECKING:
 
 def resume_run(
     context: RunContext, state: TrainState, callbacks: keras.callbacks.CallbackList
-) -> None:
-    """Restore what `checkpoint.resume` asks for; all ranks together, after `on_train_begin`."""
+) -> str | None:
+    """Restore what `checkpoint.resume` asks for; all ranks together, after `on_train_begin`.
+
+    Returns:
+        How the call differs from that whose checkpoint it is; None if it does not.
+
+    Raises:
+        CheckpointError: nothing can be restored, or what there is belongs to another `fit`.
+    """
     config, world = context.config, context.world
     # A `fit` inside another is run again, whole, if the outer one resumes from before it.
     if config.trainer.fast_dev_run or state.inside:
-        return
+        return None
     mode, run = _resume_mode(context, state)
+    other = _check_call(context, state, run) if mode == "auto" else None
     progress = resume(
         mode,
         context.checkpoint_dir(state),
@@ -50,7 +61,7 @@ def resume_run(
         check=partial(restore_position, state.feed, config),
     )
     if progress is None:
-        return
+        return None
     state.progress = progress
     if state.validation is not None:
         state.validation.replay_passes(progress.validations)
@@ -60,6 +71,59 @@ def resume_run(
             "do; checkpoint.resume=never starts afresh",
             stacklevel=3,
         )
+    return other
+
+
+def _check_call(context: RunContext, state: TrainState, run: str | None) -> str | None:
+    """Compare this call of `fit` with the one whose checkpoint it would resume; where they differ,
+    a sentence that says how.
+
+    Args:
+        run: the one whose checkpoints count; None: any.
+
+    Raises:
+        CheckpointError: it is what a later `fit` of the script was before, as where the script has
+            skipped a part.
+    """
+    found: tuple[str | None, str | None] = None, None
+    if context.world.is_root:
+        found = _other_call(context, state, run)
+    other, later = context.world.broadcast(found, 0, "comparison of calls of fit")
+    if later is not None:
+        raise CheckpointError(f"{other}. {later}")
+    return other
+
+
+def _other_call(
+    context: RunContext, state: TrainState, run: str | None
+) -> tuple[str | None, str | None]:
+    folder, now = context.checkpoint_dir(state), state.call_facts
+    names = _differences(_call_of(folder, run), now)
+    if not names:
+        return None, None
+    other = f"this is call {state.fits} of fit in the script, but the checkpoint in {folder} is of "
+    other += f"a call that differs from it in {', '.join(names[:4])}"
+    for number, path in context.later_fits(state):
+        if (call := _call_of(path)) and not _differences(call, now):
+            here = f"; continue that call with checkpoint.resume={path}" if state.fits == 1 else ""
+            return other, (
+                f"It is what call {number} was before, so the script seems to have skipped a part "
+                "this time, such as one whose result is on the disk. Let it make all of its calls "
+                f"again{here}; or start afresh with another run.dir"
+            )
+    return other, None
+
+
+def _call_of(folder: Path, run: str | None = None) -> Mapping[str, str]:
+    """Facts of the call of `fit` that saved the newest checkpoint of a folder."""
+    entries = Store(folder).entries()
+    good = (e for e in entries if e.problem is None and run in (None, e.run))
+    return next((entry.call for entry in good), {})
+
+
+def _differences(one: Mapping[str, str], two: Mapping[str, str]) -> list[str]:
+    """Names of different facts, of those that both have: some need several processes."""
+    return [name for name in one if name in two and one[name] != two[name]]
 
 
 def _resume_mode(context: RunContext, state: TrainState) -> tuple[str, str | None]:

@@ -90,6 +90,7 @@ class Run:
             self._open_feeds(None)
             self._open_callbacks([*([] if state.inside else callbacks), *call.callbacks])
             self._open_program()
+            state.call_facts = self._call_facts()
         except BaseException:
             self.close()
             raise
@@ -357,6 +358,12 @@ class Run:
         if self.state.validation is not None and not self._validates_on_training_dataset():
             facts |= data_facts(self.state.validation, "validation")
         return facts
+
+    def _call_facts(self) -> dict[str, str]:
+        """Facts that are the same when the script calls this `fit` again, but for the seed of the
+        order, which each start may draw."""
+        given = {k: v for k, v in self.state.data_facts.items() if not k.endswith("/order")}
+        return {**given, "trainable variables": str(len(self.model.trainable_variables))}
 
     def _validates_on_training_dataset(self) -> bool:
         """Return whether one PyDataset is given as both kinds of data: a look at its validation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -392,6 +393,39 @@ def test_a_second_fit_resumes_in_a_script_without_the_first(tmp_path: Path) -> N
         fine_tune("parts", [FailsInsideEpoch()])
     newest = max((tmp_path / "parts" / "checkpoints-2").iterdir())
     assert fine_tune("alone", first=False, checkpoint__resume=newest) == whole
+
+
+def phases(folder: Path, *names: str, **more: Any) -> list[float]:
+    """The losses of the last phase of a script that trains in phases."""
+    keras.utils.clear_session()
+    (x, y), epochs = data(), more.pop("trainer__epochs", 2)
+    words = settings(folder, checkpoint__every="1ep", trainer__epochs=epochs, **more)
+    with Trainer(overrides=words) as trainer:
+        for name in names:
+            it = small.build()
+            it.layers[0].trainable = name != "head"
+            it.compile("sgd", it.loss, run_eagerly=True)
+            history = trainer.fit(it, (x + (name == "other data"), y)).history
+    return history["loss"]
+
+
+@pytest.mark.parametrize("second", ["other data", "all layers"])
+def test_a_call_is_not_resumed_from_one_that_the_script_skips(tmp_path: Path, second: str) -> None:
+    whole = phases(tmp_path, "head", second)
+    with pytest.raises(CheckpointError, match="what call 2 was before, so the script seems to"):
+        phases(tmp_path, second)
+    assert phases(tmp_path, "head", second) == whole
+    newest = tmp_path / "checkpoints-2"
+    assert phases(tmp_path, second, checkpoint__resume=newest) == whole
+
+
+def test_a_call_with_other_data_resumes_and_says_where_it_trains_nothing(tmp_path: Path) -> None:
+    first = phases(tmp_path, "all layers")
+    with pytest.warns(UserWarning, match="nothing is trained, because .* differs from it in"):
+        assert phases(tmp_path, "other data") == first
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert phases(tmp_path, "other data", trainer__epochs=3)[:2] == first
 
 
 def called(words: list[str]) -> tuple[dict[str, list[float]], list[int], list[bytes]]:

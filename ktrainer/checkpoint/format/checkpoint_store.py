@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Entry:
         mode: whether a low (`min`) or a high value (`max`) of it is better; empty when unknown.
         run: name of the run that saved it, the same over restarts; empty when unknown.
         problem: reason why the manifest cannot be read; None when it can.
+        call: facts of the call of `fit` that saved it; empty when unknown.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Entry:
     run: str = ""
     problem: str | None = None
     mode: str = ""
+    call: Mapping[str, str] = field(default_factory=dict)
 
 
 class Store:
@@ -198,7 +200,8 @@ def _entry(path: Path, step: int) -> Entry:
         scored = (str(metric["name"]), float(metric["value"])) if metric else None
         mode = str(metric.get("mode", "")) if metric else ""
         run, serial = str(manifest.get("run", "")), int(manifest.get("serial", 0))
-        return Entry(path, step, serial, scored, run, mode=mode)
+        call = {str(key): str(value) for key, value in manifest.get("call", {}).items()}
+        return Entry(path, step, serial, scored, run, mode=mode, call=call)
     except CheckpointError as error:
         return Entry(path, step, 0, problem=str(error))
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
