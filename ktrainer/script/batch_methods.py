@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,6 +23,15 @@ from ktrainer.training.evaluation import evaluate, predict
 if TYPE_CHECKING:
     from ktrainer.distributed import World
     from ktrainer.trainer import Trainer
+
+
+# Sections whose keys only `fit` reads, and what steps read all the same.
+_OF_FIT = ("run", "trainer", "data", "checkpoint", "lr", "logging", "watch", "health", "callbacks")
+_OF_STEPS = (
+    "trainer.precision", "trainer.xla", "trainer.clip", "trainer.loss_scope",
+    "trainer.deterministic", "logging.progress", "logging.tensorflow",
+)  # fmt: skip
+_SHOWN = 8  # keys in one message
 
 
 class OneBatch(Feed):
@@ -67,8 +77,9 @@ class BatchMethods:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
         self._equal: WeakSet[Program] = WeakSet()
+        self._said = False
+        self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
 
     def train_on_batch(
         self,
@@ -81,6 +92,7 @@ class BatchMethods:
     ) -> Any:
         """`Model.train_on_batch`: one update."""
         model._assert_compile_called("train_on_batch")
+        self._say_what_has_no_effect()
         if class_weight is not None:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
         program, batch = self._open("train", model, (x, y, sample_weight))
@@ -89,6 +101,7 @@ class BatchMethods:
             if program not in self._equal:  # the optimizer's, too, which evaluating has not made
                 broadcast_model(model, self.trainer.world)
                 self._equal.add(program)
+                program.is_shared = True
             model.reset_metrics()
             logs = program.train([batch.local])
             counted = batch.local.examples if program.counts_metrics else 0
@@ -101,7 +114,6 @@ class BatchMethods:
                 sources=program.sources("train"),
                 of_step=True,
             )
-                program.is_shared = True
         return results if return_dict else model._flatten_metrics_in_order(results)
 
     def test_on_batch(
@@ -116,6 +128,8 @@ class BatchMethods:
         model._assert_compile_called("test_on_batch")
         program, batch = self._open("test", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
+            program.build(batch.spec, training=False)
+            broadcast_once(program, self.trainer.world)
             callbacks = _no_callbacks(model)
             results = evaluate(program, batch, callbacks, self.trainer.world, of_step=True)
         return results if return_dict else model._flatten_metrics_in_order(results)
@@ -124,12 +138,28 @@ class BatchMethods:
         """`Model.predict_on_batch`, with the result on every rank."""
         program, batch = self._open("predict", model, (x,))
         with self.trainer.backend.watching():
+            broadcast_once(program, self.trainer.world)
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
+
+    def _say_what_has_no_effect(self) -> None:
+        """Name, at the first update of a script that has not called `fit`, the keys that only a
+        `fit` reads."""
+        if self._said or self.trainer.state.fits:
+            return
+        self._said, config = True, self.trainer.config
+        given = [key for key in config._origins if config.origin(key) is not None]
+        keys = [k for k in given if k.split(".")[0] in _OF_FIT and not k.startswith(_OF_STEPS)]
+        if keys and self.trainer.world.is_root:
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            print(
+                f"ktrainer run: no effect on train_on_batch: {', '.join(keys[:_SHOWN])}{more}. "
+                "Only fit reads these; do it in the script, or let fit train",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _open(
         self, kind: str, model: keras.Model, parts: tuple[Any, ...]
-            program.build(batch.spec, training=False)
-            broadcast_once(program, self.trainer.world)
     ) -> tuple[Program, OneBatch]:
         """The program of `model`, and a batch of which this rank takes its part; ranks compare the
         first one. A step of the user's own is given all parts, as by Keras' method; Keras' own
@@ -138,7 +168,6 @@ class BatchMethods:
         if getattr(step, "__func__", None) is getattr(keras.Model, f"{kind}_step"):
             while len(parts) > 1 and parts[-1] is None:
                 parts = parts[:-1]
-            broadcast_once(program, self.trainer.world)
         program = self.trainer.program_for(model)
         specs = self._specs.setdefault(program, {})
         given = (kind, *(part is not None for part in parts))
