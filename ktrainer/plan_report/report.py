@@ -140,7 +140,7 @@ def _show_pipeline(
         batch=batch,
         state_factor=factor,
     )
-    for graph in (made.graph, trace_inference(model, inputs)):
+    for graph in (made.graph, trace_inference(model, inputs, made.graph)):
         made.cut(graph)
     print(f"\nstages, for microbatches of {batch} examples; costs are {_UNITS[backend.costs]}")
     print(made.assignment)

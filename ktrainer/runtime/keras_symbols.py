@@ -104,7 +104,7 @@ keras.src.layers.layer
     Layer.losses
         pipeline: replaced; added losses of all stages
     Layer.add_loss(self, loss)
-        tf_distribute: replaced; added losses are kept by replica
+        tf_distribute, pipeline: replaced; added losses are kept by replica, and by no opened layer
     Layer._get_own_losses(self)
         tf_distribute, pipeline: replaced, called; added losses are kept by replica
     Layer._clear_losses(self)
@@ -157,7 +157,7 @@ keras.src.ops.operation
         pipeline: changed; nodes of the trace are forgotten
 keras.src.utils.traceback_utils
     inject_argument_info_in_traceback()._keras_call_info_injected
-        steps: set; an error of ours blames no layer
+        steps, pipeline: set; an error of ours blames no layer
 keras.src.utils.naming
     to_snake_case(name)
         pipeline, steps: called; names of layers
@@ -203,6 +203,8 @@ keras.src.backend.common.variables
     register_uninitialized_variable().uninitialized_variables
         steps, pipeline: key of the global state; variables of other stages get no values
 keras.src.backend.tensorflow.core
+    Variable.assign(self, value)
+        pipeline: replaced; layers that assign are not opened
     Variable._direct_assign(self, value)
         steps, verify: replaced, called; the statistics that a step assigns
     Variable.assign_add(self, value)

@@ -97,6 +97,7 @@ OPTIONS = {
     "unused": (Case("unused", **SHORT), 3, ZERO),
     # Its gradients are clipped on their way back, which health.verify would rightly name.
     "rare": (Case("rare", **SHORT, settings=("health.verify=off",)), 3, ZERO),
+    "side-effects": (Case("aux", **SHORT), 2, ()),
     "three-holders": (Case("thrice", **SHORT), 3, ()),
     "nested-strings-profile": (Case("words", **SHORT), 2, ("backend.costs=profile",)),
     "clip-value-xla": (

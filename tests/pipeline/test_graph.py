@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -304,6 +305,61 @@ def test_a_layer_that_cannot_be_opened_is_one_node() -> None:
     assert "TensorFlow function" in str(graph.nodes[0].closed)
     assert graph.nodes[1].closed
     np.testing.assert_array_equal(graph.compute(_random(3, 4)), model(_random(3, 4)))
+
+
+class _Adds(layers.Layer):
+    """Made of another one; in training it adds a loss of weights, assigns, or draws."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(name=what)
+        self.inner = layers.Dense(4, name="inner")
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.plain = tf.Variable(0.0, trainable=False)
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        effects = {
+            "adds": lambda: self.add_loss(ops.sum(self.inner.kernel)),
+            "counts": lambda: self.count.assign(self.count + 1),
+            "plain": lambda: self.plain.assign_add(1.0),
+            "draws": lambda: keras.random.normal((1,), seed=self.seed),
+        }
+        if training:
+            effects[self.name]()
+        return self.inner(x)
+
+
+def test_a_layer_with_side_effects_is_one_node_in_both_modes() -> None:
+    names = ("adds", "counts", "plain", "draws")
+    model = keras.Sequential([keras.Input((4,)), *map(_Adds, names)])
+    training = trace(model)
+    inference = trace(model, training=False, like=training)
+    assert [n.name for n in training.nodes] == [*names[:3], "draws/inner"]
+    assert [n.name for n in inference.nodes] == [n.name for n in training.nodes]
+    reasons = [str(n.closed) for n in training.nodes[:3]]
+    for reason, part in zip(reasons, ("adds a loss", "the variable", "tf.Variable"), strict=True):
+        assert part in reason
+        assert reason.startswith(__file__)
+    for layer in model.layers:
+        assert layer.plain == layer.count == 0
+
+
+def test_other_threads_assign_while_a_model_is_traced() -> None:
+    variable, plain = keras.Variable(0.0), tf.Variable(0.0)
+
+    def assign() -> None:
+        variable.assign(1.0)
+        plain.assign(1.0)
+        layers.Dense(1).add_loss(tf.constant(1.0))
+
+    class Model(keras.Model):
+        def call(self, x: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(assign).result()
+            return x + 1
+
+    trace(Model(), tf.TensorSpec((None, 4)))
+    assert variable == plain == 1
 
 
 def test_variables_that_nothing_reads_are_listed() -> None:

@@ -112,8 +112,9 @@ def test_what_is_outside_of_scopes_goes_to_the_default_or_stays_with_its_inputs(
 
 def test_nothing_of_keras_stays_replaced() -> None:
     def replaced() -> list[Any]:
-        layer = keras.layers.Layer
-        return [vars(keras.Operation)["__new__"], Node.__init__, layer.symbolic_call]
+        layer, variable = keras.layers.Layer, keras.Variable
+        assigning = [layer.add_loss, variable.assign, tf.Variable(0.0).assign.__func__]
+        return [vars(keras.Operation)["__new__"], Node.__init__, layer.symbolic_call, *assigning]
 
     before = replaced()
     with partition(0), partition(1):

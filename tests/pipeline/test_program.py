@@ -17,6 +17,7 @@ from ktrainer.backends.pipeline.stage.compiled_stage import CompiledStage
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.steps import StepOptions
+from tests.pipeline.trained import aux
 from tests.small import data, weights
 
 PIPELINE = {"backend": {"name": "pipeline", "partitions": 1, "microbatches": 2}}
@@ -121,9 +122,26 @@ class _MaskedPenalty(layers.Layer):
         return inputs
 
 
+class _AssignsPlainVariable(layers.Layer):
+    def __init__(self, branches: bool = False) -> None:
+        super().__init__()
+        self.count = tf.Variable(0.0, trainable=False, name="count")
+        self.branches = branches
+
+    def call(self, inputs: Any) -> Any:
+        if self.branches:
+            add, reset = (lambda: self.count.assign_add(1.0), lambda: self.count.assign(0.0))
+            tf.cond(tf.reduce_sum(inputs) > 0, add, reset)
+        else:
+            self.count.assign_add(1.0)
+        return inputs
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
+        (_AssignsPlainVariable, "assigns the tf.Variable 'count:0'.*add_weight"),
+        (lambda: _AssignsPlainVariable(True), "assigns a tf.Variable .*cond.*add_weight"),
         (
             lambda: layers.SpectralNormalization(layers.Dense(4)),
             "'spectral_normalization.*' assigns a weight.*backend=data_parallel",
@@ -138,6 +156,31 @@ def test_layers_that_parts_of_a_batch_would_change_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         trainer.fit(build(layer=layer()), data())
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_side_effects_of_layers_that_nothing_reads_or_that_are_made_of_others() -> None:
+    """Losses, statistics, counters and metrics; `test_equality` has the same over two stages."""
+    found: list[Any] = []
+    for more in ({"backend": {**PIPELINE["backend"], "microbatches": 1}}, {}):
+        keras.utils.set_random_seed(1)
+        with make(more) as it:
+            history = it.fit(aux, data(32)).history
+            found.append((history, it.evaluate(it.model, data(32)), it.model.weights))
+    (*ours, mine), (*expected, theirs) = found
+    for logs, truth in zip(ours, expected, strict=True):
+        assert logs.keys() == truth.keys()
+        for name, value in truth.items():
+            np.testing.assert_allclose(logs[name], value, rtol=1e-5, err_msg=name)
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=b.path)
+
+
+def test_a_penalty_on_the_outputs_of_the_model_itself_is_refused(trainer: Trainer) -> None:
+    model = build()
+    model.activity_regularizer = keras.regularizers.L2(0.1)
+    with pytest.raises(ModelError, match=r"has an activity_regularizer.*layer that computes"):
+        trainer.fit(model, data())
 
 
 def test_layers_that_train_otherwise_in_parts_predict_and_evaluate(trainer: Trainer) -> None:

@@ -46,6 +46,44 @@ class _Loss(keras.Model):
         return x + 1
 
 
+class _WeightLoss(_Raw):
+    def call(self, x: Any) -> Any:
+        y = self.dense(x)
+        self.add_loss(ops.sum(self.dense.kernel))  # here
+        return y
+
+
+class _Counts(_Raw):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.make()
+
+    def make(self) -> Any:
+        return self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x: Any) -> Any:
+        self.count.assign_add(1.0)  # here
+        return self.dense(x)
+
+
+class _CountsPlain(_Counts):
+    def make(self) -> Any:
+        return tf.Variable(0.0, trainable=False, name="count")
+
+    def call(self, x: Any) -> Any:
+        self.count.assign_add(1.0)  # here
+        return self.dense(x)
+
+
+class _Metric(_Counts):
+    def make(self) -> Any:
+        return keras.metrics.Mean(name="count")
+
+    def call(self, x: Any) -> Any:
+        self.count.update_state(1.0)  # here
+        return self.dense(x)
+
+
 @pytest.mark.parametrize(
     "kind, reason",
     [
@@ -54,6 +92,10 @@ class _Loss(keras.Model):
         (_Raw, "calls a TensorFlow function"),
         (_Batch, "a dimension"),
         (_Loss, "adds a loss"),
+        (_WeightLoss, "adds a loss"),
+        (_Counts, "assigns the variable '__counts/count'"),
+        (_CountsPlain, "assigns the tf.Variable 'count:0'"),
+        (_Metric, "assigns the variable 'count/total'"),
     ],
 )
 def test_an_untraceable_model_names_the_line_the_reason_and_the_way_out(

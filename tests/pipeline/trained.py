@@ -193,6 +193,53 @@ def rare() -> keras.Model:
     return model
 
 
+class Effects(layers.Layer):
+    """Made of another layer; counts its calls, and adds a loss of its weights and to a metric."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(3, name="inner")
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+        self.seen = keras.metrics.Mean("seen")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.calls.assign_add(1.0)
+        self.seen.update_state(self.calls)
+        outputs = self.inner(x) / (1.0 + self.calls)
+        self.add_loss(0.1 * ops.sum(ops.square(self.inner.kernel)))
+        return outputs
+
+
+class Aux(keras.Model):
+    """Layers of which only the side effects count, on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [layers.Dense(8, "tanh", name=f"hidden_{i}") for i in range(4)]
+        self.penalty = layers.ActivityRegularization(l2=0.1, name="penalty")
+        self.statistics = layers.BatchNormalization(momentum=0.5, name="statistics")
+        self.probe = layers.Dense(2, activity_regularizer="l2", name="probe")
+        self.idle = layers.Dense(2, name="idle")
+        self.head = Effects(name="effects")
+
+    def call(self, x: Any) -> Any:
+        for i, layer in enumerate(self.hidden):
+            x = layer(x)
+            if i == 0:
+                self.penalty(x)
+                self.statistics(ops.sin(x))
+        self.probe(x)
+        self.idle(x)
+        return self.head(x)
+
+
+def aux() -> keras.Model:
+    model = Aux()
+    model.compile(keras.optimizers.SGD(0.1, weight_decay=0.1), classes(), metrics=["accuracy"])
+    return model
+
+
 class Steep(layers.Layer):
     """The identity, with a weight whose own gradient is so large that float16 overflows."""
 
@@ -396,7 +443,7 @@ def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
 
 
 _PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent)
-_SPECIAL = (aside, unused, rare, thrice, words, steep, steep_first)
+_SPECIAL = (aside, unused, rare, aux, thrice, words, steep, steep_first)
 _WHOLE = (simclr, clip, weighted_tokens, two_losses, adds)
 BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL, *_WHOLE)} | {
     "weighs": lambda: adds(weighing(0.3), None),

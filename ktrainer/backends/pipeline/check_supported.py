@@ -51,11 +51,16 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 
 
 def refuse_layers(model: keras.Model) -> None:
-    """Refuse layers that train otherwise on parts of a batch.
+    """Refuse layers that train otherwise on parts of a batch, and a penalty on the model's outputs.
 
     Raises:
         ModelError: naming one.
     """
+    if model.activity_regularizer is not None:
+        raise ModelError(
+            f"model {model.name!r} has an activity_regularizer, but a pipeline counts those of "
+            "layers alone; give it to the layer that computes the outputs"
+        )
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise ModelError(explain_assigned_weight(layer.name))

@@ -146,7 +146,7 @@ class PlannedModel:
         with deferred():
             self.plan = self._plan_stages(inputs)
             slots = build_optimizer(model)
-            inference = trace_open(model, inputs, training=False)
+            inference = trace_open(model, inputs, training=False, like=self.plan.graph)
         if not has_weights:
             self._warn_of_coupling(self.plan.graph)
         self._cut(self.plan.graph, inference)
@@ -222,7 +222,7 @@ class PlannedModel:
         # A trace updates no variable, and reads only shapes of other stages' variables.
         with keras.StatelessScope(initialize_variables=False), zeros_if_remote():
             training = trace(self.model, inputs, training=True)
-            inference = trace(self.model, inputs, training=False)
+            inference = trace(self.model, inputs, training=False, like=training)
         self._cut(training, inference)
 
     def _cut(self, training: Graph, inference: Graph) -> None:

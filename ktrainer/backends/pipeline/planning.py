@@ -138,14 +138,14 @@ def _settings(config: PipelineConfig, schedule: Schedule, state_factor: float) -
     )
 
 
-def trace_inference(model: Any, inputs_spec: Any) -> Graph:
-    """Trace the graph for inference of a planned model; nothing is allocated.
+def trace_inference(model: Any, inputs_spec: Any, training: Graph) -> Graph:
+    """Trace the graph for inference of a model planned with `training`; nothing is allocated.
 
     Raises:
         ModelError: it cannot be traced.
     """
     with keras.StatelessScope(initialize_variables=False):
-        return trace_open(model, inputs_spec, training=False)
+        return trace_open(model, inputs_spec, training=False, like=training)
 
 
 def activations_by_stage(schedule: Schedule) -> tuple[int, ...]:

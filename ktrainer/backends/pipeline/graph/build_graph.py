@@ -1,4 +1,4 @@
-"""Assemble a graph from recorded calls: drop unused ones, number tensors, name nodes."""
+"""Assemble a graph from recorded calls: drop unused ops, number tensors, name nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def values_of(call: Call) -> list[tf.Tensor]:
 def assemble(
     model: Any, inputs: Any, outputs: Any, calls: list[Call], derived: list[Any], training: bool
 ) -> tuple[Graph, dict[int, Any]]:
-    """The graph of the calls that the outputs depend on, and the layer that made each tensor."""
+    """The graph of all layers and of the ops that they or the outputs depend on, and the layer that
+    made each tensor."""
     flat_inputs, flat_outputs = keras.tree.flatten(inputs), keras.tree.flatten(outputs)
     values = iter(derived)
     replaced = [[next(values) for _ in values_of(call)] for call in calls]
@@ -58,11 +59,13 @@ def assemble(
 
 
 def _reachable(calls: list[Call], outputs: list[Any]) -> dict[int, bool]:
-    """Mark the calls that contribute to the outputs or to their masks, by the call's `id()`."""
+    """Mark the calls of layers, and those that contribute to a layer, to the outputs or to their
+    masks, by the call's `id()`. A layer whose output nothing reads may add a loss, or assign.
+    """
     needed = {id(x) for x in outputs} | {id(backend.get_keras_mask(x)) for x in outputs}
     result = {}
     for call in reversed(calls):
-        result[id(call)] = any(id(x) in needed for x in call.node.outputs)
+        result[id(call)] = call.is_layer or any(id(x) in needed for x in call.node.outputs)
         if result[id(call)]:
             needed |= {id(x) for x in call.node.arguments.keras_tensors}
             needed |= {id(mask) for mask in call.masks_read.values()}

@@ -15,7 +15,9 @@ from keras.src.ops.function import Function
 
 from ktrainer.backends.pipeline.graph.call_hooks import Watcher, watching
 from ktrainer.backends.pipeline.graph.stage_scopes import stage_of
-from ktrainer.backends.pipeline.graph.untraceable import location_of, reason_of
+from ktrainer.backends.pipeline.graph.untraceable import SideEffect, location_of, reason_of
+from ktrainer.runtime.monkeypatching import Replacement, entered_in_this_thread, replaced_in
+from ktrainer.steps.variable_assignments import assignments
 
 
 @dataclass(eq=False)
@@ -78,10 +80,13 @@ class Call:
 class CallRecorder(Watcher):
     """Calls of a model's layers and ops in the order in which they are made.
 
+    Only a layer that is one node keeps its side effects, losses and assignments. Those in the
+    `call` of an opened layer close it; in that of the model they are an error.
+
     Attributes:
         calls: the recorded calls.
         closed: layers that must stay one node, by `id()`, and why; layers are added that turn
-            out not to work on symbolic tensors when opened.
+            out not to work on symbolic tensors, or to have side effects, when opened.
     """
 
     def __init__(self, model: Any, closed: dict[int, str]) -> None:
@@ -93,13 +98,18 @@ class CallRecorder(Watcher):
         self._scope: Scope | None = None
         self._opened: list[Any] = []
         self._context: dict[int, dict[str, Any]] = {}
+        self._inside = False  # a layer that is one node, while Keras infers its outputs
 
     def record(self, inputs: Any, training: bool) -> Any:
         """Call the model on symbolic inputs; gives its symbolic outputs."""
         accepts = self.model._call_has_training_arg
         self._scope = Scope(self.model)  # casts of the model's inputs are made before it is opened
         try:
-            with watching(self):
+            with (
+                watching(self),
+                replaced_in(self, self._side_effects()),
+                entered_in_this_thread(self),
+            ):
                 return self.model(inputs, **({"training": training} if accepts else {}))
         finally:
             self._forget()
@@ -112,6 +122,8 @@ class CallRecorder(Watcher):
         self, layer: Any, proceed: Callable[[], Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         """Outputs of a layer: those of its inner calls, if it can be opened."""
+        if self._inside:
+            return proceed()
         if self._opens(layer):
             mark, surrounding = (len(self.calls), len(self._opened)), self._scope
             self._scope = self._enter(layer)
@@ -130,7 +142,11 @@ class CallRecorder(Watcher):
                 self._scope = surrounding
         names = getattr(layer, "_call_context_args", ("training",))
         self._context[id(layer)] = {k: kwargs[k] for k in names if k in kwargs}
-        return proceed()
+        self._inside = True
+        try:
+            return proceed()
+        finally:
+            self._inside = False
 
     def called(self, node: Any) -> None:
         """Keep a call, unless its inner calls were kept instead."""
@@ -140,7 +156,7 @@ class CallRecorder(Watcher):
             self._opened.pop()
             self._origin(operation, take=True)
             return
-        if scope is None or isinstance(operation, keras.layers.InputLayer):
+        if scope is None or self._inside or isinstance(operation, keras.layers.InputLayer):
             return
         layer = isinstance(operation, keras.layers.Layer)
         autocast = backend.get_autocast_scope()
@@ -157,6 +173,21 @@ class CallRecorder(Watcher):
                 closed=self.closed.get(id(operation)),
             )
         )
+
+    def _side_effects(self) -> list[Replacement]:
+        """Replacements that raise `SideEffect` where an opened layer adds a loss or assigns."""
+
+        def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+            def effect(owner: Any, *args: Any, **named: Any) -> Any:
+                if not self._inside and not _is_seed(owner):
+                    raise SideEffect(_effect_on(owner))
+                return original(owner, *args, **named)
+
+            return effect
+
+        losses = (keras.layers.Layer, "add_loss", refusing(keras.layers.Layer.add_loss))
+        assigns = (keras.Variable, "assign", refusing(keras.Variable.assign))
+        return [losses, assigns, *assignments(refusing)]
 
     def _opens(self, layer: Any) -> bool:
         if id(layer) in self.closed:
@@ -224,6 +255,23 @@ def _require_symbolic(outputs: Any) -> None:
         if not isinstance(output, keras.KerasTensor):
             kind = "a tensor with a value" if tf.is_tensor(output) else type(output).__name__
             raise TypeError(f"it returns {kind} that does not depend on its inputs")
+
+
+def _is_seed(owner: Any) -> bool:
+    """Return whether it is the state of a random generator. The graph refuses what that draws."""
+    return "seed_generator_state" in owner.name
+
+
+def _effect_on(owner: Any) -> str:
+    alone = "which only a layer that stays in one piece can"
+    if isinstance(owner, keras.layers.Layer):
+        return f"it adds a loss, {alone}"
+    if isinstance(owner, keras.Variable):
+        return f"it assigns the variable {owner.path!r}, {alone}"
+    return (
+        f"it assigns the tf.Variable {owner.name!r}, {alone}, where it is made with "
+        "`self.add_weight(trainable=False)`"
+    )
 
 
 def _why(error: Exception) -> str:

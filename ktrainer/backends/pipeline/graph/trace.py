@@ -28,7 +28,9 @@ from ktrainer.errors import KtrainerError, ModelError
 _PLACEHOLDER_LENGTH = 8  # works for most models
 
 
-def trace(model: Any, inputs_spec: Any = None, *, training: bool = True) -> Graph:
+def trace(
+    model: Any, inputs_spec: Any = None, *, training: bool = True, like: Graph | None = None
+) -> Graph:
     """The graph of layers and ops of a model, sharing its variables.
 
     Takes Sequential, functional and nested models, and subclassed ones whose `call` consists of
@@ -40,13 +42,14 @@ def trace(model: Any, inputs_spec: Any = None, *, training: bool = True) -> Grap
             its inputs.
         training: the mode: layers and Python code may behave differently in training. A model
             has one graph for each mode; a node has the same name in both.
+        like: the graph of the other mode; layers that are closed there are closed here.
 
     Raises:
         ModelError: the model cannot be traced; names the line of its code that fails.
     """
     inputs = _symbolic_inputs(model, inputs_spec)
     _build(model, inputs, training)
-    closed: dict[int, str] = {}
+    closed = {id(n.operation): n.closed for n in (like.nodes if like else ()) if n.closed}
     while True:
         try:
             recorder = CallRecorder(model, closed)
@@ -68,20 +71,22 @@ def trace(model: Any, inputs_spec: Any = None, *, training: bool = True) -> Grap
             closed[id(owner)] = f"it cannot be run op by op: {failed.error}"
 
 
-def trace_open(model: Any, inputs_spec: Any, *, training: bool = True) -> Graph:
+def trace_open(
+    model: Any, inputs_spec: Any, *, training: bool = True, like: Graph | None = None
+) -> Graph:
     """Trace a model, as `trace`, for inputs that may have any length.
 
     Where the model's code must know one that the spec leaves open, as for positions counted in
     `call`, it is 8 in the graph, and the model is traced again for each length in the data.
     """
     try:
-        return trace(model, inputs_spec, training=training)
+        return trace(model, inputs_spec, training=training, like=like)
     except ModelError:
         if not any(map(_is_open, keras.tree.flatten(inputs_spec))):
             raise
         known = keras.tree.map_structure(_closed, inputs_spec)
         with suppress(ModelError):  # then the length is not the problem
-            return trace(model, known, training=training)
+            return trace(model, known, training=training, like=like)
         raise
 
 

@@ -33,10 +33,6 @@ _REASONS = (
         "it calls a TensorFlow function on a symbolic tensor",
     ),
     (
-        ("add_loss()",),
-        "it adds a loss that depends on a symbolic tensor",
-    ),
-    (
         ("Attempt to convert a value (None)", "NoneType", "got None", "elements of (None"),
         "it uses a dimension, such as that of the batch, that is not known when tracing",
     ),
@@ -50,6 +46,14 @@ _REMEDY = (
 )
 
 
+class SideEffect(Exception):
+    """Code adds a loss or assigns a variable, which only a layer that is one node may do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self._keras_call_info_injected = True  # Keras leaves the message as it is
+
+
 def untraceable(model: Any, error: BaseException, where: str | None = None) -> ModelError:
     """The error that a model cannot be traced, from the exception that its code raised.
 
@@ -59,7 +63,7 @@ def untraceable(model: Any, error: BaseException, where: str | None = None) -> M
     where = where or location_of(error.__traceback__)
     at = f" at {where}" if where else ""
     reason, said = reason_of(error), _as_raised(error)
-    details = reason if said in reason else f"{reason} ({said})"
+    details = reason if said in reason or reason in said else f"{reason} ({said})"
     return ModelError(
         f"{type(model).__name__} {model.name!r} cannot be traced into a graph of layers, which a "
         f"pipeline needs: its code failed{at}: {details}. {_REMEDY}"
@@ -69,6 +73,8 @@ def untraceable(model: Any, error: BaseException, where: str | None = None) -> M
 def reason_of(error: BaseException) -> str:
     """Describe in a few words what does not work on symbolic tensors."""
     text = str(error)
+    if isinstance(error, SideEffect):
+        return text
     for marks, reason in _REASONS:
         if any(mark in text for mark in marks):
             return reason

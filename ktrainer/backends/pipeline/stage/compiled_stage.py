@@ -67,6 +67,12 @@ class CompiledStage:
         self._of_weighted_loss: Gradients | None = None
         function = tf.compat.v1.wrap_function(self._trace, [specs.flat()])
         self._traced = TracedGraph(function.graph)
+        if self._traced.assigned is not None:
+            raise ModelError(
+                f"code of a layer, loss or metric assigns {self._traced.assigned}, but a pipeline "
+                "keeps only what is assigned to Keras' variables. Make it with "
+                "`self.add_weight(trainable=False)` in a layer, or `self.add_variable` in a metric"
+            )
         # Up to this stage; these need not be linear in the gradient of the loss.
         self.has_custom_gradients = custom_gradients_before or self._traced.has_custom_gradients
         self._arguments = list(function.inputs[: len(specs.flat())])

@@ -23,6 +23,9 @@ from ktrainer.backends.pipeline.stage.py_functions import PythonFunctions
 from ktrainer.steps.compiled_step import direct_call
 from ktrainer.steps.graph_parts import part_of, tensor_name
 
+# How the names of ops begin that assign to a `tf.Variable`.
+_ASSIGNMENTS = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")
+
 
 class TracedGraph:
     """A graph that can be cut into functions.
@@ -35,6 +38,7 @@ class TracedGraph:
         has_custom_gradients: whether an op has a custom gradient (`ops.custom_gradient`), or may
             have one, inside a Python function. It need not be linear in the upstream gradient: it
             may clip that, or take its sign.
+        assigned: the `tf.Variable` that an op assigns, in words; None if there is none.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -42,10 +46,18 @@ class TracedGraph:
         self._definition = graph.as_graph_def()
         self.python = PythonFunctions(self._definition)
         bodies = [f.node_def for f in self._definition.library.function]
-        every = itertools.chain(self._definition.node, *bodies)
+        every = list(itertools.chain(self._definition.node, *bodies))
         self.has_custom_gradients = any(
             "_gradient_op_type" in node.attr or node.op == "EagerPyFunc" for node in every
         )
+        assigns = (node for node in every if node.op.startswith(_ASSIGNMENTS))
+        self.assigned = next(map(self._variable_of, assigns), None)
+
+    def _variable_of(self, assigns: Any) -> str:
+        outer = {inner.op.name: handle for handle, inner in self.graph.captures}
+        handle = outer.get(assigns.input[0])  # unknown inside of branches and functions
+        name = next((v.name for v in self.graph.variables if v.handle is handle), None)
+        return f"the tf.Variable {name!r}" if name else f"a tf.Variable ({assigns.name})"
 
     def needed_for(
         self,
