@@ -100,13 +100,19 @@ def shard_dataset(
     Raises:
         DataError: `file`, but the pipeline reads no files, or fewer than there are ranks.
     """
+    infinite = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     if by is None:
         pass
     elif by == "file" or hinted(dataset):
         dataset = _auto_shard(dataset, world, _Policy.FILE if by == "file" else _Policy.HINT)
     else:
         dataset = dataset.shard(world.replicas, world.replica)
-    return split_batches(dataset, world.replicas) if rebatch and world.replicas > 1 else dataset
+    if rebatch and world.replicas > 1:
+        dataset = split_batches(dataset, world.replicas)
+    if infinite:  # which neither a rewritten graph nor flat_map tells
+        endless = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+        dataset = dataset.apply(endless)
+    return dataset
 
 
 def split_batches(dataset: tf.data.Dataset, parts: int) -> tf.data.Dataset:
@@ -160,6 +166,27 @@ def first_batch_facts(dataset: tf.data.Dataset) -> dict[str, str]:
     return {}
 
 
+class _Sharded(tf.data.Dataset):
+    """A shard of a pipeline that TensorFlow has rewritten; its input is the whole pipeline, which
+    has the same shuffles.
+
+    Args:
+        whole: the pipeline.
+        variant: its shard.
+    """
+
+    def __init__(self, whole: tf.data.Dataset, variant: tf.Tensor) -> None:
+        self._whole = whole
+        super().__init__(variant)
+
+    @property
+    def element_spec(self) -> Any:
+        return self._whole.element_spec
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._whole]
+
+
 def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.Dataset:
     spec = dataset.element_spec
     flat = [part for leaf in tf.nest.flatten(spec) for part in _flat_types(leaf)]
@@ -173,7 +200,7 @@ def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.
             output_types=[dtype for dtype, _ in flat],
             output_shapes=[shape for _, shape in flat],
         )
-        sharded = tf.data.experimental.from_variant(variant, spec)
+        sharded = _Sharded(dataset, variant)
         iter(sharded)
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0].split("}} ")[-1].split(": goo.gle")[0]

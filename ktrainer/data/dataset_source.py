@@ -283,7 +283,7 @@ class DatasetSource(Source):
         """
         if not skip and self._whole is not None:
             return self._whole
-        dataset = self._dataset.skip(skip) if skip else self._dataset
+        dataset = self._after(skip) if skip else self._dataset
         if self._cut:
             dataset = dataset.map(self._slice)
         if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
@@ -291,6 +291,13 @@ class DatasetSource(Source):
         if not skip:
             self._whole = dataset
         return dataset
+
+    def _after(self, skip: int) -> tf.data.Dataset:
+        """The pipeline after `skip` batches that have rows: no others are counted as taken."""
+        dataset = self._dataset
+        if "Batch" not in type(dataset).__name__:  # which makes none without rows
+            dataset = dataset.filter(_has_rows)
+        return dataset.skip(skip)
 
     @tf.autograph.experimental.do_not_convert  # which takes 0.3 s
     def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:
@@ -332,6 +339,12 @@ def calls_python(dataset: tf.data.Dataset) -> bool:
     return any(b"PyFunc" in graph.SerializeToString() for graph in graphs) or any(
         map(calls_python, dataset._inputs())
     )
+
+
+@tf.autograph.experimental.do_not_convert
+def _has_rows(*batch: Any) -> tf.Tensor:
+    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+    return rows_in_graph(first) > 0
 
 
 def _rank_known(spec: Any) -> bool:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from ktrainer.data import Files
 from ktrainer.data.data_arguments import kind_of
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.elastic.elastic_recovery import ElasticRecovery
@@ -57,7 +58,7 @@ def choose_recovery(run: Run) -> Recovery:
     check_data(run.call.validation_data, state.validation)
     check_callbacks(run.every)
     if not world.alone:
-        check_functions(run, world)
+        check_reopened(run, world)
     return ElasticRecovery(run, world)
 
 
@@ -97,15 +98,16 @@ def check_data(data: Any, feed: Feed | None) -> None:
         )
 
 
-def check_functions(run: Run, world: ElasticWorld) -> None:
-    """Refuse functions whose data is not the same when they are called again; tried by doing so.
+def check_reopened(run: Run, world: ElasticWorld) -> None:
+    """Refuse functions, iterables and Files whose data is not the same when it is opened again;
+    tried by doing so.
 
     Raises:
         DataError: on all ranks, naming what is not the same.
     """
     before, call = run.state.data_facts, run.call
     kinds = {"training/": call.data, "validation/": call.validation_data}
-    made = tuple(kind for kind, data in kinds.items() if callable(data))
+    made = tuple(kind for kind, data in kinds.items() if _is_made_again(data))
     if not world.any(bool(before and made)):
         return
     run.reopen_feeds(run.state.feed.shuffle_order, run.lengths)
@@ -114,11 +116,16 @@ def check_functions(run: Run, world: ElasticWorld) -> None:
     every = world.allgather(here, "comparison of data that is opened again")
     if changed := list(dict.fromkeys(name for names in every for name in names)):
         raise DataError(
-            "world.heal=true needs data that can be read again in the same order, and a second "
-            f"call of the function that makes it gave another {', '.join(changed)}: give its "
-            "shuffles a seed (shuffle(..., seed=1)), and its random numbers a generator that each "
-            "call makes again"
+            "world.heal=true needs data that can be read again in the same order, and this, opened "
+            f"a second time, gave another {', '.join(changed)}: give its shuffles a seed "
+            "(shuffle(..., seed=1)), and its random numbers a generator that each call of the "
+            "function, of __iter__, or of what reads Files makes again"
         )
+
+
+def _is_made_again(data: Any) -> bool:
+    """Return whether the user's code makes the data each time that it is opened."""
+    return callable(data) or isinstance(data, Files) or kind_of(data) == "generator"
 
 
 def _order_of(loader: Any) -> str:

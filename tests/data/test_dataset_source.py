@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer import Trainer
-from ktrainer.data import Feed
+from ktrainer.data import Feed, require_end
 from ktrainer.data.dataset_iterator import elements, free
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.errors import DataError
@@ -108,6 +109,16 @@ def _shuffled(count: int = 12, seed: int = 1) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(numbered(count)).shuffle(count, seed=seed)
 
 
+def lines(folder: Path) -> tf.data.Dataset:
+    """Rows 0 to 39, from four files."""
+    for number in range(4):
+        text = "\n".join(str(row) for row in range(number * 10, number * 10 + 10))
+        (folder / f"part-{number}.txt").write_text(text)
+    paths = sorted(str(path) for path in folder.glob("part-*.txt"))
+    numbers = tf.data.TextLineDataset(paths).map(lambda row: tf.strings.to_number(row, tf.int32))
+    return numbers.map(lambda row: (tf.cast([row], tf.float32), row))
+
+
 PIPELINES = {
     "two shuffles": lambda: _shuffled().shuffle(4, seed=2).batch(5),
     "interleaved": lambda: (
@@ -197,6 +208,27 @@ def test_an_endless_pipeline_continues() -> None:
         feed(endless, limit=0.5)
 
 
+@pytest.mark.parametrize("kind", ["element", "file"])
+def test_a_shard_of_an_endless_pipeline_continues(kind: str, tmp_path: Path) -> None:
+    made = feed(lines(tmp_path).batch(4).repeat(), 0, 2, shard=kind, limit=4)
+    epochs = [flat(rows(made.epoch(epoch))) for epoch in range(3)]
+    assert [len(set(epoch)) for epoch in epochs] == [8, 8, 8]
+    assert not set(epochs[0]) & set(epochs[1])
+    with pytest.raises(DataError, match="never ends"):
+        require_end(feed(lines(tmp_path).batch(4).repeat(), 0, 2, shard=kind), "steps_per_epoch")
+
+
+def test_a_resumed_shard_of_files_has_the_order_of_its_epoch(tmp_path: Path) -> None:
+    def shard() -> Feed:
+        return feed(lines(tmp_path).shuffle(20, seed=1).batch(4), 0, 2, shard="file")
+
+    whole = shard()
+    orders = [rows(whole.epoch(epoch)) for epoch in range(3)]
+    assert orders[0] != orders[1]
+    for epoch in (1, 2):
+        assert rows(shard().epoch(epoch, skip=1)) == orders[epoch][1:]
+
+
 def test_unknown_lengths() -> None:
     made = feed(batches(12, 4).filter(lambda x, y: y[0] > 0))
     assert made.num_batches is None
@@ -211,8 +243,14 @@ def test_class_weights() -> None:
 
 
 def test_empty_batches_are_skipped() -> None:
-    made = feed(batches(12, 4).map(lambda x, y: (x[y > 5], y[y > 5])), 0, 1)
-    assert rows(made.epoch(0)) == [[6, 7], [8, 9, 10, 11]]
+    data = batches(20, 4).map(lambda x, y: (x[y % 8 > 3], y[y % 8 > 3]))
+    whole = [[4, 5, 6, 7], [12, 13, 14, 15]]
+    for size in (1, 2):
+        assert rows(feed(data, 0, size).epoch(0)) == [row[: 4 // size] for row in whole]
+        # A resume counts those that have rows.
+        assert rows(feed(data, 0, size).epoch(0, skip=1)) == [whole[1][: 4 // size]]
+    ragged = data.map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))
+    assert rows(feed(ragged, 0, 1).epoch(0, skip=1)) == whole[1:]
 
 
 @pytest.mark.parametrize(

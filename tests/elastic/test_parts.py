@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
+from ktrainer.data import Files
 from ktrainer.distributed import SingleWorld
-from ktrainer.elastic import check_callbacks, check_data, check_functions
+from ktrainer.elastic import check_callbacks, check_data, check_reopened
 from ktrainer.elastic.elastic_recovery import ElasticRecovery, updates_in_parts
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
 from ktrainer.elastic.recovery_point import MetricCountsRow, VariableBackup
@@ -182,11 +183,17 @@ def test_data_that_cannot_be_read_again() -> None:
     check_data(type("Steady", (keras.utils.PyDataset,), {})(), source())
 
 
-def test_functions_whose_data_is_another_when_called_again() -> None:
-    def run(again: dict[str, str]) -> Any:
+class Iterable:
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+@pytest.mark.parametrize("data", [lambda: None, Iterable(), Files([], tf.data.TFRecordDataset)])
+def test_data_that_is_another_when_it_is_opened_again(data: Any) -> None:
+    def run(again: dict[str, str], data: Any = data) -> Any:
         found = SimpleNamespace(
             state=SimpleNamespace(data_facts={"training/x": "1"}, feed=source()),
-            call=SimpleNamespace(data=lambda: None, validation_data=None),
+            call=SimpleNamespace(data=data, validation_data=None),
             lengths=[None],
             data_facts=lambda: again,
             reopen_feeds=lambda order, lengths: None,
@@ -195,9 +202,10 @@ def test_functions_whose_data_is_another_when_called_again() -> None:
         return found
 
     world: Any = SingleWorld()
-    check_functions(run({"training/x": "1"}), world)
-    with pytest.raises(DataError, match=r"a second call .* gave another training/x"):
-        check_functions(run({"training/x": "2"}), world)
+    check_reopened(run({"training/x": "1"}), world)
+    with pytest.raises(DataError, match=r"opened a second time, gave another training/x"):
+        check_reopened(run({"training/x": "2"}), world)
+    check_reopened(run({"training/x": "2"}, (np.ones((4, 1)),)), world)  # arrays are at hand
 
 
 def test_what_follows_a_lost_update_has_errors_of_its_own() -> None:
