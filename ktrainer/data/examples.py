@@ -56,10 +56,23 @@ def is_random_access(data: Any) -> bool:
     parents = type(data).__mro__
     if any(parent.__name__ == "IterableDataset" for parent in parents) or not _has_items(data):
         return False
+    if is_of_grain(data) and _is_batched(data):
+        return False
     if any((parent.__name__, parent.__module__.partition(".")[0]) in _KNOWN for parent in parents):
         return True
     others = ("__iter__", "__array__", "shape", "keys")
     return not any(hasattr(data, name) for name in others)
+
+
+def is_of_grain(data: Any) -> bool:
+    """Return whether this is a data set or loader of Grain, told without importing it."""
+    return any(parent.__module__.partition(".")[0] == "grain" for parent in type(data).__mro__)
+
+
+def _is_batched(data: Any) -> bool:
+    """Return whether a data set of Grain was batched: its items are batches then."""
+    parents = getattr(data, "_parents", ())
+    return type(data).__name__ == "BatchMapDataset" or any(map(_is_batched, parents))
 
 
 def _has_items(data: Any) -> bool:

@@ -22,6 +22,7 @@ from ktrainer.data.dataset_shards import (
 )
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.example_rows import ExampleRows
+from ktrainer.data.examples import is_of_grain
 from ktrainer.data.feed import Feed
 from ktrainer.data.generator_source import GeneratorSource, LoaderSource
 from ktrainer.data.indexed_feed import IndexedFeed
@@ -164,7 +165,7 @@ class _Settings(NamedTuple):
 
 def _prepare(data: Any, settings: _Settings) -> _Ready:
     """Open the data: runs the user's code, exchanges nothing."""
-    kind = kind_of(data)
+    kind, x_alone = kind_of(data), is_of_grain(data)
     make = _called(data, kind)
     if make is not None:
         made = make()
@@ -182,7 +183,7 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
     if kind in ("arrays", "random access"):
         feed = _from_rows(data, kind, settings)
         return _Ready(kind, lambda: feed)
-    return _Ready(kind, _from_python(data, settings))
+    return _Ready(kind, _from_python(data, settings, x_alone))
 
 
 def _called(data: Any, kind: str) -> Callable[[], Any] | None:
@@ -276,7 +277,12 @@ _SOURCES: dict[str, Callable[..., Source]] = {
 }
 
 
-def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
+def _from_python(data: Any, settings: _Settings, x_alone: bool) -> Callable[[], Feed]:
+    """The feed of what Python code makes.
+
+    Args:
+        x_alone: a batch of a generator may be `x`, as it may in Keras where Grain makes it.
+    """
     config = settings.config
     if config.shard != "batch" and settings.several:
         raise ConfigError(
@@ -288,7 +294,7 @@ def _from_python(data: Any, settings: _Settings) -> Callable[[], Feed]:
         )
     per_replica = settings.several and config.batch == "per_worker"
     kind = kind_of(data)
-    options = {"check": settings.check} if kind == "generator" else {}
+    options = {"check": settings.check, "x_alone": x_alone} if kind == "generator" else {}
     source = _SOURCES[kind](
         data,
         **options,

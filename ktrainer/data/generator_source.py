@@ -36,8 +36,11 @@ class GeneratorSource(PythonSource):
     reorders = True  # as far as one knows
     _reader: OneShotReader | None = None  # of a generator
 
-    def __init__(self, data: Any, *, check: bool = True, **options: Any) -> None:
+    def __init__(
+        self, data: Any, *, check: bool = True, x_alone: bool = False, **options: Any
+    ) -> None:
         super().__init__(**options)
+        self._x_alone = x_alone
         self._function = getattr(data, "__qualname__", type(data).__name__)
         self._make: Callable[[], Iterable[Any]] | None = None
         self._opened = 0
@@ -58,6 +61,10 @@ class GeneratorSource(PythonSource):
         self._learn(first)
 
     def _tuple(self, batch: Any) -> Any:
+        if self._x_alone:
+            batch = tuple(batch) if isinstance(batch, list) else batch
+            if isinstance(batch, dict) or hasattr(batch, "shape"):
+                return batch
         if not isinstance(batch, tuple) or not 1 <= len(batch) <= 3:
             raise DataError(
                 "a generator must yield tuples: (x,), (x, y) or (x, y, sample_weight), "
@@ -128,7 +135,7 @@ class LoaderSource(GeneratorSource):
                 "(x, y, sample_weight)"
             )
         PythonSource.__init__(self, **options)
-        self._function = "the torch DataLoader"
+        self._function, self._x_alone = "the torch DataLoader", True
         self.endless, self.reopens, self._begun, self._make = False, True, None, lambda: data
         self._orders_differ = not options["world"].heals  # which takes only those in order
         if hasattr(data.dataset, "__len__"):
@@ -151,8 +158,7 @@ class LoaderSource(GeneratorSource):
         return self._first
 
     def _tuple(self, batch: Any) -> Any:
-        batch = keras.tree.map_structure(from_torch, batch)
-        return super()._tuple(tuple(batch) if isinstance(batch, list) else batch)
+        return super()._tuple(keras.tree.map_structure(from_torch, batch))
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         return self._read(epoch, skip, b"")

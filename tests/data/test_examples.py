@@ -97,6 +97,26 @@ def test_the_batches_of_arrays(make: Callable[[Path], Any], workers: int, tmp_pa
             ours.close()
 
 
+def test_batches_of_grain_are_batches(tmp_path: Path) -> None:
+    """As in Keras, also those that are `x` alone."""
+    pairs = of_grain(tmp_path)
+    batched = pairs.batch(7)
+    loaded = pairs.to_iter_dataset().batch(7)
+    for data in (batched, batched.map(lambda batch: batch), loaded):
+        assert kind_of(data) == "generator"
+        for rank in range(2):
+            ours, theirs = feed(data, rank, 2), feed((X, Y), rank, 2, batch_size=7, shuffle=False)
+            for skip in (0, 3):
+                for one, two in zip(ours.epoch(1, skip), theirs.epoch(1, skip), strict=True):
+                    np.testing.assert_array_equal(one.batch[0], two.batch[0])
+                    np.testing.assert_array_equal(one.batch[1], two.batch[1])
+            ours.close()
+    for alone in (lambda pair: pair[0], lambda pair: {"x": pair[0]}, lambda pair: [pair[0]]):
+        first = next(feed(pairs.map(alone).batch(7), training=False).epoch(0)).batch
+        leaves = keras.tree.flatten(first)
+        np.testing.assert_array_equal(leaves[0], X[:7])
+
+
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_permutations(length: int, key: int) -> None:

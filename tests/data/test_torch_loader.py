@@ -98,6 +98,15 @@ def test_a_loader_of_torch() -> None:
         feed(DataLoader(), class_weight={0: 1.0})
 
 
+def test_batches_that_are_x_alone() -> None:
+    class Alone(DataLoader):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Iterator[Any]:
+            return (y for x, y in super().__iter__())
+
+    found = feed(Alone()), feed(DataLoader())
+    assert rows(found[0].epoch(1)) == rows(found[1].epoch(1))
+
+
 class Sampled(Loader):
     """Its sampler is the user's, with a generator of NumPy."""
 
