@@ -47,7 +47,7 @@ class Source(ABC):
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
         reads_whole: passes are read to their end; a number of steps may cut them.
-        shuffles: draws seeds of an order each time it is opened.
+        shuffles: may draw an order each time it is opened.
         state_of_opening: `state` is of how the open epoch began: it fits each position in the
             epoch, and is the same on all ranks that run the same code.
         openings: iterators that `Model.fit` makes of it for each pass: two where it knows the
@@ -89,8 +89,8 @@ class Source(ABC):
         close_iterator(pieces)
 
     def replay_passes(self, passes: int, openings: int) -> None:  # noqa: B027 - most draw nothing
-        """Draw the seeds that so many passes draw for which it was opened so often, if they were
-        not read here but before a resume."""
+        """Draw what so many passes draw for which it was opened so often, if they were not read
+        here but before a resume."""
 
     def state(self) -> bytes | None:
         """The state of the open iterator, if it is more than the number of batches taken."""

@@ -49,7 +49,7 @@ class GeneratorSource(PythonSource):
             self._make, world = data, options["world"]
             # Where surviving ranks continue, two calls were compared, and found to be alike.
             alike = world.heals and check and 1 < world.size == world.replicas
-            self._orders_differ = not alike
+            self._orders_differ = self.shuffles = not alike
             self.endless, self.reopens = False, True
             made = iter(data())
             first = list(itertools.islice(made, SAMPLES))
@@ -87,6 +87,9 @@ class GeneratorSource(PythonSource):
     def use(self, batches: int) -> None:
         if self._reader is not None:
             self._reader.use(self._reader.begin + batches)
+
+    def replay_passes(self, passes: int, openings: int) -> None:
+        self._pass_over(passes)
 
     def _pass_over(self, epoch: int) -> None:
         """Begin all epochs before this one, as an order may be drawn then; no more of them is read,

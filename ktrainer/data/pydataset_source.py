@@ -36,6 +36,7 @@ class PyDatasetSource(PythonSource):
     """
 
     state_of_opening = True
+    shuffles = True  # as far as one knows, in its hooks
 
     def __init__(self, dataset: keras.utils.PyDataset, **options: Any) -> None:
         super().__init__(**options)
@@ -138,6 +139,16 @@ class PyDatasetSource(PythonSource):
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
         self._has_begun = True  # to the dataset, epoch 0 continues when it is opened again
         super().drop_peeked(pieces)
+
+    def replay_passes(self, passes: int, openings: int) -> None:
+        if self.num_batches == 0:
+            return
+        if self._has_begun:
+            self._has_begun = False
+            self.dataset.on_epoch_end()
+        while self._epochs_begun < passes:
+            self._begin(0)
+            self.dataset.on_epoch_end()
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:

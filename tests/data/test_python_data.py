@@ -348,6 +348,37 @@ def test_a_function_that_draws_an_order_at_each_call(
     assert rows(resumed.epoch(3)) == whole[3]
 
 
+class _Reordering:
+    """Each pass in an order of its own."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.random.permutation(50)
+        return ((X[order[i : i + 8]], Y[order[i : i + 8]]) for i in range(0, 50, 8))
+
+
+@pytest.mark.parametrize("make", [_Reordering, lambda: _Reordering().__iter__, Numbers, _Forever])
+@pytest.mark.parametrize("looks", [False, True])
+def test_validations_before_a_resume_have_drawn_their_orders(make: Any, looks: bool) -> None:
+    def validation(passes: int) -> Any:
+        made = feed(data := make(), limit=2, training=False)
+        if looks:
+            made.fingerprint()
+            made.peek(1)
+        made.replay_passes(passes)
+        return made, data
+
+    whole, data = validation(0)
+    expected = [rows(whole.epoch(0)) for _ in range(4)]
+    for passes in (1, 2):
+        resumed, again = validation(passes)
+        assert [rows(resumed.epoch(0)) for _ in range(4 - passes)] == expected[passes:]
+        resumed.replay_passes(3)  # as at a rollback: these have been made
+        assert getattr(again, "log", None) == getattr(data, "log", None)
+
+
 def test_a_peeked_batch_is_not_lost() -> None:
     made = feed(generate(), 0, 1)
     made.fingerprint()
