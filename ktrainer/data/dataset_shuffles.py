@@ -47,13 +47,30 @@ def seeds_of_reading(
             yield from seeds_of_reading(each, whole, opened, read, at_once)
 
 
-def reads_in_part(dataset: tf.data.Dataset, whole: bool) -> bool:
+def reads_in_part(dataset: tf.data.Dataset, whole: bool, cut: bool = False) -> bool:
     """Return whether it cannot be known how often a shuffle is read in a pass: below a `repeat`
-    without end or, where passes are not read to their end, any, or below `concatenate`."""
-    repeats = _repeats(dataset)
-    unclear = repeats < 0 if whole else repeats > 1 or "Concatenate" in _kind(dataset)
+    without end or, where passes are not read to their end, any, or below `concatenate`.
+
+    Args:
+        whole: passes are read to their end.
+        cut: an operation above may not read its inputs to their end.
+    """
+    cut, repeats = cut or _cuts(dataset), _repeats(dataset)
+    unclear = repeats < 0 and (whole or cut)
+    if cut or not whole:
+        unclear |= repeats > 1 or "Concatenate" in _kind(dataset)
     inputs = dataset._inputs()
-    return (unclear and any(map(shuffles, inputs))) or any(reads_in_part(x, whole) for x in inputs)
+    if unclear and any(map(shuffles, inputs)):
+        return True
+    return any(reads_in_part(each, whole, cut) for each in inputs)
+
+
+def _cuts(dataset: tf.data.Dataset) -> bool:
+    """Return whether a pipeline may not read its inputs to their end."""
+    if _kind(dataset) != "_TakeDataset":
+        return _kind(dataset) in ("_TakeWhileDataset", "_ZipDataset")
+    count, (taken,) = int(dataset._count), dataset._inputs()
+    return count >= 0 and not 0 <= int(taken.cardinality()) < count
 
 
 def caches_a_shuffle(dataset: tf.data.Dataset) -> bool:

@@ -451,6 +451,9 @@ tensorflow.python.data.ops.dataset_ops
 tensorflow.python.data.ops.map_op
     _ParallelMapDataset()._deterministic
         data: read; whether a pipeline keeps an order
+tensorflow.python.data.ops.take_op
+    _TakeDataset()._count
+        data: read; whether its input is read to the end
 tensorflow.python.data.ops.shuffle_op
     _ShuffleDataset()._reshuffle_each_iteration
         data: read; whether each iterator has an order of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,9 @@ def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
     ("dataset", "limit"),
     [
         (lambda: _shuffled().repeat().batch(5).take(4), None),
+        (lambda: _shuffled().repeat(3).take(20).batch(5), None),
+        (lambda: _shuffled(6).concatenate(_shuffled(6)).shuffle(2).take(8).batch(5), None),
+        (lambda: _shuffled().repeat(2).take_while(lambda x, y: y != 5).batch(5), None),
         (lambda: _shuffled().concatenate(_shuffled()).batch(5), 2),
     ],
 )
@@ -182,6 +186,17 @@ def test_a_resume_says_where_an_order_cannot_be_that_of_before(dataset: Any, lim
     with pytest.warns(UserWarning, match="below a repeat or concatenate that is read in part"):
         next(feed(dataset(), limit=limit).epoch(1))
     next(feed(dataset(), limit=limit).epoch(0))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [lambda: _shuffled().repeat(3).take(40).batch(5), lambda: _shuffled().take(8).batch(5)],
+)
+def test_a_take_that_leaves_the_order_known(dataset: Any) -> None:
+    orders = [rows(whole.epoch(epoch)) for whole in [feed(dataset())] for epoch in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rows(feed(dataset()).epoch(2)) == orders[2]
 
 
 def test_limit_restarts_each_epoch() -> None:
