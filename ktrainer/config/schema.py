@@ -106,8 +106,9 @@ class TrainerConfig:
         limit_val_batches: the same for validation; 0 turns validation off.
         fast_dev_run: try the whole program on this many batches of training and validation, in
             one epoch; true is 1, and 0 is off.
-        overfit_batches: train on the same first batches, unshuffled, every epoch, to see
-            whether the model can learn them; 0 is off.
+        overfit_batches: train on the same first batches every epoch, to see whether the model can
+            learn them. data.shuffle is off then; the batches of data sets and generators are kept
+            in memory. 0 is off.
         accumulate: batches whose gradients are added up before one update. Equal to one batch
             this many times as large, with one all-reduce per update.
         clip: gradient clipping, after the gradients of all ranks are summed.

@@ -158,6 +158,9 @@ class Feed(ABC):
     def resume_from(self, state: bytes) -> None:  # noqa: B027 - most feeds need only `skip`
         """Let the next epoch start from `state`, if it starts at the position of `state`."""
 
+    def repeat_first_epoch(self) -> None:  # noqa: B027 - rows in their order begin again
+        """Let every epoch be the batches of the first one."""
+
     def replay_passes(self, passes: int) -> None:  # noqa: B027 - most feeds draw nothing
         """Continue as after so many passes over all data, which were made before a resume."""
 

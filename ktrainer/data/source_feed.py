@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from ktrainer.data.batch_source import Piece, Source, close_iterator
 from ktrainer.data.data_agreement import agreed_spec
 from ktrainer.data.feed import Feed, limited
+from ktrainer.data.local_batch import LocalBatch
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.distributed.world import World
 
@@ -41,6 +42,20 @@ class SourceFeed(Feed):
         self.num_batches = self.pass_batches = limited(source_batches, limit)
         source.reads_whole = self.num_batches == source_batches
         self._cursor = Cursor(source, limit=self.num_batches, restart=not training)
+        self._repeats = False
+        self._first: list[LocalBatch] | None = None  # the first epoch, if all others repeat it
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
+        return self._first_again(skip) if self._repeats else super().epoch(epoch, skip)
+
+    def repeat_first_epoch(self) -> None:
+        self._repeats = True
+
+    def _first_again(self, skip: int) -> Iterator[LocalBatch]:
+        if self._first is None:  # kept: what shuffles, or never begins again, has them only once
+            self._first = list(self.read(0))
+            self.exhausted = False
+        yield from self._first[skip:]
 
     @property
     def shuffle_order(self) -> ShuffleOrder | None:
@@ -58,7 +73,7 @@ class SourceFeed(Feed):
 
     def read_up_to(self, epoch: int, skip: int) -> None:
         batches = (epoch - self.first_epoch) * (self.pass_batches or 0) + skip
-        if batches and not self.source.reopens:
+        if batches and not (self.source.reopens or self._repeats):
             self._cursor.drop_peeked()  # else its thread would pass over them
             self.source.use(batches)
 

@@ -221,6 +221,8 @@ class Run:
             class_weight=call.class_weight,
         )
         feed.first_epoch = call.initial_epoch
+        if limits.overfit_batches:
+            feed.repeat_first_epoch()
         return feed
 
     def _open_feed(self, data: Any, ended_by: str | None, **settings: Any) -> Feed:

@@ -199,6 +199,23 @@ def test_a_take_that_leaves_the_order_known(dataset: Any) -> None:
         assert rows(feed(dataset()).epoch(2)) == orders[2]
 
 
+@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_epoch_that_all_others_repeat(endless: bool, size: int) -> None:
+    def opened() -> Feed:
+        data = _shuffled().batch(4)
+        made = feed(data.repeat() if endless else data, 0, size, limit=2)
+        made.repeat_first_epoch()
+        return made
+
+    made, resumed = opened(), opened()
+    first = rows(made.epoch(0))
+    assert [rows(made.epoch(epoch)) for epoch in (1, 2)] == [first, first]
+    if (state := made.state(inside_epoch=True)) is not None:
+        resumed.resume_from(state)
+    assert [rows(resumed.epoch(2, skip=1)), rows(resumed.epoch(3))] == [first[1:], first]
+
+
 def test_limit_restarts_each_epoch() -> None:
     made = feed(batches(20, 4), limit=2)
     assert made.num_batches == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +198,16 @@ def test_a_fast_dev_run_trains_whatever_its_first_epoch_is() -> None:
         assert "val_loss" in history.history
 
 
-def test_overfit_batches_are_the_same_every_epoch() -> None:
+def for_ever(x: Any, y: Any) -> Any:
+    for start in itertools.cycle(range(0, len(x) - BATCH, BATCH)):
+        yield x[start : start + BATCH], y[start : start + BATCH]
+
+
+@pytest.mark.parametrize("given", [lambda *arrays: arrays, for_ever])
+def test_overfit_batches_are_the_same_every_epoch(given: Any) -> None:
     x, y = data()
     ours, history = fit(
-        given=(x, y), trainer__overfit_batches=2, trainer__epochs=3, data__shuffle="true"
+        given=given(x, y), trainer__overfit_batches=2, trainer__epochs=3, data__shuffle="true"
     )
     model = build()
     theirs = model.fit(
