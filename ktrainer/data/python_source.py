@@ -9,6 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    is_scipy_sparse,
+    scipy_sparse_to_tf_sparse,
+)
 
 from ktrainer.data.batch_source import (
     Piece,
@@ -134,6 +138,8 @@ def _array(leaf: Any, dtype: tf.DType | None) -> Any:
     """A leaf of a user's batch as a tensor or a NumPy array."""
     if leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         return leaf
+    if is_scipy_sparse(leaf):
+        return tf.sparse.reorder(scipy_sparse_to_tf_sparse(leaf))
     if isinstance(leaf, (tf.Tensor, tf.Variable)):
         return leaf if dtype in (None, leaf.dtype) else tf.cast(leaf, dtype)
     array = np.asarray(leaf)

@@ -327,6 +327,10 @@ keras.src.trainers.data_adapters.tf_dataset_adapter
 keras.src.trainers.data_adapters.data_adapter_utils
     class_weight_to_sample_weights(y, class_weight)
         script: called; class weights of train_on_batch
+    is_scipy_sparse(x)
+        data: called; sparse batches of SciPy
+    scipy_sparse_to_tf_sparse(x)
+        data: called; sparse batches of SciPy
 keras.src.callbacks.callback_list
     CallbackList()._async_train, _async_test, _async_predict
         callbacks: set; events stay in the thread of the collectives

@@ -302,6 +302,19 @@ def test_a_function_is_called_for_every_epoch(data: Any) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("kind", ["csr_matrix", "csc_array"])
+def test_sparse_batches_of_scipy(kind: str) -> None:
+    sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
+
+    def made() -> Iterator[Any]:
+        return ((getattr(sparse, kind)(x), y) for x, y in generate())
+
+    for rank in range(2):
+        ours, theirs = feed(made, rank, 2).epoch(0), feed(generate, rank, 2).epoch(0)
+        for one, two in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(tf.sparse.to_dense(one.batch[0]), two.batch[0])
+
+
 def test_a_function_that_returns_a_dataset() -> None:
     made = feed(lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(8))
     assert made.num_batches == 7
