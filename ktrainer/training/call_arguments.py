@@ -135,6 +135,8 @@ def fit_arguments(
             overruled_limit = config.origin(_KEYS["validation_steps"]) is not None
             limit = None if overruled_limit else settings["validation_steps"]
             validation_batch_size = _batch_of(validation_data, limit)
+            if steps is not None:  # which makes no batches of validation data
+                validation_batch_size = validation_batch_size or config.data.batch_size
         effective = _with_batch(effective, _batch_of(data, steps))
     return CallArguments(
         effective,

@@ -284,6 +284,8 @@ class Loop:
             cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
             self._end_of_data(epoch)
+        if epoch == self.triggers.initial_epoch and not cut:
+            self._warn_of_short_epochs()
         state.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
@@ -436,6 +438,17 @@ class Loop:
         progress = self.state.progress
         taken = progress.batch * self.triggers.accumulate
         return not self.state.feed.is_complete(progress.epoch, taken)
+
+    def _warn_of_short_epochs(self) -> None:
+        feed = self.state.feed
+        wanted, found = feed.batches_per_epoch, feed.source_batches
+        if self.world.is_root and wanted and found is not None and found < wanted:
+            warnings.warn(
+                f"Your input ran out of data: it has {found} batches, fewer than steps_per_epoch="
+                f"{wanted}, so each epoch has {found}. Let the data repeat itself, or leave "
+                "steps_per_epoch out",
+                stacklevel=2,
+            )
 
     def _end_of_data(self, epoch: int) -> None:
         """End training at an epoch without batches.

@@ -89,6 +89,7 @@ CASES: dict[str, Make] = {
         batch_size=5, validation_data=arrays(9, 1), validation_batch_size=2, validation_steps=3
     ),
     "validation data in a list": lambda: xy(validation_data=[*arrays(9, 1), np.linspace(0, 2, 9)]),
+    "steps alone": lambda: xy(steps_per_epoch=2, shuffle=False, validation_data=arrays(40, 1)),
     "validation steps alone": lambda: xy(validation_data=arrays(9, 1), validation_steps=2),
     "validation of some epochs": lambda: xy(
         batch_size=5, epochs=5, validation_split=0.3, validation_freq=[1, 4]
@@ -222,6 +223,14 @@ def test_graphs_in_one_process(quiet: dict[str, Any]) -> None:
         return {"x": graphs(), "epochs": 2, "shuffle": False}
 
     assert_same(trainer_fit(quiet, make, of_graphs), keras_fit(make, of_graphs))
+
+
+def test_fewer_batches_than_steps_per_epoch(quiet: dict[str, Any]) -> None:
+    data = tf.data.Dataset.from_tensor_slices(arrays()).batch(5).take(3)
+    with Trainer(quiet) as trainer:
+        with pytest.warns(UserWarning, match="it has 3 batches, fewer than steps_per_epoch=5"):
+            trainer.fit(build(), data, steps_per_epoch=5, epochs=2, verbose=0)
+        assert trainer.progress.step == 6
 
 
 ENDLESS: dict[str, Callable[[], Any]] = {
