@@ -89,7 +89,6 @@ CASES: dict[str, Make] = {
         batch_size=5, validation_data=arrays(9, 1), validation_batch_size=2, validation_steps=3
     ),
     "validation data in a list": lambda: xy(validation_data=[*arrays(9, 1), np.linspace(0, 2, 9)]),
-    "steps alone": lambda: xy(steps_per_epoch=2, shuffle=False, validation_data=arrays(40, 1)),
     "validation steps alone": lambda: xy(validation_data=arrays(9, 1), validation_steps=2),
     "validation of some epochs": lambda: xy(
         batch_size=5, epochs=5, validation_split=0.3, validation_freq=[1, 4]
@@ -223,6 +222,23 @@ def test_graphs_in_one_process(quiet: dict[str, Any]) -> None:
         return {"x": graphs(), "epochs": 2, "shuffle": False}
 
     assert_same(trainer_fit(quiet, make, of_graphs), keras_fit(make, of_graphs))
+
+
+class TestBatches(keras.callbacks.Callback):
+    __test__ = False
+    seen = 0
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen += 1
+
+
+def test_validation_batches_beside_steps_per_epoch(quiet: dict[str, Any]) -> None:
+    ours, theirs = TestBatches(), TestBatches()
+    given = {"steps_per_epoch": 4, "validation_data": arrays(40, 1), "verbose": 0}
+    build().fit(*arrays(), callbacks=[theirs], **given)
+    with Trainer(quiet) as trainer:
+        trainer.fit(build(), *arrays(), callbacks=[ours], **given)
+    assert ours.seen == theirs.seen == 2
 
 
 def test_fewer_batches_than_steps_per_epoch(quiet: dict[str, Any]) -> None:
