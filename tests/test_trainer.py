@@ -247,6 +247,32 @@ def test_a_fast_dev_run_leaves_no_files(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_fast_dev_run_leaves_the_files_of_keras_callbacks_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+
+    def callbacks(more: str) -> list[Any]:
+        saves = keras.callbacks.ModelCheckpoint(mine / f"{more}.keras")
+        saves.on_every_rank = True  # as `ktrainer run` sets it
+        backup = keras.callbacks.BackupAndRestore(mine / "backup", delete_checkpoint=not more)
+        return [saves, keras.callbacks.CSVLogger(mine / "log.csv"), backup]
+
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in mine.rglob("*") if path.is_file()}
+
+    with trainer(callbacks("best")) as it:
+        it.fit(build, data())
+    before, seen = files(), Watch()
+    assert len(before) == 4
+    with (
+        trainer([*callbacks(""), seen], trainer__fast_dev_run=2) as it,
+        pytest.warns(UserWarning, match="run: ModelCheckpoint, CSVLogger, BackupAndRestore$"),
+    ):
+        it.fit(build, data())
+    assert files() == before
+    assert seen.steps == [1, 2]
+
+
 def test_callbacks_are_closed_after_an_error() -> None:
     class Fails(Callback):
         closed = 0

@@ -276,8 +276,11 @@ def rank_zero_only(function: F) -> F:
 def is_writer(callback: Any) -> bool:
     """Whether `callback` is one of Keras' that write files or to the network, and so runs on rank 0
     only. One with an attribute `on_every_rank` runs on all."""
-    if getattr(callback, "on_every_rank", False):
-        return False
+    return writes_files(callback) and not getattr(callback, "on_every_rank", False)
+
+
+def writes_files(callback: Any) -> bool:
+    """Whether `callback` is one of Keras' that write files or to the network."""
     writers = (
         keras.callbacks.ModelCheckpoint,
         keras.callbacks.CSVLogger,

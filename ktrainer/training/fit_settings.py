@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from ktrainer.callbacks import LossGuard
+from ktrainer.callbacks.base import writes_files
 from ktrainer.errors import ModelError
 from ktrainer.runtime.devices import accelerator
 from ktrainer.steps import Clip, StepOptions
@@ -17,6 +19,7 @@ from ktrainer.steps.update_guard import UpdateGuard, has_keras_step, loss_metric
 
 if TYPE_CHECKING:
     from ktrainer.config import Config, DataConfig
+    from ktrainer.distributed import World
     from ktrainer.verify.update_split import Split
 
 
@@ -76,6 +79,19 @@ def callbacks_config(config: Config) -> Config:
         checkpoint=replace(config.checkpoint, every=None, best=None, mode="auto"),
         logging=replace(config.logging, csv=False, tensorboard=False),
     )
+
+
+def callbacks_without_files(callbacks: Sequence[Any], world: World) -> list[Any]:
+    """The callbacks of a `fast_dev_run`: Keras' that write files would replace, or remove, those of
+    a training. Says which these are."""
+    names = dict.fromkeys(type(c).__name__ for c in callbacks if writes_files(c))
+    if names and world.is_root:
+        warnings.warn(
+            "trainer.fast_dev_run tries the program and leaves no files, so these callbacks do not "
+            f"run: {', '.join(names)}",
+            stacklevel=2,
+        )
+    return [c for c in callbacks if not writes_files(c)]
 
 
 def versions_that_compute() -> dict[str, str]:

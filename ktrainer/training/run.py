@@ -25,6 +25,7 @@ from ktrainer.training.context import RunContext
 from ktrainer.training.default_callbacks import make_callbacks
 from ktrainer.training.fit_settings import (
     callbacks_config,
+    callbacks_without_files,
     check_model,
     data_config,
     guard_of,
@@ -262,6 +263,8 @@ class Run:
             self.every = range_test_callbacks(self.every, range_test)
         add_sweep_reports(self.every)
         context.backend.check_callbacks(self.every)
+        if config.trainer.fast_dev_run:
+            self.every = callbacks_without_files(self.every, context.world)
         if config.backend.name == "pipeline":
             save_checkpoints_on_all_ranks(self.every)
         # The list calls set_model, where schedules of the learning rate are put in: the step

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.callbacks.base import Callback, is_writer
+from ktrainer.callbacks.base import Callback, writes_files
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import densified
 from ktrainer.errors import ModelError
@@ -138,7 +138,7 @@ def recorded_callbacks(callbacks: Sequence[Any], verify_run: VerifyRun, remote: 
         verify_run: the one that this process belongs to.
         remote: whether steps run in other processes.
     """
-    kept = [c for c in callbacks if not (is_writer(c) or getattr(c, "rank_zero_only", False))]
+    kept = [c for c in callbacks if not (writes_files(c) or getattr(c, "rank_zero_only", False))]
     return [*kept, RecorderWithoutGradients(verify_run) if remote else UpdateRecorder(verify_run)]
 
 

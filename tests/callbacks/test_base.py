@@ -11,6 +11,8 @@ import pytest
 import ktrainer.callbacks as callbacks
 from ktrainer.callbacks import Callback, emit, gradient_hooks, is_writer, on_rank, rank_zero_only
 from ktrainer.distributed import SingleWorld
+from ktrainer.verify.update_recorder import recorded_callbacks
+from ktrainer.verify.verify_mode import VerifyRun
 from tests.callbacks.helpers import fit, small_model
 
 
@@ -88,6 +90,10 @@ def test_writers_stay_on_rank_zero(tmp_path) -> None:
     every = [*writers, Screen(), *others]
     assert on_rank(every, 0) == every
     assert on_rank(every, 1) == others
+    writers[0].on_every_rank = True
+    assert on_rank(every, 1) == [writers[0], *others]
+    recorded = recorded_callbacks(every, VerifyRun("unsplit", str(tmp_path), 2), remote=False)
+    assert recorded[:-1] == others  # `ktrainer verify` leaves no files
 
 
 def test_emit_calls_only_what_is_overridden() -> None:
