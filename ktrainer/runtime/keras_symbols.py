@@ -346,11 +346,11 @@ keras.src.callbacks.model_checkpoint
         checkpoint: read and restored; the state of the callback
 keras.src.callbacks.swap_ema_weights
     SwapEMAWeights._swap_variables(self)
-        pipeline: replaced; each stage swaps its own averages
+        pipeline, callbacks: replaced, called; each stage swaps its own; a rollback swaps back
     SwapEMAWeights._finalize_ema_values(self)
-        pipeline: replaced; each stage swaps its own averages
+        pipeline, callbacks: replaced, called; as above; averages where `max_steps` ends training
     SwapEMAWeights()._ema_weights_in_model
-        checkpoint: read and restored; the state of the callback
+        checkpoint, callbacks: read and restored; the state of the callback
 keras.src.callbacks.tensorboard
     TensorBoard()._global_train_batch, _global_test_batch
         checkpoint: read and restored; the state of the callback

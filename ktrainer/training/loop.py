@@ -45,7 +45,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -54,6 +54,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ktrainer.callbacks.averaged_weights import keep_averages, swap_back, swapped_as_before
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
@@ -71,6 +72,7 @@ from ktrainer.training.evaluation import logs_so_far, validate
 from ktrainer.training.preemption import (
     PreemptionRequested,
     SignalHandlers,
+    backups_kept,
     checkpoint_and_exit,
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
@@ -170,6 +172,8 @@ class Loop:
         skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
         self._start_clock()
         progress = state.progress
+        if self.state.validation is None:
+            self._forget_validation()
         ended = self.steps_left == 0 or not self._is_cut()
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
@@ -181,6 +185,12 @@ class Loop:
                 "this one",
                 stacklevel=4,
             )
+
+    def _forget_validation(self) -> None:
+        """Continue after a validation that was interrupted, and for which there is no data now."""
+        self.state.progress.validation_due = False
+        if self.state.progress.begun:
+            swap_back(self.callbacks.callbacks)
 
     def _cut_logs(self, resumed: bool) -> None:
         """Have Keras' CSVLogger continue where training does, unless a later `fit` of the script
@@ -255,10 +265,18 @@ class Loop:
         if self._first_call:  # all updates came before a resume: later calls continue from there
             progress = self.state.progress
             self.state.feed.read_up_to(progress.epoch, progress.batch * self.triggers.accumulate)
-        self.program.finalize_weights()
-        self.callbacks.on_train_end(logs=logs)
+        self._finalize(logs)
         self._gather_times()
         return self.model.history
+
+    def _finalize(self, logs: Any) -> None:
+        """Put averages of the weights in place, and call `on_train_end`."""
+        ours = self.callbacks.callbacks
+        if not self.model.stop_training or self.state.feed.exhausted:
+            keep_averages(ours)  # after a callback's stop Keras does not
+        self.program.finalize_weights()
+        with nullcontext() if self._is_complete() else backups_kept(ours):
+            self.callbacks.on_train_end(logs=logs)
 
     def _exit(self, request: PreemptionRequested) -> NoReturn:
         checkpoint_and_exit(self.context, self.state, self.callbacks, request, self._gather_times)
@@ -306,7 +324,11 @@ class Loop:
         """Call `on_epoch_begin`. Where the epoch had begun before, variables hold what it has
         assigned, as when it halves the learning rate, and what came after: they stay so."""
         progress = self.state.progress
-        with unmoved(_state_of(self.model) if progress.begun else []):
+        begun, ours = progress.begun, self.callbacks.callbacks
+        with (
+            unmoved(_state_of(self.model) if begun else []),
+            swapped_as_before(ours if begun else []),
+        ):
             self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
         progress.begun = self.program.is_shared = True
 
@@ -425,9 +447,12 @@ class Loop:
         return None if most is None else max(0, most - self.state.progress.step)
 
     def _finished(self) -> bool:
+        return self.state.out_of_time or self._is_complete()
+
+    def _is_complete(self) -> bool:
+        """Whether more time would not continue training."""
         return (
             self.model.stop_training
-            or self.state.out_of_time
             or self.state.progress.epoch >= self.triggers.epochs
             or self.steps_left == 0
             or self.state.feed.exhausted

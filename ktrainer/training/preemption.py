@@ -15,11 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import keras
 import numpy as np
 
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
@@ -28,8 +29,6 @@ from ktrainer.errors import Interrupted
 from ktrainer.training.resume import words_to_resume
 
 if TYPE_CHECKING:
-    import keras
-
     from ktrainer.config import InterruptConfig
     from ktrainer.state.train_state import TrainState
     from ktrainer.training.context import RunContext
@@ -150,6 +149,21 @@ class SignalHandlers:
             raise PreemptionRequested(self._number, time.monotonic() - self._at)
 
 
+@contextmanager
+def backups_kept(callbacks: Iterable[Any]) -> Iterator[None]:
+    """Have Keras' BackupAndRestore keep its files in the block's `on_train_end`: training is not
+    complete, and continues from them."""
+    backups = [c for c in callbacks if isinstance(c, keras.callbacks.BackupAndRestore)]
+    removing = [backup for backup in backups if backup.delete_checkpoint]
+    for backup in removing:
+        backup.delete_checkpoint = False
+    try:
+        yield
+    finally:
+        for backup in removing:
+            backup.delete_checkpoint = True
+
+
 def checkpoint_and_exit(
     context: RunContext,
     state: TrainState,
@@ -173,7 +187,8 @@ def checkpoint_and_exit(
     for saver in savers:
         saver.save_in_time(left)
     state.end = {"reason": "interrupted", "why": signal.Signals(request.number).name}
-    callbacks.on_train_end(logs={})
+    with backups_kept(callbacks.callbacks):
+        callbacks.on_train_end(logs={})
     gather_times()
     saved = None
     if world.is_root:

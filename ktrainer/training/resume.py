@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.callbacks.averaged_weights import swap_back
 from ktrainer.callbacks.base import emit
 from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
@@ -176,6 +177,7 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
         text = f"{reason}: back to the checkpoint of step {then.step}, on with the next batch"
         now.step, now.counted, model.stop_training = then.step, 0, False
         model.reset_metrics()
+        swap_back(callbacks.callbacks)  # the checkpoint may be of an epoch's end, and this is none
         emit(callbacks.callbacks, "on_restore", now)
         state.update_invalid = False
     state.counted.examples = 0  # as the metrics, which start over

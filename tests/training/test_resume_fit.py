@@ -189,6 +189,27 @@ def test_an_epoch_that_had_begun_without_an_update_begins_once(tmp_path: Path) -
     assert train(parts, at_the_begin, plain_rate) == whole
 
 
+@pytest.mark.parametrize("limit", [{}, {"trainer__max_time": "0.001s"}], ids=["signal", "time"])
+def test_the_backup_of_keras_is_kept_until_training_is_complete(
+    tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    """A run that was asked to end, or whose time is over, continues from it."""
+    folder, backups = tmp_path / "backup", list[Any]()
+
+    def run(*others: Any, **more: Any) -> int:
+        words = settings(tmp_path, checkpoint__every="null", trainer__accumulate=1, **more)
+        backups.append(keras.callbacks.BackupAndRestore(folder))
+        history, _, _ = train(words, lambda: [backups[-1], *others], small.build)
+        return len(history["loss"])
+
+    with nullcontext() if limit else pytest.raises(SystemExit):
+        run(*([] if limit else [EndsSecond()]), **limit)
+    assert {path.name for path in folder.iterdir()} >= {"latest.weights.h5"}
+    assert backups[0].delete_checkpoint
+    assert run() == 2  # of three epochs
+    assert not folder.exists()
+
+
 def _shuffled(directory: str, backend: str) -> list[Any]:
     """A run without interruption, and one that was stopped in its second and third epoch."""
 
