@@ -70,6 +70,7 @@ class LossGuard(Callback):
         self.skipped = self.rollbacks = 0
         self.stopped_at: int | None = None
         self.every = Every(f"{every}ba")
+        self._first_judged = (window + 1) * every  # the update whose loss may be a spike
         self._own_world = world
         self._since: LossOfStep | None = None
 
@@ -199,11 +200,11 @@ class LossGuard(Callback):
             return
         steps, epochs = self.steps_per_epoch, (self.params or {}).get("epochs")
         ends = [steps * epochs if steps and epochs else None, settings and settings.max_steps]
-        updates, window = min(filter(None, ends), default=math.inf), self.losses.maxlen or 0
-        if updates <= window:
+        updates = min(filter(None, ends), default=math.inf) - self.progress.step
+        if updates < self._first_judged:
             self._warn(
-                f"health.spike has no effect: this fit has {updates} updates, and none is a spike "
-                f"before there are {window} losses (health.spike_window). Set that lower."
+                f"health.spike has no effect: this fit has {updates} updates, and none before the "
+                f"{self._first_judged}th can be a spike. Set health.spike_window lower."
             )
 
     # -- actions

@@ -134,7 +134,8 @@ def _refuse_later_options(parser: argparse.ArgumentParser, args: argparse.Namesp
         if name in known:
             raise ConfigError(
                 f"{name} follows the script, but is an option of {parser.prog}: write it before "
-                "the script. If the script has an option of that name, write that after --."
+                "the script. If the script has an option of that name, write that last, after a "
+                "-- that follows the script and all key=value."
             )
 
 

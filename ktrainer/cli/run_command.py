@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from ktrainer.cli import launch_hosts
-from ktrainer.cli.launch_options import add_run_options
+from ktrainer.cli.launch_options import add_run_options, process_count
 from ktrainer.cli.prepare_launch import Launch, prepare_launch
 from ktrainer.errors import ConfigError
 from ktrainer.launch import heal_option
@@ -163,8 +163,7 @@ def _count_ranks(args: argparse.Namespace) -> None:
         )
     if cluster:
         args.workers, args.servers = args.workers or 1, args.servers or 1
-        args.ranks = 1 + args.workers + args.servers  # one coordinates
-    args.ranks = args.ranks or 1
+    args.ranks = process_count(args)
 
 
 def _mergers(args: argparse.Namespace, launch: Launch) -> tuple[LineMerger, LineMerger]:

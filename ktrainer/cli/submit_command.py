@@ -92,11 +92,11 @@ def _check_script(script: str) -> None:
         raise ConfigError(f"there is no script {script!r}; give the path from the current folder")
     if is_plain(Path(script).read_bytes()):
         raise ConfigError(
-            f"{script} makes no Trainer, so each process of the job would train by itself: only "
-            "`ktrainer run` distributes such a script. Call fit of a Trainer: trainer = "
-            "Trainer.from_cli(), then trainer.fit(model, ...); or start `ktrainer run` in a job of "
-            "your own. If a module that it imports makes the Trainer, add `from ktrainer import "
-            "Trainer` to the script, too."
+            f"{script} names no Trainer: unless it connects the job's processes by itself, each "
+            "would train alone, as only `ktrainer run` distributes such a script. Call fit of a "
+            "Trainer: trainer = Trainer.from_cli(), then trainer.fit(model, ...); or start "
+            "`ktrainer run` in a job of your own. If it does connect them, or a module that it "
+            "imports makes the Trainer, add `from ktrainer import Trainer` to the script."
         )
 
 

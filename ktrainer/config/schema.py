@@ -261,12 +261,12 @@ class LrConfig:
     """The learning rate over time, on top of the one that the optimizer was made with.
 
     Attributes:
-        scale: factor by the number of processes, in a pipeline of replicas (each of several
-            processes): none: 1, linear: their number, sqrt: its square root. Meant for
-            data.batch=per_worker, where more of them make a larger batch.
-        warmup: raise the learning rate from 1/N of it, with the N of `scale`, to all of it over
-            this long, such as "5ep" or "1000ba" (Goyal et al., 2017); without effect where N is 1.
-            null: no warm-up.
+        scale: factor by N, the number of processes, or in a pipeline that of its replicas: none: 1,
+            linear: N, sqrt: its square root. Meant for data.batch=per_worker, where a larger N
+            makes a larger batch.
+        warmup: raise the learning rate from 1/N of it to all of it over this long, such as "5ep" or
+            "1000ba" (Goyal et al., 2017), with any `scale`; without effect where N is 1. null: no
+            warm-up.
         schedule: multipliers of the learning rate, as
             [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.

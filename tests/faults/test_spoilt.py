@@ -189,6 +189,11 @@ def test_row_20_a_fit_that_is_too_short_for_spikes(tmp_path: Path) -> None:
     found = train(tmp_path / "short", (*words, "trainer.max_steps=15"), {5: 1000.0})
     assert found.step == 15
     assert "health.spike has no effect: this fit has 15 updates" in found.said[0]
+    found = train(tmp_path / "epoch", (*words, "trainer.epochs=1"))
+    assert "this fit has 8 updates" in found.said[0]
+    guard = LossGuard(spike=5, window=8, every=2)
+    found = train(tmp_path / "every", words[2:], callbacks=[guard])
+    assert "this fit has 16 updates" in found.said[0]
 
 
 def test_what_cannot_be_done() -> None:

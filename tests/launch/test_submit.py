@@ -128,7 +128,7 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     (plain := tmp_path / "plain.py").write_text("import keras\nkeras.Sequential().fit()\n")
     for words, said in {
-        (str(plain), "backend=data_parallel"): "makes no Trainer, so each process of the job would",
+        (str(plain), "backend=data_parallel"): "names no Trainer: unless it connects the job's",
         ("--to", "mpijob", str(script)): "give --image",
         ("--name", "My_Job", str(script)): "cannot name a job",
         ("--time", "0:01", str(script)): "90 s are no less than the time limit",
