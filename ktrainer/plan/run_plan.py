@@ -83,7 +83,12 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
     replicas, batch = facts.size // partitions, config.data.batch_size
     engine = _engine(config, facts, replicas)
     _check_engine(config, facts, engine)
-    rank_batches = cut_batch(config, batch, replicas)
+    if config.data.batch == "per_worker":
+        rank_batches = (batch,) * replicas
+    else:
+        base, extra = divmod(batch, replicas)
+        rank_batches = tuple(base + (rank < extra) for rank in range(replicas))
+    notes = _notes(config, facts, replicas, engine) + batch_notes(config, rank_batches)
     return Plan(
         backend=config.backend.name,
         engine=engine,
@@ -92,19 +97,11 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
         device="gpu" if facts.gpus else "cpu",
         rank_batches=rank_batches,
         global_batch=sum(rank_batches) * config.trainer.accumulate,
-        notes=(*_notes(config, facts, replicas, engine), *_pipeline_notes(config, rank_batches)),
+        notes=(*notes, *_pipeline_notes(config)),
         partitions=partitions,
         layout=_layout(config, pipeline, replicas) if pipeline else None,
         strategy=_strategy(config, facts),
     )
-
-
-def cut_batch(config: Config, batch: int, replicas: int) -> tuple[int, ...]:
-    """Examples that each replica trains on, of batches of so many."""
-    if config.data.batch == "per_worker":
-        return (batch,) * replicas
-    base, extra = divmod(batch, replicas)
-    return tuple(base + (rank < extra) for rank in range(replicas))
 
 
 def _check_backend(config: Config, facts: Hardware) -> None:
@@ -228,11 +225,6 @@ def _notes(config: Config, facts: Hardware, replicas: int, engine: str | None) -
     """Settings that can run, but are likely to surprise."""
     notes, data = [], config.data
     copies = "replicas" if config.backend.name == "pipeline" else "processes"
-    if data.batch == "global" and data.batch_size < replicas:
-        notes.append(
-            f"data.batch_size={data.batch_size} is less than {replicas} {copies}: "
-            "some have no examples to train on."
-        )
     if config.lr.scale != "none" and data.batch == "global" and replicas > 1:
         notes.append(
             f"lr.scale={config.lr.scale} with data.batch=global: the batch does not grow with "
@@ -258,7 +250,28 @@ def _notes(config: Config, facts: Hardware, replicas: int, engine: str | None) -
     return notes
 
 
-def _pipeline_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
+def batch_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
+    """Notes that follow from the size of the batch.
+
+    Args:
+        batches: `Plan.rank_batches`.
+    """
+    notes, backend = list[str](), config.backend
+    copies = "replicas" if isinstance(backend, PipelineConfig) else "processes"
+    if min(batches) == 0:
+        notes.append(
+            f"a batch of {sum(batches)} is less than {len(batches)} {copies}: "
+            "some have no examples to train on."
+        )
+    if isinstance(backend, PipelineConfig) and min(batches) < backend.microbatches:
+        notes.append(
+            f"a replica's batch of {min(batches)} examples is less than "
+            f"backend.microbatches={backend.microbatches}: it is cut into as many as it has."
+        )
+    return notes
+
+
+def _pipeline_notes(config: Config) -> list[str]:
     """Settings that slow a pipeline down."""
     backend, notes = config.backend, list[str]()
     if not isinstance(backend, PipelineConfig):
@@ -273,11 +286,6 @@ def _pipeline_notes(config: Config, batches: tuple[int, ...]) -> list[str]:
         notes.append(
             f"trainer.loss_scope=global: the schedule is gpipe{instead}, since the loss of the "
             "whole batch needs all forward passes first; activations of all microbatches are kept."
-        )
-    if min(batches) < backend.microbatches:
-        notes.append(
-            f"a replica's batch of {min(batches)} examples is less than "
-            f"backend.microbatches={backend.microbatches}: it is cut into as many as it has."
         )
     if backend.microbatches < backend.partitions:
         notes.append(

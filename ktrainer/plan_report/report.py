@@ -13,7 +13,7 @@ from ktrainer.backends.pipeline.schedules.make_schedule import make_schedule
 from ktrainer.backends.pipeline.schedules.timeline import Costs, Timeline, make_timeline
 from ktrainer.config import Config, DataParallelConfig, DataServiceConfig, PipelineConfig
 from ktrainer.config.pipeline_checks import effective_pipeline
-from ktrainer.plan.run_plan import Plan, cut_batch, make_plan
+from ktrainer.plan.run_plan import Plan, batch_notes, make_plan
 from ktrainer.plan_report.planned_trace import add_plan
 from ktrainer.plan_report.planning_mode import PlanPrinted, check_request, plan_request, pretend
 from ktrainer.plan_report.rendering import bytes_text, draw, grid_text, table
@@ -67,14 +67,14 @@ def show_model(
     from ktrainer.backends.pipeline.check_supported import refuse_callbacks
     from ktrainer.training.fit_settings import check_model
 
-    config, plan, request = context.config, context.plan, plan_request()
+    config, request = context.config, plan_request()
     check_model(model, config)
     if request is not None and request.scaling is not None:
         from ktrainer.plan_report.scaling_report import show_scaling
 
         show_scaling(context, model, data, request.scaling)
     check_request(config)
-    plan = _with_batch_of(data, plan, config)
+    plan = _with_batch_of(data, context)
     print(plan)
     if isinstance(config.backend, PipelineConfig):
         inputs, share = _inputs(context, data), plan.rank_batches[0]
@@ -260,19 +260,26 @@ def _schedule(config: Config, backend: PipelineConfig, share: int) -> Schedule:
     )
 
 
-def _with_batch_of(data: Any, plan: Plan, config: Config) -> Plan:
+def _with_batch_of(data: Any, context: RunContext) -> Plan:
     """The plan with the batch of data that brings its own."""
     from ktrainer.data.data_arguments import kind_of
 
+    config, plan = context.config, context.plan
     kind, rows = kind_of(data), _rows(data)
     if kind in ("arrays", "random access"):
         return plan
-    if rows is None:
-        return replace(plan, batch=f"that of the {kind}; data.batch_size is for arrays")
-    batches = cut_batch(config, rows, plan.replicas)
-    return replace(
-        plan, rank_batches=batches, global_batch=sum(batches) * config.trainer.accumulate
-    )
+    if rows is not None:
+        own = replace(config, data=replace(config.data, batch_size=rows))
+        return make_plan(own, pretend(own, Hardware.detect(context.world)))
+    unknown = batch_notes(config, plan.rank_batches)
+    notes = [note for note in plan.notes if note not in unknown]
+    if isinstance(config.backend, PipelineConfig):
+        notes.append(
+            "the size of the data's batches is not known: stages and schedule are those of "
+            f"data.batch_size={config.data.batch_size}."
+        )
+    batch = f"that of the {kind}; data.batch_size is for arrays"
+    return replace(plan, batch=batch, notes=tuple(notes))
 
 
 def _inputs(context: RunContext, data: Any) -> Any:

@@ -185,10 +185,18 @@ def test_a_model_that_is_not_built_and_a_dataset_with_its_own_batches(tmp_path, 
     out = capsys.readouterr().out
     assert "mine: built by its first batch" in out
     assert "batch     20 examples an update, 20 a rank and step\n" in out
+    small = [*PIPELINE, "data.batch_size=1"]
+    assert main.main(["plan", str(path), *small]) == 0
+    assert "is less than" not in capsys.readouterr().out
     path.write_text(SUBCLASSED.replace(", drop_remainder=True", ""))
     assert main.main(["plan", str(path)]) == 0
     said = "batch     that of the tf.data.Dataset; data.batch_size is for arrays\n"
     assert said in capsys.readouterr().out
+    assert main.main(["plan", str(path), *small]) == 0
+    out = capsys.readouterr().out
+    assert said in out
+    assert "is less than" not in out
+    assert "stages and schedule are those of data.batch_size=1.\n" in out
 
 
 def test_a_configuration_alone(config, capsys):
