@@ -119,12 +119,13 @@ class LiveRecord(RunRecord):
 
     @property
     def steps(self) -> int | None:
-        """Updates that there will be in all; None if unknown."""
+        """Updates that there will be in all; None if unknown, as after a rollback where the length
+        of an epoch is."""
         last = self.starts[-1] if self.starts else {}
         epochs, length, undone = last.get("epochs"), last.get("steps_per_epoch"), 0.0
         if is_number(length):
             undone = self._undone(length)
-        else:
+        elif not any(event["event"] == "rollback" for event in self.outer):  # steps come again
             ends = [row for row in self.outer if row["event"] == "epoch" and row["epoch"] > 0]
             length = ends[-1]["step"] / ends[-1]["epoch"] if ends else None
         whole = epochs * length - undone if is_number(epochs) and length else None

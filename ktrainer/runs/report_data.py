@@ -9,7 +9,7 @@ from typing import Any
 from ktrainer.runs.run_curves import Curve, Point, RowAxes, is_number, row_axes, run_curves
 from ktrainer.runs.run_marks import Mark, run_marks, run_spans
 from ktrainer.runs.run_record import RunRecord
-from ktrainer.runtime.history_file import Event, place, spelled
+from ktrainer.runtime.history_file import RETURNS, Event, place, spelled
 from ktrainer.state.time_shares import WAITING
 
 MOST_MARKS = 100  # of a kind that are drawn
@@ -99,7 +99,13 @@ def _of_fit(
     record: RunRecord, fit: tuple[int, int], rows: Sequence[Event], marks: Iterable[Mark]
 ) -> dict[str, Any]:
     starts = [start for start in record.starts if place(start) == fit]
-    axes = row_axes(rows, starts[-1].get("steps_per_epoch") if starts else None)
+    counted = {id(row) for row in rows}
+    events = [
+        event
+        for event in record.events
+        if id(event) in counted or (event["event"] in RETURNS and place(event) == fit)
+    ]
+    axes = row_axes(events, starts[-1].get("steps_per_epoch") if starts else None)
     return {
         "curves": [_drawn(curve, axes) for curve in run_curves(rows)],
         "marks": [

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktrainer.runtime.history_file import Event
+from ktrainer.runtime.history_file import ROWS, Event
 
 PARTS = 500  # of a thinned curve: about the pixels of a picture's width
 MOST_POINTS = 4 * PARTS  # a part keeps its first and last, lowest and highest point
@@ -67,46 +67,58 @@ class RowAxes:
         return self.epochs[left] + share * (self.epochs[right] - self.epochs[left]), between
 
 
-def row_axes(rows: Sequence[Event], steps_per_epoch: Any = None) -> RowAxes:
-    """The axes of the rows of one `fit`."""
+def row_axes(events: Sequence[Event], steps_per_epoch: Any = None) -> RowAxes:
+    """The axes of the rows of one `fit`.
+
+    Args:
+        events: the rows that count, and between them where training has begun or returned.
+        steps_per_epoch: updates of an epoch, if known.
+    """
+    rows = [event for event in events if event["event"] in ROWS]
     ends = {0: 0} | {row["epoch"]: row["step"] for row in rows if row["event"] == "epoch"}
     known = steps_per_epoch if is_number(steps_per_epoch) else 0
-    begun = _first_steps(rows, ends, known)
+    first, begun = _first_steps(events, ends, known)
     longest: dict[int, int] = {}  # updates of an epoch that has not ended
     for row in rows:
         if (epoch := row["epoch"]) not in ends:
             longest[epoch] = max(longest.get(epoch, 1), row["step"] - begun[epoch])
     axes = RowAxes()
-    for row in rows:
+    for row, begin in zip(rows, first, strict=True):
         epoch, step, elapsed = row["epoch"], row["step"], row.get("elapsed")
         length = (ends[epoch] - begun[epoch]) if epoch in ends else max(known, longest[epoch])
-        done = (step - begun[epoch]) / length if row["event"] != "epoch" and length > 0 else 1.0
+        done = (step - begin) / length if row["event"] != "epoch" and length > 0 else 1.0
         axes.steps.append(step)
         axes.epochs.append(epoch - 1 + min(max(done, 0.0), 1.0))
         axes.seconds.append(elapsed if is_number(elapsed) else None)
     return axes
 
 
-def _first_steps(rows: Sequence[Event], ends: dict[int, int], known: Any) -> dict[int, int]:
-    """Updates done when each epoch began; estimated for one that began in another run's record, or
-    in which a rollback returned to before its beginning.
+def _first_steps(
+    events: Sequence[Event], ends: dict[int, int], known: Any
+) -> tuple[list[int], dict[int, int]]:
+    """Updates done when the epoch of each row began, and when each epoch began, by the last of its
+    rows: a rollback in an epoch undoes updates, not batches, as if it had begun earlier. Estimated
+    for one that began in another run's record.
 
     Args:
         ends: updates done at the ends of epochs.
         known: updates of an epoch; 0 if unknown.
     """
-    found: dict[int, int] = {}
-    for row in rows:
-        epoch = row["epoch"]
-        if epoch in found:
+    of_rows, found = list[int](), dict[int, int]()
+    for event in events:
+        epoch, step = event["epoch"], event["step"]
+        if event["event"] not in ROWS:
+            if is_number(event.get("batch")):  # older records have none
+                found[epoch + 1] = step - event["batch"]
             continue
-        if epoch - 1 in ends and ends[epoch - 1] < row["step"]:  # no rollback beyond it
+        if epoch not in found and epoch - 1 in ends:
             found[epoch] = ends[epoch - 1]
-        elif known and epoch in ends:
+        elif epoch not in found and known and epoch in ends:
             found[epoch] = max(ends[epoch] - known, 0)
-        else:
-            found[epoch] = min(known * (epoch - 1) if known else row["step"], row["step"] - 1)
-    return found
+        elif epoch not in found:
+            found[epoch] = min(known * (epoch - 1) if known else step, step - 1)
+        of_rows.append(found[epoch])
+    return of_rows, found
 
 
 def run_curves(rows: Iterable[Event]) -> list[Curve]:

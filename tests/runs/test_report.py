@@ -302,8 +302,16 @@ def test_the_place_of_a_step_on_the_axes() -> None:
     assert row_axes(resumed[:2], 8).epochs == [2.375, 2.625]
     assert row_axes(resumed[:2], None).epochs[0] > 2.0  # no earlier epoch
     # A rollback to step 3, in the second batch of the second epoch.
-    back = [log(2), log(4, event="epoch"), log(4, 2), log(5, 2), log(5, 2, event="epoch")]
+    to_three = {"event": "rollback", "step": 3, "epoch": 1, "batch": 2}
+    back = [log(2), log(4, event="epoch"), to_three]
+    back += [log(4, 2), log(5, 2), log(5, 2, event="epoch")]
     assert row_axes(back, 4).epochs == [0.5, 1.0, 1.75, 2.0, 2.0]
+    # Rows beyond the first epoch's last step; a row of the same epoch before the rollback.
+    later = [*back[:3], log(5, 2), log(6, 2, event="epoch")]
+    assert row_axes(later, 5).epochs == row_axes(later).epochs == [0.5, 1.0, 1.8, 2.0]
+    to_six = {**to_three, "step": 6, "batch": 3}
+    same = [*back[:2], log(5, 2), to_six, log(7, 2), log(9, 2, event="epoch")]
+    assert row_axes(same).epochs == [0.5, 1.0, 1 + 1 / 6, 1 + 4 / 6, 2.0]
 
 
 def test_shares_of_time_are_added_up(tmp_path: Path) -> None:

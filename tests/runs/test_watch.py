@@ -162,6 +162,14 @@ def test_the_end_of_a_run_that_went_back(tmp_path: Path) -> None:
     assert LiveRecord(tmp_path).steps == 60 + 10 + 2 * 50
 
 
+def test_no_end_is_known_after_going_back_in_epochs_of_unknown_length(tmp_path: Path) -> None:
+    append(tmp_path / NAME, "start", **{**START, "steps_per_epoch": None}, batch=0)
+    append(tmp_path / NAME, "epoch", step=50, epoch=1, elapsed=1.0, metrics={"loss": 1.0})
+    assert LiveRecord(tmp_path).steps == 4 * 50
+    append(tmp_path / NAME, "rollback", step=30, epoch=1, batch=10)
+    assert LiveRecord(tmp_path).steps is None
+
+
 def test_long_records_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_record, "_AT_ONCE", 50_000)
     append(tmp_path / NAME, "start", **START)
