@@ -92,6 +92,8 @@ class Checkpoint(Callback):
         self.on_saved: Sequence[Saved] = ()
         self._own_world = world
         self._validated: Mapping[str, float] | None = None  # logs to judge
+        # Whether the metric `best` was in logs, or a warning has said that it was not.
+        self._best_known: bool | None = None
         self._at_cut: Snapshot | None = None  # the state to resume an incomplete epoch from
         self._saver: BackgroundWriter | None = None
         self._run = ""  # name of this run in its checkpoints, the same over restarts
@@ -108,7 +110,7 @@ class Checkpoint(Callback):
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
         self._best.value = self._best.step = self._at_cut = self._validated = None
-        self._saved = ()
+        self._saved, self._best_known = (), None
         if not self.train_state.joining:  # else it comes with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
@@ -150,7 +152,9 @@ class Checkpoint(Callback):
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         validated, self._validated = self._validated, None
         due = self._due(epoch_end=False)
-        if validated is not None and self._save_if_better(validated, missing_is_fine=True):
+        if validated is not None and self._save_if_better(
+            validated, missing_is_fine=not self._best_is_of_validation
+        ):
             return
         if due:
             self.save(logs)
@@ -165,6 +169,17 @@ class Checkpoint(Callback):
                 self._saver.close_together()
         finally:
             self.close()
+        self._warn_if_never_validated()
+
+    def _warn_if_never_validated(self) -> None:
+        known = self._best_known is not False or self.best_value is not None
+        if known or self.train_state.end or not self.world.is_root:
+            return
+        warnings.warn(
+            f"checkpoint.best={self.best!r} was in no logs, so no best checkpoint was saved: "
+            "training has ended before the first validation; see trainer.validate_every",
+            stacklevel=3,
+        )
 
     def close(self) -> None:
         if self._saver is not None:
@@ -203,10 +218,11 @@ class Checkpoint(Callback):
     ) -> bool:
         assert self.best is not None
         value = as_floats(logs).get(self.best)
+        self._best_known = self._best_known or value is not None or not missing_is_fine
         if value is None:
             if not missing_is_fine:
                 warnings.warn(
-                    f"checkpoint.best={self.best!r} is not in the logs of this epoch, which has: "
+                    f"checkpoint.best={self.best!r} is not in the logs, which have: "
                     f"{', '.join(sorted(logs))}",
                     stacklevel=3,
                 )
@@ -222,9 +238,13 @@ class Checkpoint(Callback):
 
     def _is_of_other_epochs(self, logs: Mapping[str, Any]) -> bool:
         """Whether the metric `best` is one of validation, and this epoch is not validated."""
-        of_validation = self.best is not None and self.best.startswith("val_")
         validated = any(name.startswith("val_") for name in logs)
-        return of_validation and not validated and self.train_state.validation is not None
+        has_data = self.train_state.validation is not None
+        return self._best_is_of_validation and not validated and has_data
+
+    @property
+    def _best_is_of_validation(self) -> bool:
+        return self.best is not None and self.best.startswith("val_")
 
     # -- saving
 

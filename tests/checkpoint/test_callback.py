@@ -175,6 +175,23 @@ def test_an_epoch_without_validation_has_no_metric_of_it(tmp_path) -> None:
     assert sum("val_los" in str(each.message) for each in said) == 2
 
 
+def test_a_metric_of_validation_that_never_came(tmp_path) -> None:
+    def warned(**settings: Any) -> list[str]:
+        words = {"run__dir": tmp_path, "checkpoint__mode": "min", **settings}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            small_fit(validation=data(), **words)
+        return [text for each in said if "checkpoint.best" in (text := str(each.message))]
+
+    inside = {"trainer__validate_every": "4ba", "trainer__epochs": 1}
+    (said,) = warned(checkpoint__best="val_los", **inside)
+    assert "'val_los' is not in the logs" in said
+    assert warned(checkpoint__best="val_loss", **inside) == []
+    late = {"trainer__validate_every": "4ep", "trainer__epochs": 2}
+    (said,) = warned(checkpoint__best="val_loss", **late)
+    assert "'val_loss' was in no logs" in said
+
+
 def test_direction() -> None:
     model = small_model()
     model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(name="auc"), "mae"])
