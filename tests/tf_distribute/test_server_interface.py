@@ -14,7 +14,7 @@ from tests.processes import script
 
 # The server answers at 127.0.0.1 before and after; at another address of this host before only.
 SCRIPT = """
-import json, socket, sys, time
+import errno, json, socket, sys, time
 import tensorflow as tf
 from ktrainer.backends.tf_distribute.server_interface import narrow_port
 
@@ -30,8 +30,8 @@ def moved():
     while True:
         try:
             return narrow_port(port)
-        except OSError:  # a connection of `answers` that TensorFlow has not accepted yet
-            if time.monotonic() > until:
+        except OSError as error:  # a connection of `answers` that TensorFlow has yet to accept
+            if error.errno != errno.EBUSY or time.monotonic() > until:
                 raise
             time.sleep(0.01)
 
