@@ -2,7 +2,8 @@
 
 Events used: `on_train_begin`, `on_epoch_begin`, `on_step_end` (the bar), `on_log` (metrics),
 `on_test_begin`, `on_test_batch_end`, `on_test_end`, `on_validation_end`, `on_epoch_end`,
-`on_restore` (epochs and time before a resume), `on_slow`, `on_train_end` (the summary), `close`.
+`on_restore` and `on_heal` (epochs and time before), `on_slow`, `on_train_end` (the summary),
+`close`.
 
     RichProgress    a live bar on a terminal, a line per epoch above it
     PlainProgress   a line every `logging.every` and one per epoch, for logs
@@ -58,31 +59,40 @@ class _Progress(Reporter):
         self._epochs: dict[int, dict[str, float]] = {}
         self._judged = True  # each epoch's loss of validation is known
         self._changes_before = self._first_step = 0
-        self._resumed = False
+        self._resumed = self._began = False  # whether an epoch has begun here
         self._began_at = self._epoch_began = time.perf_counter()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._epochs, self._judged, self._resumed = {}, True, False
+        self._epochs, self._judged = {}, True
+        self._resumed = self._began = False
         self._began_at = time.perf_counter()
-        self._first_step = self.progress.step
+        self._first_step = 0
         self._changes_before = len(self.train_state.healed)  # in earlier fits
         self.meter.reset(self.progress, self.waited)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
+        self._began = True
         self._epoch_began = time.perf_counter()
         self.meter.reset(self.progress, self.waited)
-        if not self.progress.examples:  # Keras' BackupAndRestore may have skipped epochs
+        if not self.progress.examples:  # none before this epoch: skipped ones were not trained
             self._first_step = self.progress.step
 
     def on_restore(self, progress: Progress) -> None:
         """Have the summary tell of what was before a resume, too."""
-        began = time.perf_counter() - progress.elapsed
-        if began < self._began_at:  # no rollback
-            self._began_at, self._resumed = began, True
-        epochs, self._judged = epochs_of(self.model.history)
-        self._epochs = epochs | self._epochs
+        self._resumed = self._resumed or not self._began  # else it is a rollback
+        self._take_over(progress)
+
+    def on_heal(self, progress: Progress) -> None:
+        self._take_over(progress)
+
+    def _take_over(self, progress: Progress) -> None:
+        """Continue the time and the epochs of others: of an earlier start, or a lost first rank."""
+        if not self._began:
+            self._began_at = time.perf_counter() - progress.elapsed
+        if not self._epochs:
+            self._epochs, self._judged = epochs_of(self.model.history)
 
     @property
     def epochs(self) -> int | None:

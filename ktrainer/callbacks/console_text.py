@@ -164,7 +164,7 @@ def summary(
     Args:
         seconds: of all starts.
         speeds: an `EpochSpeed` for each epoch of this start.
-        first_step: where training began, as by `initial_epoch`.
+        first_step: where training began in this start, as by `initial_epoch`.
         resumed: there were others before this start.
     """
     said = {
@@ -176,9 +176,10 @@ def summary(
         if first_step:
             said["steps"] += f" (began at {first_step})"
         said["examples"] = count_text(progress.examples)
+    since = ["since the resume"] * resumed
     rates = [s.examples_per_second for s in speeds if s.examples_per_second]
     if rates:
-        said["examples/s"] = f"{count_text(max(rates))} (fastest epoch)"
+        said["examples/s"] = f"{count_text(max(rates))} ({', '.join(['fastest epoch', *since])})"
     fields = {"data wait": "data_wait"}
     if size > 1:
         fields["communication wait"] = "communication_wait"
@@ -186,7 +187,7 @@ def summary(
         waits = [getattr(s, field) for s in speeds if getattr(s, field)]
         if waits:
             per_rank = [sum(rank) for rank in zip(*waits, strict=False)]
-            notes = ["by rank"] * (size > 1) + ["since the resume"] * resumed
+            notes = ["by rank"] * (size > 1) + since
             said[label] = ", ".join(map(span_text, per_rank))
             said[label] += f" ({', '.join(notes)})" if notes else ""
     return said

@@ -35,8 +35,9 @@ class CSVLog(Reporter):
     The column `event` is `log`, `validation` or `epoch`; `epoch` counts from 1.
 
     Args:
-        path: the file; default: `metrics.csv` in the run's folder. Needed without a trainer. With
-            one, each `fit` has a file of its own: `metrics-2.csv` for the second.
+        path: the file; default: `metrics.csv` in the run's folder, `metrics-2.csv` for a second
+            `fit`. Needed without a trainer. With one, each later `fit` that is given the same
+            `CSVLog` has a file of its own, too: `own-2.csv`.
         every: see `Reporter`.
         world: the ranks; default: the trainer's, or this process's.
     """
@@ -49,6 +50,7 @@ class CSVLog(Reporter):
     ) -> None:
         super().__init__(every, world)
         self._given = Path(path) if path is not None else None
+        self._first_fit: int | None = None  # the number of the first `fit` that it was given to
         self.path = self._given
         self._columns: list[str] = []
         self._kept = False  # the file holds rows of this run
@@ -58,7 +60,9 @@ class CSVLog(Reporter):
         state = self.train_state
         path = self.run_path("metrics.csv")
         if self._given is not None:
-            path = of_fit(self._given, state.fits, state.inside)
+            first = self._first_fit = self._first_fit or state.fits
+            stem = of_fit(self._given.with_suffix(""), state.fits - first + 1, state.inside)
+            path = stem.with_name(stem.name + self._given.suffix)
         if path is None:
             raise ConfigError("give the path of the file: CSVLog('metrics.csv').", path="path")
         self._kept = self._kept and path == self.path

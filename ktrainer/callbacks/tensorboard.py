@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class TensorBoardLog(Reporter):
         self._writers: dict[str, Any] = {}
         self._graph_written = False
         self._validated = -1  # the step of the last validation inside an epoch
-        self._ends: set[int] = set()  # steps at which epochs have ended
+        self._ended: list[tuple[int, dict[str, float]]] = []  # step and validation of each epoch
         self._kept = False  # the files hold values of this run alone
         self._lock: FolderLock | None = None  # of a given folder
         self._early: list[tuple[str, Any, int]] = []  # images from before they do
@@ -63,7 +63,7 @@ class TensorBoardLog(Reporter):
             raise ConfigError("give the folder of the scalars: TensorBoardLog('logs').")
         self._kept = self._graph_written = False
         self._validated = -1
-        self._ends = set()
+        self._ended = []
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
@@ -84,17 +84,18 @@ class TensorBoardLog(Reporter):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         values, step = as_floats(logs), self.progress.step
-        self._ends.add(step)
         validation = {k.removeprefix("val_"): v for k, v in values.items() if k.startswith("val_")}
         self._write("epoch", step, {k: v for k, v in values.items() if not k.startswith("val_")})
         if step != self._validated:
             self._write("validation", step, validation)
+        self._ended.append((step, validation))
         for writer in self._writers.values():
             writer.flush()
 
     def on_restore(self, progress: Progress) -> None:
         """Drop what will be written again: an epoch that is not finished ends once more. After a
-        rollback the epochs that have ended do not: their values and validation stand."""
+        rollback the epochs that have ended do not: their values stand, and their validation is
+        written again, as other validations at these steps are dropped."""
         self.close()
         step, returned = progress.step, self.train_state.update_invalid
         cut = progress.batch > 0 and not returned
@@ -104,17 +105,20 @@ class TensorBoardLog(Reporter):
         if returned:
             del again["epoch"]
         else:
-            self._ends = {end for end in self._ends if end < again["epoch"]}
+            self._ended = [each for each in self._ended if each[0] < again["epoch"]]
         self._drop_from(again)
+        if self._given is None:  # else nothing was dropped
+            for end, validation in self._ended:
+                if end > step:
+                    self._write("validation", end, validation)
 
     def _drop_from(self, steps: Mapping[str, int]) -> None:
-        """Drop values from a step on, by part, and the validation of epochs that have ended not;
-        not from a folder that other runs may write to."""
+        """Drop values from a step on, by part; not from a folder that other runs may write to."""
         self._kept = True
         if not self.reports or self.directory is None or self._given is not None:
             return
         for part, first in steps.items():
-            _drop_events(self.directory / part, first, self._ends if part == "validation" else ())
+            _drop_events(self.directory / part, first)
 
     def image(self, name: str, images: Any, step: int | None = None) -> None:
         """Write images, on rank 0.
@@ -228,9 +232,9 @@ def write_summary(name: str, tensor: Any, plugin: str, kind: int) -> None:
     tf.summary.write(name, tensor, metadata=metadata)
 
 
-def _drop_events(folder: Path, first: int, but: Collection[int]) -> None:
-    """Drop the values of all steps from `first` on, `but` some, from the files in `folder`, which
-    no writer has open.
+def _drop_events(folder: Path, first: int) -> None:
+    """Drop the values of all steps from `first` on from the files in `folder`, which no writer has
+    open.
 
     A file whose values all stay is not touched, unless a killed process has left it incomplete.
     """
@@ -239,9 +243,7 @@ def _drop_events(folder: Path, first: int, but: Collection[int]) -> None:
     for file in sorted(folder.glob("events.out.tfevents.*")):
         events, is_whole = _read_events(file)
         kept = [
-            data
-            for data, event in events
-            if not event.HasField("summary") or event.step < first or event.step in but
+            data for data, event in events if not event.HasField("summary") or event.step < first
         ]
         if is_whole and len(kept) == len(events):
             continue

@@ -361,16 +361,51 @@ def test_the_table_of_a_resumed_run(tmp_path, capsys) -> None:
     assert said[-2].split()[-2:] == ["0.4", "0.1"]
     facts = dict(line.split(maxsplit=1) for line in said[: said.index("")])
     assert (facts["steps"], facts["examples"]) == ("24", "96")
+    assert facts["examples/s"].endswith(" (fastest epoch, since the resume)")
     seconds = float(facts["time"].removesuffix("s"))
     assert elapsed[1] - 0.1 <= seconds <= elapsed[0] + here + 0.1
 
 
 def test_the_table_where_training_began_later(tmp_path, capsys) -> None:
-    with small.trainer(logging__progress="plain", run__dir=tmp_path) as it:
+    words = {"logging__progress": "plain", "run__dir": tmp_path, "checkpoint__every": "1ep"}
+    with small.trainer(**words) as it:
         it.fit(small.build, small.data(), initial_epoch=1, epochs=2)
     said = capsys.readouterr().out
     assert re.search(r"steps +12 \(began at 6\)\n", said)
     assert re.search(r"examples +24\n", said)
+    with small.trainer(checkpoint__resume="auto", **words) as it:
+        it.fit(small.build, small.data(), initial_epoch=2, epochs=3)  # the resume is there already
+    assert re.search(r"steps +18\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("event", ["on_restore", "on_heal"])
+def test_the_table_of_a_display_that_takes_over(event, capsys, monkeypatch) -> None:
+    """After a resume, however long that took, or where it is that of a new first rank."""
+    display, clock = PlainProgress(), SimpleNamespace(now=100.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr("ktrainer.callbacks.console.time", clock)
+    progress = Progress(epoch=1, batch=3, step=9, examples=36, elapsed=2.0)
+    state = TrainState(progress=progress)
+    display.set_trainer(SimpleNamespace(state=state, world=distributed.SingleWorld()))
+    history = SimpleNamespace(epoch=[0], history={"loss": [0.5], "val_loss": [0.25]})
+    display.set_model(SimpleNamespace(history=history, name="m", trainable_variables=[]))
+    monkeypatch.setattr(display, "_files", dict)
+    display.on_train_begin()
+    clock.now += 8
+    getattr(display, event)(progress)
+    display.on_epoch_begin(1)
+    clock.now += 3
+    history.history["val_loss"] = []  # as after an epoch that was not validated
+    display.on_epoch_end(1, {"loss": 0.25})
+    display.on_restore(progress)  # a rollback
+    display.on_epoch_end(2, {"loss": 0.125, "val_loss": 0.75})
+    capsys.readouterr()
+    display.on_train_end()
+    said = capsys.readouterr().out
+    assert re.search(r"steps +9\n", said)
+    assert re.search(r"time +5.0s\n", said)
+    assert "best, epoch 1" in said
+    assert display._resumed is (event == "on_restore")
 
 
 def test_epochs_of_a_history_that_not_all_were_validated_in() -> None:
@@ -382,14 +417,15 @@ def test_epochs_of_a_history_that_not_all_were_validated_in() -> None:
 
 
 class GoesBack(Callback):
-    """Asks for a rollback once, after `step` updates."""
+    """Asks for a rollback once, after `step` updates, and where given, more than `after` events."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, after: int = 0) -> None:
         super().__init__()
-        self.step = step
+        self.step, self.after, self.heard = step, after, 0
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
-        if step == self.step:
+        self.heard += 1
+        if step == self.step and self.heard > self.after:
             self.step = 0
             self.trainer.request_rollback("of a test")
 
@@ -416,6 +452,25 @@ def test_back_over_the_end_of_an_epoch(tmp_path, capsys) -> None:
     said = capsys.readouterr().out
     assert not re.search(r"-\d\S* (steps|examples)/s|eta -", said)
     assert LiveRecord(tmp_path).steps == it.progress.step
+
+
+def test_back_over_the_end_of_an_epoch_twice(tmp_path) -> None:
+    """From step 9 to 5, and from 7 to 5: of step 6 stand the end of the first epoch, and what was
+    trained last."""
+    words = {"logging__csv": True, "logging__tensorboard": True, "run__dir": tmp_path}
+    words |= {"checkpoint__every": "5ba", "trainer__validate_every": "2ba", "trainer__epochs": 2}
+    back = [GoesBack(9), GoesBack(7, after=9)]
+    with (
+        small.trainer(back, **words) as it,
+        pytest.warns(UserWarning, match="back to the checkpoint of step 5"),
+    ):
+        it.fit(small.build, small.data(), validation_data=small.data())
+    assert it.progress.step == 6
+    ends = [row for row in rows(tmp_path / "metrics.csv") if row["event"] == "epoch"]
+    shown = scalars(tmp_path / "tensorboard" / "validation")["loss"]
+    assert [step for step, _ in sorted(shown)] == [2, 4, 6, 6]
+    expected = sorted(float(row["val_loss"]) for row in ends)
+    assert sorted(value for step, value in shown if step == 6) == pytest.approx(expected)
 
 
 class Fails(Callback):
@@ -445,3 +500,14 @@ def test_csv_of_ones_own_over_two_fits(tmp_path) -> None:
         for name in ("own.csv", "own-2.csv")
     }
     assert steps == {"own.csv": ["6", "12", "18"], "own-2.csv": ["6", "12"]}
+
+
+def test_csv_of_one_fit_keeps_its_name(tmp_path) -> None:
+    again = CSVLog(tmp_path / "again.tsv")
+    given = [CSVLog(tmp_path / "first.csv"), again, again]
+    with small.trainer(run__dir=tmp_path / "run", trainer__epochs=1) as it:
+        model = small.build()
+        for each in given:
+            it.fit(model, small.data(), callbacks=[each])
+    names = sorted(path.name for path in tmp_path.iterdir() if path.is_file())
+    assert names == ["again-2.tsv", "again.tsv", "first.csv"]
