@@ -69,6 +69,7 @@ class LossGuard(Callback):
         self.losses: deque[float] = deque(maxlen=window)
         self.skipped = self.rollbacks = 0
         self.stopped_at: int | None = None
+        self._looked_at = 0  # the last step whose loss was looked at
         self.every = Every(f"{every}ba")
         self._first_judged = (window + 1) * every  # the update whose loss may be a spike
         self._own_world = world
@@ -96,6 +97,7 @@ class LossGuard(Callback):
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if not self.every.due(self.progress):
             return
+        in_a_call, self._looked_at = step - self._looked_at, step
         finite, loss, where = self._observe(logs)
         skipped, in_a_row = self._count_skipped()
         problem = self._problem(finite, loss, in_a_row)
@@ -107,12 +109,24 @@ class LossGuard(Callback):
             self._set_limit()
         elif not in_a_row:
             action = self.on_spike if finite else self.nan
-            self._act(action, step, f"{problem} at step {step}{where}")
+            at = "at" if self._is_first_bad(in_a_call) else "by"
+            self._act(action, step, f"{problem} {at} step {step}{where}")
+
+    def _is_first_bad(self, in_a_call: int) -> bool:
+        """Return whether no step before was bad: of several in a call, only the last one's loss is
+        known, unless the call ends at the first that is bad."""
+        if in_a_call == 1 or not self._looks_at_all:
+            return True
+        return self.stops_at_once and self.world.size == 1
+
+    @property
+    def _looks_at_all(self) -> bool:
+        return str(self.every.duration) == "1ba"
 
     @property
     def stops_at_once(self) -> bool:
         """Whether it does no more than stop at the first loss that is not finite."""
-        return self.nan == "stop" and self.spike is None and str(self.every.duration) == "1ba"
+        return self.nan == "stop" and self.spike is None and self._looks_at_all
 
     def max_updates_per_call(self) -> int | None:
         return None if self.stops_at_once else 1  # a call ends at such a loss
@@ -120,6 +134,7 @@ class LossGuard(Callback):
     def _start(self, progress: Progress) -> None:
         # After a heal an update may be done whose end callbacks have not seen: it is due then.
         self.every.start(progress)
+        self._looked_at = progress.step
         self._mark()
         self._set_limit()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.dist.small import small_model
+from tests.dist.small import more, small_model
 from tests.tf_distribute.running import close, make_devices, under
 
 OTHERS = {  # backends that are no strategies
@@ -417,3 +417,35 @@ def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
     ((inside, again, kinds),) = under(ranks, "mirrored", saved, str(tmp_path))
     np.testing.assert_allclose(inside, again, rtol=1e-6)
     assert kinds == {"ResourceVariable"}
+
+
+def stopped_in_a_call(strategy: str) -> tuple[int, list[str]]:
+    """Updates made, and what is said, where the first of eight batches of a call has a NaN."""
+    import warnings
+
+    x, y = vectors(32)
+    x[3] = np.nan
+    words = {"data__batch_size": 4, "trainer__steps_per_call": 8, "health__verify": "off"}
+    with trainer(strategy, **words) as it, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        it.fit(small_model(), (x, y))
+        said = [str(each.message) for each in caught if "not finite" in str(each.message)]
+        return it.state.progress.step, said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "updates", "where"),
+    [
+        ("mirrored", [1], "at step 1 "),
+        ("data_parallel", [8, 8], "by step 8 on rank 0 "),
+        more("multi_worker_mirrored", [8, 8], "by step 8 on rank 0 "),
+    ],
+)
+def test_a_call_of_several_updates_ends_at_a_loss_that_is_not_finite(
+    ranks: Callable[..., Any], strategy: str, updates: list[int], where: str
+) -> None:
+    """In one process; several end together, with the call."""
+    by_rank = under(ranks, strategy, stopped_in_a_call, strategy)
+    assert [step for step, _ in by_rank] == updates
+    (said,) = [text for _, texts in by_rank for text in texts]
+    assert said.startswith(f"the loss is not finite {where}")

@@ -116,17 +116,20 @@ class ReplicatedProgram(Program):
         self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
     ) -> tuple[Logs, int]:
         self._prepare_for(*local_batches)
+        ends = ends_at_bad_loss and self.replicas.in_one_process  # else processes would end apart
         step = self._function("train")
         if self.options.xla or not can_compile_many(step):
-            return super().train_many(local_batches)
+            return super().train_many(local_batches, ends)
         stacked = self._stacked(local_batches)
         # Sums are numbered as functions are called: all processes must call the same ones.
         if self._agree(stacked is None) or stacked is None:
-            return super().train_many(local_batches)
-        if "many" not in self._functions:
-            self._functions["many"] = compile_many(step)
+            return super().train_many(local_batches, ends)
+        kind = "many_ending" if ends else "many"
+        if kind not in self._functions:
+            self._functions[kind] = compile_many(step, ends)
         with self._explained(local_batches):
-            return self._functions["many"](*stacked)[0], len(local_batches)
+            logs, steps = self._functions[kind](*stacked)
+        return logs, int(steps) if ends else len(local_batches)
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._prepare_for(local_batch)

@@ -70,6 +70,7 @@ class Replicas:
 
     Attributes:
         one_trace: whether all replicas run one program, traced once and compiled with XLA.
+        in_one_process: whether there are no replicas in other processes.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Replicas:
         self.strategy, self.model, self.collectives = strategy, model, collectives
         self.count, self.first, self.loss_scope = count, first, loss_scope
         self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
+        self.in_one_process = collectives is None or collectives.size == count
         self.contexts = Contexts(lambda value: self.local(value)[0])
         self._entered: dict[int, StepContext] = {}
 
