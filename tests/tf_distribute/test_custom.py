@@ -189,6 +189,84 @@ def test_what_a_step_assigns(
             np.testing.assert_allclose(mine, value, rtol=1e-9, atol=1e-11)
 
 
+def averaging_step(
+    strategy: str, devices: int | None = None, divides: bool = False, **more: Any
+) -> tuple[list[np.ndarray], dict[str, list[float]], list[str]]:
+    """Weights, logs and warnings of a model with TensorFlow's averages in its steps.
+
+    Args:
+        divides: divide the loss by the number of replicas, too.
+    """
+    import warnings
+
+    import keras
+    import tensorflow as tf
+
+    class Averaging(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                losses = loss_of(y, self(x, training=True))
+                loss = tf.nn.compute_average_loss(losses, sample_weight=tf.abs(x[:, 0]))
+                loss += tf.nn.scale_regularization_loss(self.losses)
+                if divides:
+                    loss /= tf.distribute.get_strategy().num_replicas_in_sync
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"total": loss}
+
+        def test_step(self, data: Any) -> Any:
+            return {"total": tf.nn.compute_average_loss(loss_of(data[1], self(data[0])))}
+
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    keras.utils.set_random_seed(0)
+    words = {"data__batch_size": 16, "trainer__epochs": 2, **more}
+    with trainer(strategy, devices, **words) as it, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layer = keras.layers.Dense(3, kernel_regularizer=keras.regularizers.L2(0.05))
+        model = Averaging([keras.Input((8,)), layer])
+        model.compile(keras.optimizers.SGD(0.1))
+        history = it.fit(model, vectors(33), validation_data=vectors(17)).history
+        weights = [v.numpy() for v in model.weights]
+    return weights, history, [str(each.message) for each in said]
+
+
+@pytest.mark.quick("mirrored-2-settings0")
+@pytest.mark.parametrize(
+    ("strategy", "devices", "settings"),
+    [
+        ("mirrored", 2, {}),
+        ("mirrored", 2, XLA),
+        ("mirrored", 2, {"trainer__accumulate": 2}),
+        (WORKERS, 1, {}),
+        ("data_parallel", None, {}),
+    ],
+)
+def test_averages_of_tensorflow_in_steps_of_fit(
+    ranks: Callable[..., Any], strategy: str, devices: int | None, settings: dict[str, Any]
+) -> None:
+    alone = {key: value for key, value in settings.items() if key != "trainer__xla"}
+    ((weights, history, _),) = under(ranks, "local", averaging_step, "local", **alone)
+    for ours in under(ranks, strategy, averaging_step, strategy, devices, **settings):
+        close(ours[0], weights, 1e-5)
+        for key, values in history.items():
+            np.testing.assert_allclose(ours[1][key], values, rtol=1e-5, err_msg=key)
+        assert ours[2] == []
+
+
+def test_a_step_of_fit_that_divides_by_the_number_of_replicas(ranks: Callable[..., Any]) -> None:
+    """Two replicas are told of it; one, or each of several processes, has 1."""
+    ((_, _, said),) = under(ranks, "mirrored", averaging_step, "mirrored", 2, divides=True)
+    assert said
+    for text in said:
+        assert "reads num_replicas_in_sync, which is 2" in text
+        assert "without that division" in text
+    for _, _, nothing in under(
+        ranks, "data_parallel", averaging_step, "data_parallel", divides=True
+    ):
+        assert nothing == []
+
+
 def weights_assigned_in_steps() -> list[Any]:
     """A bias that steps of `fit`, then of a loop, set to the mean of their rows, as it ends up."""
     import keras

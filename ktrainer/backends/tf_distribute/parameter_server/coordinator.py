@@ -21,7 +21,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import sharded_variables
+from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import (
+    adding_at_once,
+    sharded_variables,
+)
 from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
 from ktrainer.backends.tf_distribute.program import ReplicatedProgram
 from ktrainer.backends.tf_distribute.replicas.merge_outputs import ReplicaOutcome, joined_logs
@@ -30,7 +33,6 @@ from ktrainer.backends.tf_distribute.replicas.replica_accumulation import (
     ReplicaAccumulation,
     batch_counts,
 )
-from ktrainer.backends.tf_distribute.replicas.replica_scopes import adding_at_once
 from ktrainer.backends.tf_distribute.replicas.replica_step import Replicas
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, path_name, unflatten_paths

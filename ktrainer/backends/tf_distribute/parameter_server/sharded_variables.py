@@ -1,4 +1,4 @@
-"""Keras support for variables sharded over parameter servers.
+"""Keras support for variables on parameter servers: those that are sharded, and sums of workers.
 
 A `ShardedVariable` is several variables that read as one tensor and are assigned as one. Two
 places in Keras want a single one: the tape, which differentiates by variables, and the optimizer,
@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute.sharded_variable import ShardedVariableMixin
 
@@ -123,3 +125,43 @@ def _pieces(source: Any) -> Any:
 def _value(variable: Any) -> Any:
     """TensorFlow's variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+@contextmanager
+def adding_at_once() -> Iterator[None]:
+    """Let `assign_add` of Keras variables, and `v.assign(v + x)`, add where the variable is.
+
+    Keras reads, adds and assigns: of two replicas or workers that share a variable, one is lost.
+    """
+
+    def at_once(name: str) -> Callable[..., Any]:
+        original = getattr(tf_core.Variable, name)
+
+        def assign(self: Any, value: Any) -> Any:
+            if global_state.get_global_attribute("stateless_scope") is not None:
+                return original(self, value)
+            if name != "assign":
+                return getattr(self._value, name)(tf.cast(value, self._value.dtype))
+            more = _added_to(self._value, value)
+            return original(self, value) if more is None else self._value.assign_add(more)
+
+        return assign
+
+    names = ("assign", "assign_add", "assign_sub")
+    with replaced(*((tf_core.Variable, name, at_once(name)) for name in names)):
+        yield
+
+
+def _added_to(variable: Any, value: Any) -> tf.Tensor | None:
+    """The x of a traced `variable + x`; None of any other value."""
+    is_sum = tf.is_symbolic_tensor(value) and value.op.type == "AddV2"
+    if not is_sum or getattr(variable, "handle", None) is None:  # a sharded variable has several
+        return None
+    handle = value.graph.capture(variable.handle)
+    for read, more in (value.op.inputs, reversed(value.op.inputs)):
+        while read.op.type == "Identity":
+            read = read.op.inputs[0]
+        is_read = read.op.type == "ReadVariableOp" and read.op.inputs[0].name == handle.name
+        if is_read and more.dtype == variable.dtype and more.shape == variable.shape:
+            return more
+    return None

@@ -17,9 +17,11 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.parameter_server.liveness import Liveness
-from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import sharded_variables
+from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import (
+    adding_at_once,
+    sharded_variables,
+)
 from ktrainer.backends.tf_distribute.replicas.replica_loop import StrategyLoop
-from ktrainer.backends.tf_distribute.replicas.replica_scopes import adding_at_once
 from ktrainer.backends.user_loop import ReduceOp
 from ktrainer.data.distributed_dataset import require_dataset
 from ktrainer.distributed import World

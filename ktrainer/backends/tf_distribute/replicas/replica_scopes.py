@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,12 +13,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import core as tf_core
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.ops import nn_impl_distribute as nn
 
 from ktrainer.errors import ModelError
-from ktrainer.runtime.monkeypatching import as_in_this_thread, replaced, replaced_in
+from ktrainer.runtime.monkeypatching import (
+    Replacement,
+    as_in_this_thread,
+    is_entered,
+    replaced,
+    replaced_in,
+)
 from ktrainer.steps.step_context import StepContext, TracedContext
 from ktrainer.steps.variable_assignments import aggregation_of, assignments, constant_of
 
@@ -230,46 +239,6 @@ def assigned_once(contexts: Contexts) -> Iterator[None]:
 
 
 @contextmanager
-def adding_at_once() -> Iterator[None]:
-    """Let `assign_add` of Keras variables, and `v.assign(v + x)`, add where the variable is.
-
-    Keras reads, adds and assigns: of two replicas or workers that share a variable, one is lost.
-    """
-
-    def at_once(name: str) -> Callable[..., Any]:
-        original = getattr(tf_core.Variable, name)
-
-        def assign(self: Any, value: Any) -> Any:
-            if global_state.get_global_attribute("stateless_scope") is not None:
-                return original(self, value)
-            if name != "assign":
-                return getattr(self._value, name)(tf.cast(value, self._value.dtype))
-            more = _added_to(self._value, value)
-            return original(self, value) if more is None else self._value.assign_add(more)
-
-        return assign
-
-    names = ("assign", "assign_add", "assign_sub")
-    with replaced(*((tf_core.Variable, name, at_once(name)) for name in names)):
-        yield
-
-
-def _added_to(variable: Any, value: Any) -> tf.Tensor | None:
-    """The x of a traced `variable + x`; None of any other value."""
-    is_sum = tf.is_symbolic_tensor(value) and value.op.type == "AddV2"
-    if not is_sum or getattr(variable, "handle", None) is None:  # a sharded variable has several
-        return None
-    handle = value.graph.capture(variable.handle)
-    for read, more in (value.op.inputs, reversed(value.op.inputs)):
-        while read.op.type == "Identity":
-            read = read.op.inputs[0]
-        is_read = read.op.type == "ReadVariableOp" and read.op.inputs[0].name == handle.name
-        if is_read and more.dtype == variable.dtype and more.shape == variable.shape:
-            return more
-    return None
-
-
-@contextmanager
 def outside_stateless_scope() -> Iterator[None]:
     """Let assignments reach the variables themselves, also within a `StatelessScope`."""
     before = global_state.get_global_attribute("stateless_scope")
@@ -308,6 +277,56 @@ def keras_as_one_replica() -> Iterator[None]:
         (optimizer, "_tf_apply", optimizer._common_apply),
     ):
         yield
+
+
+@contextmanager
+def averages_of_own_rows(contexts: Contexts) -> Iterator[None]:
+    """Let what TensorFlow divides by the number of replicas be that of one replica, in a step of
+    `fit`: there the losses of replicas are means, and their weighted mean counts.
+
+    A step that reads the number itself gets it, with a warning.
+    """
+    average = nn.compute_average_loss
+
+    def average_of_rows(
+        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+    ) -> Any:
+        if global_batch_size is None:
+            global_batch_size = tf.shape(tf.convert_to_tensor(per_example_loss))[0]
+        return average(per_example_loss, sample_weight, global_batch_size)
+
+    functions = (
+        ("compute_average_loss", average_of_rows),
+        ("scale_regularization_loss", tf.reduce_sum),
+    )
+    owners = (distribute_lib.StrategyBase, distribute_lib.ReplicaContextBase)
+    with (
+        replaced_in(contexts, [(owner, *each) for each in functions for owner in (tf.nn, nn)]),
+        replaced(*(_warning_of_count(contexts, owner) for owner in owners)),
+    ):
+        yield
+
+
+def _warning_of_count(contexts: Contexts, owner: type) -> Replacement:
+    original: Any = vars(owner)["num_replicas_in_sync"]
+
+    def get(self: Any) -> Any:
+        count = original.fget(self)
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        of_step = is_entered(contexts) and not caller.startswith(
+            ("tensorflow.", "keras.", "ktrainer.")
+        )
+        if of_step and count > 1:
+            warnings.warn(
+                f"a step of fit reads num_replicas_in_sync, which is {count}. There the gradients "
+                "of replicas are averaged, weighted by their rows: a loss that is divided by the "
+                "number of replicas trains with gradients that are too small. Let it be the mean "
+                "over the replica's rows, without that division.",
+                stacklevel=2,
+            )
+        return count
+
+    return owner, "num_replicas_in_sync", property(get)
 
 
 def leave_weight(_: Any, __: Any) -> None:

@@ -34,6 +34,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     Contexts,
     ReplicaScope,
     assigned_once,
+    averages_of_own_rows,
     keras_as_one_replica,
     leave_weight,
     losses_by_replica,
@@ -304,6 +305,7 @@ class Replicas:
             stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
+            stack.enter_context(averages_of_own_rows(self.contexts))
             if self.count > 1:
                 stack.enter_context(assigned_once(self.contexts))
             for metric in unadded_metrics(self.model) if metrics else []:
