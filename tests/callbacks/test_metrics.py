@@ -65,6 +65,60 @@ class MaxInMean(keras.metrics.Mean):
         self.highest = self.add_weight(name="highest", initializer="zeros")
 
 
+class Squared(keras.metrics.Mean):
+    """What it takes the mean of is its own, and how that is added up is Keras'."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return super().update_state(keras.ops.square(y_true - y_pred), sample_weight)
+
+    def result(self) -> Any:
+        return keras.ops.sqrt(super().result())
+
+
+class AddedByHand(keras.metrics.Mean):
+    """Adds to Keras' states itself, in each of the ways."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign(self.total + keras.ops.sum(y_pred))
+        rows = keras.ops.shape(y_pred)[0]
+        self._count(keras.ops.cast(rows, self.dtype))
+
+    def _count(self, rows: Any) -> None:
+        self.count.assign_add(rows)
+        self.count.assign(rows + self.count)
+        self.count.assign_sub(rows)
+
+    def reset_state(self) -> None:
+        self.total.assign(0.0)
+        self.count.assign(0.0)
+
+
+class LargestInMean(keras.metrics.Mean):
+    """Keras' states, set to what is no sum."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign(keras.ops.maximum(self.total, keras.ops.max(y_pred)))
+        self.count.assign(1.0)
+
+
+class MovingInMean(keras.metrics.Mean):
+    """The same, in a method of its own."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self._move(keras.ops.mean(y_pred))
+
+    def _move(self, value: Any) -> None:
+        self.total.assign_add(0.1 * (value - self.total))
+
+
+class DecayedInMean(keras.metrics.Mean):
+    """Keras adds, to a part of what there was."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.total.assign(0.9 * self.total + 0.0)
+        return super().update_state(y_pred, sample_weight)
+
+
 def zoo() -> list[keras.metrics.Metric]:
     m = keras.metrics
     return [
@@ -87,6 +141,8 @@ def zoo() -> list[keras.metrics.Metric]:
         m.MeanMetricWrapper(lambda t, p: keras.ops.mean((t - p) ** 2, -1), name="wrapped"),
         Count(name="count"),
         FromParts(),
+        Squared(name="squared"),
+        AddedByHand(name="by_hand"),
     ]
 
 
@@ -149,7 +205,19 @@ def test_zoo_equals_one_process(ranks, size: int) -> None:
 def test_which_metrics_add_up() -> None:
     assert all(adds_up(metric) for metric in zoo())
     assert not adds_up(LastValue())
-    assert not adds_up(MaxInMean())
+    for metric in (MaxInMean(), LargestInMean(), MovingInMean(), DecayedInMean()):
+        assert not adds_up(metric), metric.name
+    assert adds_up(type("Declared", (LargestInMean,), {"state_adds_up": True})())
+
+
+def test_a_metric_whose_source_is_unknown_adds_up_if_it_assigns_nothing() -> None:
+    """As those that are typed in a console, or come from a compiled module."""
+    made: dict[str, Any] = {"Mean": keras.metrics.Mean}
+    text = "class {0}(Mean):\n    def update_state(self, *words): {1}\n"
+    exec(text.format("Passes", "super().update_state(words[1])"), made)
+    exec(text.format("Sets", "self.total.assign(words[1])"), made)
+    assert adds_up(made["Passes"]())
+    assert not adds_up(made["Sets"]())
 
 
 def _unknown_metric() -> tuple[dict[str, Any], list[str]]:

@@ -331,7 +331,7 @@ def test_batches_whose_first_axis_is_not_examples_are_refused(
 
 
 def own_metric(strategy: str) -> Any:
-    """A metric whose states do not add up: the largest output so far."""
+    """Metrics whose states do not add up, the largest output so far, beside some that do."""
     import keras
     from keras import ops
 
@@ -346,11 +346,21 @@ def own_metric(strategy: str) -> Any:
         def result(self) -> Any:
             return self.value
 
+    class LargestInMean(keras.metrics.Mean):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.total.assign(ops.maximum(self.total, ops.max(y_pred)))
+            self.count.assign(1.0)
+
+    class Squared(keras.metrics.Mean):
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return super().update_state(ops.square(y_pred), sample_weight)
+
+    metrics = [Largest(), LargestInMean(name="in_mean"), Squared(name="squared"), "accuracy"]
     x, y = vectors(33)  # the last batch has one row: one replica is empty
     with trainer(strategy, data__batch_size=16) as it:
         keras.utils.set_random_seed(0)
         model = small_model()
-        model.compile("sgd", model.loss, metrics=[Largest(), "accuracy"])
+        model.compile("sgd", model.loss, metrics=metrics)
         return it.fit(model, (x, y), validation_data=(x, y)).history
 
 
