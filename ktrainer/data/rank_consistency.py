@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,6 +103,12 @@ def data_facts(feed: Feed, name: str = "training") -> dict[str, str]:
     return {f"{name}/{key}": value for key, value in feed.fingerprint().items()}
 
 
+_INTEGER = (
+    " An integer that a layer computes from its rows, such as their count, is each rank's own. To "
+    'add up what all ranks add, make it with add_weight(..., trainable=False, aggregation="sum").'
+)
+
+
 def audit(world: World, named_arrays: Mapping[str, Any]) -> None:
     """Check that arrays are bitwise the same on all ranks.
 
@@ -122,10 +128,13 @@ def audit(world: World, named_arrays: Mapping[str, Any]) -> None:
     digests = _exchange(world, _digest64(list(sums.items())), what)
     if (digests == digests[0]).all():
         return
-    raise _audit_error(world, world.allgather(sums, what))
+    integers = {n for n, value in named_arrays.items() if np.asarray(value).dtype.kind in "iu"}
+    raise _audit_error(world, world.allgather(sums, what), integers)
 
 
-def _audit_error(world: World, everyone: list[dict[str, str]]) -> DivergenceError:
+def _audit_error(
+    world: World, everyone: list[dict[str, str]], integers: Collection[str]
+) -> DivergenceError:
     names = list(dict.fromkeys(name for other in everyone for name in other))
     different = [n for n in names if len({other.get(n) for other in everyone}) > 1]
     if not different:
@@ -138,6 +147,7 @@ def _audit_error(world: World, everyone: list[dict[str, str]]) -> DivergenceErro
         f"{_groups([other.get(different[0], 'missing') for other in everyone], world.ranks)}. "
         f"{len(different)} of {len(names)} arrays differ. Something changed a weight on some ranks "
         "only: look for a callback or train_step that acts by rank, or for random numbers in it."
+        + (_INTEGER if different[0] in integers else "")
     )
 
 

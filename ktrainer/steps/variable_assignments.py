@@ -116,6 +116,21 @@ def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
     return kind in _UNKNOWN or (kind in _KEEPING and is_added_to(variable, inputs[0]))
 
 
+def depends_on_batch(value: Any, graph: Any) -> bool:
+    """Return whether a traced value is computed from an argument of the step that `graph` is of."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = _outside(waiting.pop())
+        if not tf.is_symbolic_tensor(tensor) or id(tensor.op) in seen:
+            continue
+        seen.add(id(tensor.op))
+        if tensor.op.type == "Placeholder" and tensor.graph is graph:
+            return True
+        if tensor.op.type != "ReadVariableOp":
+            waiting += tensor.op.inputs
+    return False
+
+
 def _outside(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor that a graph inside of another one, as a branch is, has `tensor` from."""
     while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":

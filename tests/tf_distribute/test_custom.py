@@ -267,6 +267,71 @@ def test_a_step_of_fit_that_divides_by_the_number_of_replicas(ranks: Callable[..
         assert nothing == []
 
 
+def integers_set(strategy: str, rows: int, **more: Any) -> tuple[list[int] | str, set[str]]:
+    """Integers of a layer: rows, calls, rows of all, columns. Or the error; and the warnings."""
+    import warnings
+
+    import keras
+    from keras import ops
+
+    from ktrainer.errors import DivergenceError
+
+    class Counting(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            words = {"trainable": False, "initializer": "zeros", "dtype": "int32"}
+            self.rows = self.add_weight((), name="rows", **words)
+            self.calls = self.add_weight((), name="calls", **words)
+            self.all_rows = self.add_weight((), name="all_rows", aggregation="sum", **words)
+            self.columns = self.add_weight((), name="columns", **words)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.rows.assign_add(ops.shape(x)[0])
+                self.calls.assign_add(1)
+                self.all_rows.assign_add(ops.shape(x)[0])
+                self.columns.assign(ops.shape(x)[1])
+            return x
+
+    words = {"data__batch_size": 16, **more}
+    with trainer(strategy, **words) as it, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counting = Counting(name="counting")
+        model = keras.Sequential([keras.Input((8,)), counting, keras.layers.Dropout(0.5)])
+        model.add(keras.layers.Dense(3))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy"])
+        found: Any
+        try:
+            it.fit(model, vectors(rows))
+            found = [int(v.numpy()) for v in counting.variables]
+        except DivergenceError as error:
+            found = str(error)
+    return found, {str(each.message) for each in caught}
+
+
+@pytest.mark.quick("mirrored-settings0", "data_parallel-settings0")
+@pytest.mark.parametrize("settings", [{}, XLA, {"trainer__accumulate": 2}])
+@pytest.mark.parametrize("strategy", ["mirrored", "data_parallel"])
+def test_an_integer_that_is_computed_from_rows_is_warned_of(
+    ranks: Callable[..., Any], strategy: str, settings: dict[str, Any]
+) -> None:
+    for found, (said,) in under(ranks, strategy, integers_set, strategy, 32, **settings):
+        assert found == [16, 2, 32, 8]
+        assert "sets the integer" in said
+        assert "counting/rows to what it computes from its rows" in said
+        assert 'add_weight(..., trainable=False, aggregation="sum")' in said
+
+
+def test_one_process_counts_rows_in_any_integer(ranks: Callable[..., Any]) -> None:
+    assert under(ranks, "local", integers_set, "local", 33) == [([33, 3, 33, 8], set())]
+
+
+def test_the_audit_says_how_to_make_an_integer(ranks: Callable[..., Any]) -> None:
+    for found, _ in under(ranks, "data_parallel", integers_set, "data_parallel", 41):
+        assert "counting/rows' is not the same on all ranks" in found
+        assert found.endswith('make it with add_weight(..., trainable=False, aggregation="sum").')
+
+
 def weights_assigned_in_steps() -> list[Any]:
     """A bias that steps of `fit`, then of a loop, set to the mean of their rows, as it ends up."""
     import keras

@@ -50,7 +50,7 @@ from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import unadded_metrics
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of
+from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_integer
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
 
 Step = Callable[[Any], Any]
@@ -179,6 +179,8 @@ class Replicas:
             found = [] if context.record else ordered
             assigned[:] = [(v, scope.constants.get(id(v))) for v in found]
             old, new = (list(map(of, found)) for of in (scope.before, scope.get_current_value))
+            for variable, value in zip(found, new, strict=True):
+                warn_of_integer(context, variable, value)
             return values, old, new
 
         if context.xla:
